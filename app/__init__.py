@@ -1,0 +1,1 @@
+"""Recipes, the command line, run directories, launching and supervising a run."""

@@ -1,0 +1,1 @@
+"""Model blocks, attention, loss, optimizer, plan, schedule, executor, training loop and data."""

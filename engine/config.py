@@ -1,0 +1,197 @@
+"""The typed parts of a recipe. The docstring under each field is the help text shown everywhere.
+
+Validation here looks at values only: it opens no file and needs no device.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from storage.errors import UserError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(text: str | int, where: str) -> int:
+    """Bytes named by `text`: an int, or a number with a unit (`512MiB`, `1.5 GiB`, `24GB`).
+
+    Raises UserError naming `where` when the text is not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", str(text))
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None or float(match.group(1)) <= 0:
+        raise UserError(f"{where}: '{text}' is not a size; write for example 512MiB, 24GiB or 1.5TB")
+    return int(float(match.group(1)) * unit)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Which model: a Hugging Face folder, or a shape to train from scratch."""
+
+    path: str | None = None
+    """Hugging Face folder (config.json, *.safetensors) to fine-tune; none trains the shape below from scratch."""
+    model_type: str = "qwen3"
+    """transformers model type of a model trained from scratch, for example qwen3, llama, mixtral."""
+    num_layers: int | None = None
+    """Decoder layers."""
+    hidden_size: int | None = None
+    """Width of the residual stream."""
+    intermediate_size: int | None = None
+    """Width of the MLP."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; fewer than num_heads is grouped-query attention."""
+    head_dim: int | None = None
+    """Width of one attention head."""
+    vocab_size: int | None = None
+    """Vocabulary entries; none takes the tokenizer's."""
+    max_position: int | None = None
+    """Longest position the rotary embedding is configured for; none takes data.sequence_length."""
+    tie_embeddings: bool = False
+    """Share the embedding matrix with the output head."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the transformers config, by their own names, for example {"rope_theta": 1e6}."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"model.{name}: {value} must be at least 1")
+        if self.num_heads and self.num_kv_heads:
+            _require(
+                self.num_heads % self.num_kv_heads == 0,
+                f"model.num_heads: {self.num_heads} is not a multiple of model.num_kv_heads {self.num_kv_heads}",
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Which text, which tokenizer, how it is packed."""
+
+    source: Literal["python_stdlib", "text", "jsonl", "random"] = "python_stdlib"
+    """python_stdlib: the running interpreter's library; text: files below path; jsonl: a `text` field per line of
+    path; random: seeded random token ids (benchmarks)."""
+    path: str | None = None
+    """File or folder that text and jsonl read."""
+    tokenizer: str | None = None
+    """Hugging Face folder or tokenizer.json; none takes the model folder's, or trains a byte-level BPE on the data."""
+    tokenizer_vocab_size: int = 4096
+    """Entries of a tokenizer trained on the data."""
+    sequence_length: int = 4096
+    """Tokens of one packed sequence (the context)."""
+    seed: int = 0
+    """Seed of the document order."""
+    max_documents: int | None = None
+    """Use only the first documents of the source."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 2, f"data.sequence_length: {self.sequence_length} must be at least 2")
+        _require(
+            self.tokenizer_vocab_size > 256,
+            f"data.tokenizer_vocab_size: {self.tokenizer_vocab_size} must be over 256, the byte alphabet",
+        )
+        needs_path = self.source in ("text", "jsonl")
+        _require(not needs_path or self.path is not None, f"data.path: data.source={self.source} needs it")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """Steps, batch, optimizer and precision."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+    sequences_per_step: int = 1
+    """Sequences whose gradients make one optimizer step."""
+    sequences_per_micro_batch: int = 1
+    """Sequences laid end to end into one token stream; their number times the sequence length sets the K/V window."""
+    chunk_tokens: int = 1024
+    """Tokens of one chunk, the unit of activation memory; need not divide anything."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate over the peak one."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from zero."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after warm-up."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.95
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; never applied to norms and biases."""
+    clip_norm: float | None = 1.0
+    """Global gradient norm to clip to; none does not clip."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the weights and activations in forward and backward; master weights and moments are float32."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which a block's gradient waits for the optimizer; it is always summed in float32 first."""
+    seed: int = 0
+    """Seed of the weights of a model trained from scratch."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile layers and optimizer with torch.compile; auto does where a C++ compiler (CPU) or triton (GPU) exists."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA where there is a GPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequences_per_step", "sequences_per_micro_batch", "chunk_tokens"):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name}: {value} must be at least 1")
+        _require(
+            self.sequences_per_step % self.sequences_per_micro_batch == 0,
+            f"train.sequences_per_step: {self.sequences_per_step} is not a multiple of "
+            f"train.sequences_per_micro_batch {self.sequences_per_micro_batch}",
+        )
+        _require(self.lr > 0, f"train.lr: {self.lr} must be above 0")
+        _require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio: {self.min_lr_ratio} must lie in 0..1")
+        _require(0 <= self.warmup_steps <= self.steps, f"train.warmup_steps: {self.warmup_steps} exceeds train.steps")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"train.{name}: {value} must lie in 0..1")
+        _require(self.clip_norm is None or self.clip_norm > 0, f"train.clip_norm: {self.clip_norm} must be above 0")
+        _require(self.weight_decay >= 0, f"train.weight_decay: {self.weight_decay} must not be negative")
+
+
+@dataclass(kw_only=True, slots=True)
+class BudgetConfig:
+    """How much of each tier the run may use. Sizes are ints or texts such as 24GiB."""
+
+    gpu: str | int | None = None
+    """GPU memory (on a machine without a GPU: ordinary memory standing for it); none takes 90 % of what is free."""
+    ram: str | int | None = None
+    """Pinned RAM; none takes 70 % of what is free."""
+    nvme: str | int | None = None
+    """Disk for the state; none takes what is free."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpu", "ram", "nvme"):
+            value = getattr(self, name)
+            if value is not None:
+                parse_bytes(value, f"budgets.{name}")
+
+
+@dataclass(kw_only=True, slots=True)
+class StorageConfig:
+    """Where the state lives and how often a generation is committed."""
+
+    nvme: str | None = None
+    """Folder of the NVMe tier; none takes state/ in the run directory."""
+    chunk_bytes: str | int = "32MiB"
+    """Size of one chunk file of fp32 state (bf16 weights take half of it)."""
+    checkpoint_every: int = 50
+    """Steps between committed generations; a crash resumes from the last one."""
+
+    def __post_init__(self) -> None:
+        size = parse_bytes(self.chunk_bytes, "storage.chunk_bytes")
+        _require(size % 8192 == 0, f"storage.chunk_bytes: {size} is not a multiple of 8 KiB")
+        _require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")

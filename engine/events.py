@@ -1,0 +1,55 @@
+"""What a run tells the outside: spans of work, one line of metrics per step, plain messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+
+class Span(NamedTuple):
+    """One finished op. Times are seconds since the run's process started training."""
+
+    lane: str
+    op: str
+    block: str
+    chunk: int
+    """Index of the chunk (or part) within the step; -1 for ops of a whole block."""
+    start_s: float
+    end_s: float
+    bytes: int
+    """Payload bytes the op moved; 0 for compute."""
+    step: int
+
+
+@dataclass(kw_only=True, slots=True)
+class StepMetrics:
+    """One optimizer step."""
+
+    step: int
+    """1 for the first step of the run."""
+    loss: float
+    """Mean negative log-likelihood of the step's target tokens, nats."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    lr: float
+    tokens: int
+    """Trained tokens: those that carry a loss, padding and document ends excluded."""
+    step_s: float
+    tokens_per_s: float
+
+
+class Observer(Protocol):
+    """Receives the events of a run on the training thread; must never block for long."""
+
+    def on_plan(self, plan: dict[str, Any]) -> None:
+        """The plan, as JSON-ready data, before the first step."""
+
+    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+        """A step's gradient is complete; `spans` finished since the last call."""
+
+    def on_message(self, text: str) -> None:
+        """A line worth showing to the user."""
+
+    def should_stop(self) -> bool:
+        """True asks the run to finish its step, commit and return."""
+        ...
