@@ -1,0 +1,349 @@
+"""The recipe: one typed object that says everything about a run, built by a Python file and saved as JSON."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import re
+import traceback
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from storage.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True)
+class AfterConfig:
+    """What happens once the last step is committed."""
+
+    export: bool = False
+    """Write a Hugging Face folder to export/ in the run directory."""
+    sample_prompt: str | None = None
+    """Text that plain transformers continues from the exported folder, greedily; none prints no sample."""
+    sample_tokens: int = 60
+    """Tokens to generate after the prompt."""
+
+    def __post_init__(self) -> None:
+        if self.sample_tokens < 1:
+            raise UserError(f"after.sample_tokens: {self.sample_tokens} must be at least 1")
+        if self.sample_prompt is not None and not self.export:
+            raise UserError(
+                "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """One run: which model, which data, how to train, what the tiers may use and what happens at the end."""
+
+    name: str
+    """Short name; run directories start with it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    budgets: BudgetConfig = field(default_factory=BudgetConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    after: AfterConfig = field(default_factory=AfterConfig)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)):
+            raise UserError(f"name: '{self.name}' must be letters, digits, '.', '_' and '-', as it names a folder")
+
+
+class RecipeField(NamedTuple):
+    """One settable value of a recipe, as `--set`, the documentation and the terminal UI name it."""
+
+    key: str
+    """Dotted name, for example model.num_layers."""
+    type: Any
+    """The resolved type annotation."""
+    default: Any
+    help: str
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _sections() -> dict[str, type]:
+    """The dataclasses of a recipe's sections, by name."""
+    return {name: hint for name, hint in _hints(Recipe).items() if hint is not str}
+
+
+def _type_name(hint: Any) -> str:
+    """How a type reads in an error message: `int or none`, `one of cosine, linear`."""
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_type_name(arg) for arg in typing.get_args(hint))
+    if hint is type(None):
+        return "none"
+    if typing.get_origin(hint) is dict:
+        return "a JSON object"
+    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    """' Did you mean ...?' for the closest name, or the list of names when nothing is close."""
+    names = list(names)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else "valid names: " + ", ".join(names)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _checked(value: Any, hint: Any, key: str) -> Any:
+    """`value` if it has the field's type (an int becomes a float where a float is due); UserError otherwise."""
+    for member in _members(hint):
+        if typing.get_origin(member) is Literal:
+            if isinstance(value, str) and value in typing.get_args(member):
+                return value
+        elif typing.get_origin(member) is dict:
+            if isinstance(value, dict):
+                return _checked_json(value, key)
+        elif member is float:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                if not math.isfinite(value):
+                    raise UserError(f"{key}: {value} is not a finite number")
+                return float(value)
+        elif member is int:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        elif isinstance(value, member):
+            return value
+    hinted = ""
+    choices = [name for member in _members(hint) if typing.get_origin(member) is Literal for name in _args(member)]
+    if choices and isinstance(value, str):
+        hinted = "; " + _nearest(value, choices)
+    raise UserError(f"{key}: {value!r} must be {_type_name(hint)}{hinted}")
+
+
+def _args(literal: Any) -> list[str]:
+    return [str(arg) for arg in typing.get_args(literal)]
+
+
+def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:
+    """A deep copy of `value`; UserError if JSON would not give back the very same object."""
+    try:
+        copy = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}: {error}; use texts, numbers, true/false, lists and objects only") from None
+    if copy != value:
+        raise UserError(f"{key}: {value!r} does not survive JSON; use text keys and lists instead of tuples")
+    return typing.cast(dict[str, Any], copy)
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain nested dicts."""
+    return dataclasses.asdict(recipe)
+
+
+def from_dict(tree: Mapping[str, Any], where: str = "recipe") -> Recipe:
+    """The recipe of nested dicts, every name, type and value checked.
+
+    Raises UserError naming the field, and the nearest valid name for an unknown one.
+    """
+    sections = _sections()
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in _hints(Recipe):
+            raise UserError(f"{where}: unknown field '{name}'; {_nearest(name, _hints(Recipe))}")
+        if name not in sections:
+            values[name] = _checked(value, _hints(Recipe)[name], name)
+            continue
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}: '{name}' must be an object with the fields of {sections[name].__name__}")
+        hints = _hints(sections[name])
+        for key in value:
+            if key not in hints:
+                raise UserError(f"{where}: unknown field '{name}.{key}'; {_nearest_key(f'{name}.{key}')}")
+        checked = {key: _checked(item, hints[key], f"{name}.{key}") for key, item in value.items()}
+        values[name] = sections[name](**checked)
+    if "name" not in values:
+        raise UserError(f"{where}: the field 'name' is missing")
+    return Recipe(**values)
+
+
+def to_json(recipe: Recipe) -> str:
+    """The recipe as readable JSON; `from_json` gives back an equal recipe."""
+    return json.dumps(to_dict(recipe), indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str, where: str = "recipe.json") -> Recipe:
+    """The recipe of `to_json`'s text. Raises UserError naming `where` for broken JSON or a wrong field."""
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: must hold one JSON object")
+    return from_dict(tree, where)
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """SHA-256 of the recipe's canonical JSON, in hex: equal exactly for equal recipes."""
+    text = json.dumps(to_dict(recipe), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fields() -> list[RecipeField]:
+    """Every settable field of a recipe, in order; the help text is the docstring under the field."""
+    found = [RecipeField("name", str, None, "Short name; run directories start with it.")]
+    for section, cls in _sections().items():
+        body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
+        helps: dict[str, str] = {}
+        for node, after in itertools.pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+                helps[node.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+        for item in dataclasses.fields(cls):
+            missing = item.default is dataclasses.MISSING
+            default = {} if missing else item.default
+            found.append(
+                RecipeField(f"{section}.{item.name}", _hints(cls)[item.name], default, helps.get(item.name, ""))
+            )
+    return found
+
+
+def _keys() -> list[str]:
+    return ["name"] + [
+        f"{section}.{item.name}" for section, cls in _sections().items() for item in dataclasses.fields(cls)
+    ]
+
+
+def _nearest_key(key: str) -> str:
+    """The hint for an unknown dotted key: the nearest full key, or a key whose last part is near."""
+    keys = _keys()
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not close:
+        last = key.rsplit(".", 1)[-1]
+        ends = {name.rsplit(".", 1)[-1]: name for name in keys}
+        close = [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)]
+    if close:
+        return f"did you mean '{close[0]}'?"
+    section = key.split(".", 1)[0]
+    inside = [name for name in keys if name.startswith(section + ".")]
+    return "valid names: " + ", ".join(inside or keys)
+
+
+def _parse(text: str, hint: Any, key: str) -> Any:
+    """The value that a `--set` text means for a field of type `hint`; UserError if it means none."""
+    members = _members(hint)
+    word = text.strip().lower()
+    if type(None) in members and word in ("none", "null"):
+        return None
+    for member in sorted(members, key=lambda member: member is str):  # a text is the last resort
+        if member is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return word in ("true", "yes", "on", "1")
+        if member is int and re.fullmatch(r"[+-]?\d[\d_]*", word):
+            return int(word)
+        if member is float:
+            try:
+                return float(word)
+            except ValueError:
+                continue
+        if typing.get_origin(member) is dict:
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{key}: '{text}' is not a JSON object ({error})") from None
+        if member is str or typing.get_origin(member) is Literal:
+            return text
+    raise UserError(f"{key}: '{text}' must be {_type_name(hint)}")
+
+
+def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A new recipe with `key=value` texts applied, for example `model.num_layers=4`; `recipe` stays as it is.
+
+    A dict field takes a JSON object, or one entry as `model.overrides.rope_theta=1e6`. All overrides are applied before
+    the whole recipe is validated again, so their order does not matter.
+    Raises UserError for an unknown key (with the nearest valid one) or a value of the wrong type.
+    """
+    tree = to_dict(recipe)
+    sections = _sections()
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        key = key.strip()
+        if not separator or not key:
+            raise UserError(f"--set {override}: write key=value, for example --set model.num_layers=4")
+        section, _, name = key.partition(".")
+        name, _, entry = name.partition(".")
+        if key == "name":
+            tree["name"] = text
+            continue
+        hint = _hints(sections[section]).get(name) if section in sections else None
+        if hint is None or (entry and typing.get_origin(hint) is not dict):
+            raise UserError(f"--set {override}: no field '{key}'; {_nearest_key(key)}")
+        if entry:
+            try:
+                tree[section][name][entry] = json.loads(text)
+            except json.JSONDecodeError:
+                tree[section][name][entry] = text
+        else:
+            tree[section][name] = _parse(text, hint, f"--set {key}")
+    return from_dict(tree)
+
+
+def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
+    """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere."""
+    tree = to_dict(recipe)
+    for section, name in (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme")):
+        value = tree[section][name]
+        if value is not None:
+            tree[section][name] = str((folder / Path(value).expanduser()).resolve())
+    return from_dict(tree)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The `recipe` that a Python file builds. The file's folder is not put on `sys.path`.
+
+    Raises UserError naming the file, and the line where its code fails.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py")
+    spec = importlib.util.spec_from_loader("penstock_recipe", loader=None, origin=str(path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path)
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    except UserError as error:
+        raise UserError(f"recipe {path}{_line_in(path, error)}: {error}") from None
+    except SyntaxError as error:
+        raise UserError(f"recipe {path}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:
+        raise UserError(f"recipe {path}{_line_in(path, error)}: {_explain(error)}") from error
+    recipe = getattr(module, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"recipe {path}: must set a global named 'recipe' to an app.recipe.Recipe")
+    return from_dict(to_dict(recipe), f"recipe {path}")
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _explain(error: Exception) -> str:
+    """The error in one line; a misspelt field of a section comes with the nearest valid name."""
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    classes = {cls.__name__: cls for cls in [Recipe, *_sections().values()]}
+    if match and match.group(1) in classes:
+        cls, key = classes[match.group(1)], match.group(2)
+        return f"{cls.__name__} has no field '{key}'; {_nearest(key, _hints(cls))}"
+    return f"{type(error).__name__}: {error}"

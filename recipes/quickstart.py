@@ -1,0 +1,42 @@
+"""A 20M-parameter Qwen3-shaped model learns Python from the standard library of the interpreter that runs this.
+
+`python recipes/quickstart.py` and `penstock train recipes/quickstart.py` are the same run. The budgets are far below
+what the machine has, so that the model's state really streams: some blocks stay on the compute tier, some in RAM, some
+on the NVMe tier.
+"""
+
+from app.recipe import AfterConfig, Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="quickstart",
+    model=ModelConfig(
+        model_type="qwen3",
+        num_layers=6,
+        hidden_size=512,
+        intermediate_size=1280,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        tie_embeddings=False,
+    ),
+    data=DataConfig(source="python_stdlib", tokenizer_vocab_size=4096, sequence_length=4096),
+    train=TrainConfig(
+        steps=90,
+        sequences_per_step=1,
+        chunk_tokens=1024,
+        lr=3e-3,
+        warmup_steps=9,
+        lr_schedule="cosine",
+        clip_norm=1.0,
+        compute_dtype="bfloat16",
+    ),
+    budgets=BudgetConfig(gpu="256MiB", ram="128MiB", nvme="2GiB"),
+    storage=StorageConfig(checkpoint_every=30),
+    after=AfterConfig(export=True, sample_prompt="def read(self, path):\n", sample_tokens=60),
+)
+
+if __name__ == "__main__":
+    from app.cli import run_recipe
+
+    run_recipe(__file__)
