@@ -1,0 +1,316 @@
+"""Documents from a source, tokenised once into a memory-mapped folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import DataConfig
+from engine.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from storage.errors import UserError
+
+_PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
+_BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
+_RANDOM_DOCUMENTS = 64
+
+
+class Piece(NamedTuple):
+    """Text of a document, or of a part of it when it is long."""
+
+    document: str
+    """Where it comes from: a path, or `file:line`."""
+    text: str
+    last: bool
+    """The document ends here."""
+
+
+def source_files(config: DataConfig) -> list[Path]:
+    """The files that `config.source` reads, sorted. Raises UserError when the path is missing."""
+    if config.source == "random":
+        return []
+    if config.source == "python_stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        outside = {"site-packages", "dist-packages"}
+        return sorted(f for f in root.rglob("*.py") if f.is_file() and not outside.intersection(f.parts))
+    root = Path(str(config.path)).expanduser()
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise UserError(
+            f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
+        )
+    pattern = "*.jsonl" if config.source == "jsonl" else "*"
+    return sorted(f for f in root.rglob(pattern) if f.is_file())
+
+
+def read_pieces(config: DataConfig) -> Iterator[Piece]:
+    """The source's documents in order, at most `config.max_documents`; empty ones are skipped.
+
+    Raises UserError naming the file (and line) of text that cannot be read.
+    """
+    documents = 0
+    for file in source_files(config):
+        for piece in _read_jsonl(file) if config.source == "jsonl" else _read_text(file, config):
+            if config.max_documents is not None and documents >= config.max_documents:
+                return
+            yield piece
+            documents += piece.last
+
+
+def _read_text(file: Path, config: DataConfig) -> Iterator[Piece]:
+    if config.source == "python_stdlib":
+        # A few files of the library's own tests are deliberately not UTF-8.
+        try:
+            text = file.read_text("utf-8")
+        except UnicodeDecodeError:
+            return
+        if text:
+            yield Piece(str(file), text, True)
+        return
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            text = stream.read(_PIECE_CHARS)
+            while text:
+                text += stream.readline() if len(text) == _PIECE_CHARS else ""
+                following = stream.read(_PIECE_CHARS)
+                yield Piece(str(file), text, not following)
+                text = following
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 text ({error.reason} at byte {error.start}); convert it or move it"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _read_jsonl(file: Path) -> Iterator[Piece]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            where = f"{file}:{number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"{where}: not a JSON object: {error}; each line needs one, with a `text` field"
+                ) from error
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise UserError(f'{where}: no `text` field that is a string; write {{"text": "..."}}')
+            if text:
+                yield Piece(where, text, True)
+
+
+@contextmanager
+def build_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails."""
+    temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{folder.parent}: cannot be written: {error.strerror}; name a writable folder") from error
+    try:
+        yield temporary
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
+    """`config.tokenizer`, else the model folder's, else one trained on the source and kept in `folder`.
+
+    Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`.
+    """
+    if config.tokenizer is not None:
+        return load_tokenizer(Path(config.tokenizer).expanduser())
+    if model_folder is not None:
+        return load_tokenizer(model_folder)
+    if config.source == "random":
+        raise UserError(
+            "data.tokenizer: data.source=random has no text to train a tokenizer on; set model.vocab_size and leave "
+            "the tokenizer out, or name one"
+        )
+    stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
+    stamp_file = folder / "trained_on.json"
+    if stamp_file.is_file() and json.loads(stamp_file.read_text()) == stamp:
+        return load_tokenizer(folder)
+    with build_folder(folder) as temporary:
+        train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
+        (temporary / stamp_file.name).write_text(json.dumps(stamp))
+    return load_tokenizer(folder)
+
+
+def _require_text(config: DataConfig) -> Iterator[Piece]:
+    """`read_pieces`, refusing a source without any text."""
+    empty = True
+    for piece in read_pieces(config):
+        empty = False
+        yield piece
+    if empty:
+        where = config.path or config.source
+        raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}")
+
+
+def _source_fingerprint(config: DataConfig) -> str:
+    """Hex digest that changes with the source's settings or with any of its files' size or time."""
+    digest = hashlib.sha256(json.dumps([config.source, config.max_documents]).encode())
+    for file in source_files(config):
+        status = file.stat()
+        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """What a tokenised corpus holds; the content of its meta.json."""
+
+    fingerprint: str
+    """Of the source and tokenizer that it was made from: equal means that it need not be made again."""
+    content: str
+    """SHA-256 of the token file: equal means the same tokens."""
+    dtype: str
+    """uint16 or uint32."""
+    num_tokens: int
+    num_documents: int
+    max_token_id: int
+    max_token_document: str
+    """The first document that holds max_token_id."""
+    eos_id: int
+
+
+class TokenCorpus:
+    """A tokenised corpus, memory-mapped: `tokens` [num_tokens] uint16 or uint32 and `starts` [num_documents + 1]
+    int64, the offset of each document in it. Every document ends with the end-of-text token."""
+
+    def __init__(self, folder: Path, info: CorpusInfo) -> None:
+        self.folder = folder
+        self.info = info
+        self.tokens: NDArray[Any] = np.memmap(folder / "tokens.bin", dtype=info.dtype, mode="r")
+        self.starts: NDArray[np.int64] = np.load(folder / "documents.npy", mmap_mode="r")
+        assert len(self.tokens) == info.num_tokens
+        assert len(self.starts) == info.num_documents + 1
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenCorpus:
+        """Open a folder made by `prepare_corpus` or `random_corpus`. Raises UserError when it is none, or damaged."""
+        try:
+            return cls(folder, CorpusInfo(**json.loads((folder / "meta.json").read_text())))
+        except (OSError, ValueError, TypeError, AssertionError) as error:
+            raise UserError(
+                f"{folder}: not a readable tokenised corpus ({error}); delete it to make it again"
+            ) from error
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise UserError naming the document and the id when a token id is not below `vocab_size`."""
+        if self.info.max_token_id >= vocab_size:
+            raise UserError(
+                f"{self.info.max_token_document}: token id {self.info.max_token_id} is beyond the model's vocabulary "
+                f"of {vocab_size}; use the model's own tokenizer, or set model.vocab_size to at least "
+                f"{self.info.max_token_id + 1}"
+            )
+
+
+def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
+    """Tokenise the source into `folder`, or open what is there if it was made from the same files and tokenizer.
+
+    Memory stays bounded by a few times 8 MiB of text. Raises UserError for an empty or malformed source.
+    """
+    joined = f"{_source_fingerprint(config)} {tokenizer.fingerprint}"
+    fingerprint = hashlib.sha256(joined.encode()).hexdigest()
+    if _made_from(folder, fingerprint):
+        return TokenCorpus.open(folder)
+    with build_folder(folder) as temporary:
+        writer = _CorpusWriter(temporary, "uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+        batch: list[Piece] = []
+        chars = 0
+        for piece in _require_text(config):
+            batch.append(piece)
+            chars += len(piece.text)
+            if chars >= _BATCH_CHARS:
+                writer.add(batch, tokenizer)
+                batch, chars = [], 0
+        writer.add(batch, tokenizer)
+        writer.finish(fingerprint, tokenizer.eos_id)
+    return TokenCorpus.open(folder)
+
+
+def random_corpus(config: DataConfig, vocab_size: int, folder: Path) -> TokenCorpus:
+    """`max_documents` (64 when unset) documents of `sequence_length` uniformly random ids below `vocab_size`."""
+    documents = config.max_documents or _RANDOM_DOCUMENTS
+    recipe = json.dumps(["random", config.seed, documents, config.sequence_length, vocab_size])
+    fingerprint = hashlib.sha256(recipe.encode()).hexdigest()
+    if _made_from(folder, fingerprint):
+        return TokenCorpus.open(folder)
+    generator = np.random.Generator(np.random.PCG64(config.seed))
+    with build_folder(folder) as temporary:
+        writer = _CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
+        for index in range(documents):
+            writer.append(f"random document {index}", generator.integers(0, vocab_size, config.sequence_length), True)
+        writer.finish(fingerprint, eos_id=0)
+    return TokenCorpus.open(folder)
+
+
+def _made_from(folder: Path, fingerprint: str) -> bool:
+    meta = folder / "meta.json"
+    return meta.is_file() and json.loads(meta.read_text()).get("fingerprint") == fingerprint
+
+
+class _CorpusWriter:
+    """Appends documents to tokens.bin and remembers their offsets."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._stream = (folder / "tokens.bin").open("wb")
+        self._digest = hashlib.sha256()
+        self._starts = [0]
+        self._total = 0
+        self._max = (-1, "")
+
+    def add(self, pieces: list[Piece], tokenizer: TextTokenizer) -> None:
+        """Tokenise `pieces` and append them, the end-of-text token after the last piece of each document."""
+        for piece, ids in zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True):
+            self.append(piece.document, np.asarray([*ids, tokenizer.eos_id] if piece.last else ids), piece.last)
+
+    def append(self, document: str, ids: NDArray[Any], last: bool) -> None:
+        if len(ids) and int(ids.max()) > self._max[0]:
+            self._max = (int(ids.max()), document)
+        assert not len(ids) or int(ids.max()) <= np.iinfo(self._dtype).max
+        data = ids.astype(self._dtype).tobytes()
+        self._digest.update(data)
+        self._stream.write(data)
+        self._total += len(ids)
+        if last:
+            self._starts.append(self._total)
+
+    def finish(self, fingerprint: str, eos_id: int) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        np.save(self._folder / "documents.npy", np.asarray(self._starts, dtype=np.int64))
+        info = CorpusInfo(
+            fingerprint=fingerprint,
+            content=self._digest.hexdigest(),
+            dtype=self._dtype,
+            num_tokens=self._total,
+            num_documents=len(self._starts) - 1,
+            max_token_id=self._max[0],
+            max_token_document=self._max[1],
+            eos_id=eos_id,
+        )
+        (self._folder / "meta.json").write_text(json.dumps(asdict(info), indent=2))

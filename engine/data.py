@@ -1,0 +1,159 @@
+"""Batches: documents laid end to end into rows of the context's length, in a resumable order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.corpus import TokenCorpus
+from storage.errors import UserError
+
+IGNORE_LABEL = -100
+"""Label of a token that is not trained on."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one micro-batch laid end to end into one stream of T tokens (rows x sequence length)."""
+
+    ids: Tensor
+    """[T] int64 token ids."""
+    labels: Tensor
+    """[T] int64: the document's next token, or -100 where there is none (a document's last token, padding)."""
+    positions: Tensor
+    """[T] int64, counted from 0 in every document of the stream."""
+    documents: list[int]
+    """Sorted stream offsets where a document starts; the first is 0, and every row starts one."""
+    num_targets: int
+    """Labels that are not -100."""
+    num_tokens: int
+    """Tokens that are not padding."""
+
+
+class DataLoader:
+    """An endless stream of optimizer steps' batches from a tokenised corpus.
+
+    Documents come in an order shuffled by (seed, epoch) and are laid end to end into rows of `sequence_length`
+    tokens. A document that crosses a row's end goes on in the next row as a document of its own: positions restart
+    and attention does not reach back, but no token and no target is lost. Nothing is padded, except with
+    `one_document_per_row` (models that carry a state from token to token): then a row holds one document or a piece
+    of one, followed by end-of-text padding that is not trained on.
+
+    `num_split_documents` counts the corpus's documents that are longer than a row and so cannot be seen whole.
+
+    Raises UserError when the corpus holds a token id that is not below `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        sequences_per_step: int,
+        sequences_per_micro_batch: int = 1,
+        seed: int = 0,
+        one_document_per_row: bool = False,
+    ) -> None:
+        corpus.require_vocabulary(vocab_size)
+        assert sequences_per_step % sequences_per_micro_batch == 0
+        self._corpus = corpus
+        self._sequence_length = sequence_length
+        self._rows = sequences_per_micro_batch
+        self._micro_batches = sequences_per_step // sequences_per_micro_batch
+        self._seed = seed
+        self._one_document_per_row = one_document_per_row
+        self.num_split_documents = int((np.diff(corpus.starts) > sequence_length).sum())
+        self._start_epoch(0)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._index = 0  # of the current document in this epoch's order
+        self._offset = 0  # tokens of it already given out
+        # Sorting raw generator words keeps the order the same in every numpy release.
+        seed = np.random.SeedSequence([self._seed, epoch])
+        words = np.random.PCG64(seed).random_raw(self._corpus.info.num_documents)
+        self._order = np.argsort(words, kind="stable")
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """Where the next step begins; JSON. `seek` with it gives exactly the steps that would have followed."""
+        return {
+            "corpus": self._corpus.info.content,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "document": self._index,
+            "offset": self._offset,
+        }
+
+    def seek(self, cursor: dict[str, Any]) -> None:
+        """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order."""
+        if cursor["corpus"] != self._corpus.info.content:
+            raise UserError(
+                f"{self._corpus.folder}: these are not the tokens that the run was trained on so far (content "
+                f"{self._corpus.info.content[:12]}, expected {cursor['corpus'][:12]}); restore the data and tokenizer"
+            )
+        if cursor["seed"] != self._seed:
+            raise UserError(f"data.seed: {self._seed}, but the run so far used {cursor['seed']}; set it back")
+        self._start_epoch(cursor["epoch"])
+        self._index = cursor["document"]
+        self._offset = cursor["offset"]
+
+    def next_step(self) -> list[MicroBatch]:
+        """The micro-batches of one optimizer step."""
+        return [self._next_micro_batch() for _ in range(self._micro_batches)]
+
+    def _next_micro_batch(self) -> MicroBatch:
+        length = self._sequence_length
+        ids = np.full(self._rows * length, self._corpus.info.eos_id, dtype=np.int64)
+        labels = np.full(self._rows * length, IGNORE_LABEL, dtype=np.int64)
+        positions = np.zeros(self._rows * length, dtype=np.int64)
+        documents: list[int] = []
+        num_tokens = 0
+        for row_start in range(0, self._rows * length, length):
+            row = slice(row_start, row_start + length)
+            starts, filled = self._fill_row(ids[row], labels[row], positions[row])
+            documents += [row_start + start for start in starts]
+            num_tokens += filled
+        return MicroBatch(
+            ids=torch.from_numpy(ids),
+            labels=torch.from_numpy(labels),
+            positions=torch.from_numpy(positions),
+            documents=documents,
+            num_targets=int((labels != IGNORE_LABEL).sum()),
+            num_tokens=num_tokens,
+        )
+
+    def _fill_row(
+        self, ids: NDArray[np.int64], labels: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[list[int], int]:
+        """Fill one row's views in place; returns its documents' starts and the number of tokens put in."""
+        length = len(ids)
+        documents: list[int] = []
+        filled = 0
+        while filled < length:
+            if self._index == len(self._order):
+                self._start_epoch(self._epoch + 1)
+            document = self._order[self._index]
+            start = int(self._corpus.starts[document]) + self._offset
+            stop = int(self._corpus.starts[document + 1])
+            count = min(length - filled, stop - start)
+            targets = min(count, stop - start - 1)
+            ids[filled : filled + count] = self._corpus.tokens[start : start + count]
+            labels[filled : filled + targets] = self._corpus.tokens[start + 1 : start + 1 + targets]
+            positions[filled:] = np.arange(length - filled)
+            documents.append(filled)
+            filled += count
+            if start + count == stop:
+                self._index += 1
+                self._offset = 0
+            else:
+                self._offset += count
+            if self._one_document_per_row:
+                break
+        return documents, filled

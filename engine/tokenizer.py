@@ -1,0 +1,133 @@
+"""Tokenizers: a byte-level BPE trained on a corpus, or one that comes with a Hugging Face model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from storage.errors import UserError
+
+EOS_TOKEN = "<|endoftext|>"
+"""The only special token of a tokenizer trained here: it ends every document."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a Hugging Face folder that make up its tokenizer; an export copies those that exist."""
+
+
+class TextTokenizer:
+    """Turns texts into token ids, and knows which id ends a document.
+
+    Attributes: `folder` (where its files are), `eos_id`, `vocab_size` (ids are below it, added tokens included),
+    `fingerprint` (hex, equal for two tokenizers exactly when their files are).
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.folder = folder
+        self._tokenizer = tokenizer
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                f"{folder}: the tokenizer names no end-of-text token, which separates documents; "
+                'add "eos_token" to its tokenizer_config.json'
+            )
+        self.eos_id = int(tokenizer.eos_token_id)
+        self.vocab_size = max(len(tokenizer), self.eos_id + 1)
+        digest = hashlib.sha256()
+        for name in TOKENIZER_FILES:
+            file = folder / name
+            if file.is_file():
+                digest.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        self.fingerprint = digest.hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens and without truncation."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is not None:
+            encodings = fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+        batch = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [list(ids) for ids in batch["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`."""
+        return str(self._tokenizer.decode(list(ids)))
+
+
+def load_tokenizer(path: Path) -> TextTokenizer:
+    """The tokenizer of a Hugging Face folder, or of a `tokenizer.json` (its folder's other files count as well).
+
+    Reads local files only. Raises UserError when there is none, or when it cannot be read.
+    """
+    folder = path.parent if path.name == "tokenizer.json" else path
+    if not folder.is_dir() or (folder != path and not path.is_file()):
+        raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"tokenizer: {folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
+    try:
+        if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        else:
+            tokenizer = _bare_tokenizer(folder / "tokenizer.json")
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"tokenizer: {folder} cannot be read: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return TextTokenizer(folder, tokenizer)
+
+
+def _bare_tokenizer(file: Path) -> Any:
+    """A tokenizer.json without a tokenizer_config.json: its end-of-text token goes by one of the usual names."""
+    backend = Tokenizer.from_file(str(file))
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known = (EOS_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
+    eos = next((token for token in known if token in special), None)
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=backend, eos_token=eos)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> TextTokenizer:
+    """Train a byte-level BPE of at most `vocab_size` entries on `texts` and save it as a Hugging Face folder.
+
+    The same texts in the same order give the same files, byte for byte. A small corpus gives fewer entries.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS_TOKEN,
+        "pad_token": EOS_TOKEN,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return load_tokenizer(folder)

@@ -1,0 +1,286 @@
+"""Documents, tokenizer, corpus folder and packing."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from engine import corpus as corpus_module
+from engine.config import DataConfig
+from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus, read_pieces
+from engine.data import IGNORE_LABEL, DataLoader, MicroBatch
+from engine.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
+from storage.errors import UserError
+
+TEXTS = [f"def function_{i}(x):\n    return x * {i} + len('naïve ☃ {i * 37}')\n" * (1 + i % 5) for i in range(40)]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    file = tmp_path / "documents.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS) + "\n\n")
+    return file
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return train_tokenizer(TEXTS, 300, tmp_path / "tokenizer")
+
+
+def make_corpus(folder: Path, documents: list[list[int]]) -> TokenCorpus:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = corpus_module._CorpusWriter(folder, "uint16")
+    for index, ids in enumerate(documents):
+        writer.append(f"document {index}", np.asarray(ids), True)
+    writer.finish("test", eos_id=0)
+    return TokenCorpus.open(folder)
+
+
+def rows_of(batch: MicroBatch) -> list[tuple[int, int]]:
+    return list(zip(batch.documents, [*batch.documents[1:], len(batch.ids)], strict=True))
+
+
+def test_tokenizer_is_deterministic_and_lossless(tmp_path, tokenizer):
+    again = train_tokenizer(iter(TEXTS), 300, tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "tokenizer" / name).read_bytes()
+    assert again.fingerprint == tokenizer.fingerprint
+    assert tokenizer.vocab_size == 300
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eos_id not in ids
+
+
+def test_trained_tokenizer_is_a_hugging_face_folder(tokenizer):
+    plain = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
+    assert plain.eos_token == EOS_TOKEN
+    assert plain.eos_token_id == tokenizer.eos_id
+    assert plain(TEXTS[3])["input_ids"] == tokenizer.encode_batch(TEXTS[3:4])[0]
+
+
+def test_load_tokenizer_from_file_alone(tmp_path, tokenizer):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "tokenizer.json").write_bytes((tokenizer.folder / "tokenizer.json").read_bytes())
+    loaded = load_tokenizer(alone / "tokenizer.json")
+    assert loaded.eos_id == tokenizer.eos_id
+    assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+
+
+def test_load_tokenizer_refuses_what_is_none(tmp_path, tokenizer):
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokenizer(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no tokenizer files"):
+        load_tokenizer(tmp_path / "empty")
+    (tokenizer.folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tokenizer.folder)
+
+
+def test_tokenizer_without_end_of_text_is_refused(tokenizer):
+    (tokenizer.folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match="eos_token"):
+        load_tokenizer(tokenizer.folder)
+
+
+def test_corpus_holds_every_document_with_its_end(tmp_path, jsonl, tokenizer):
+    corpus = prepare_corpus(DataConfig(source="jsonl", path=str(jsonl)), tokenizer, tmp_path / "corpus")
+    assert corpus.info.num_documents == len(TEXTS)
+    assert corpus.tokens.dtype == np.uint16
+    for index, ids in enumerate(tokenizer.encode_batch(TEXTS)):
+        start, stop = corpus.starts[index : index + 2]
+        assert corpus.tokens[start:stop].tolist() == [*ids, tokenizer.eos_id]
+
+
+def test_corpus_is_made_once_and_again_when_the_source_changes(tmp_path, jsonl, tokenizer, monkeypatch):
+    config = DataConfig(source="jsonl", path=str(jsonl))
+    first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
+    monkeypatch.setattr(corpus_module, "read_pieces", lambda config: pytest.fail("tokenised twice"))
+    assert prepare_corpus(config, tokenizer, tmp_path / "corpus").info == first.info
+    monkeypatch.undo()
+    jsonl.write_text('{"text": "another"}\n')
+    assert prepare_corpus(config, tokenizer, tmp_path / "corpus").info.num_documents == 1
+    assert not list(tmp_path.glob("*.building-*"))
+
+
+def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer, monkeypatch):
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    long = "".join(f"line {i} of a long file\n" for i in range(500))
+    (folder / "b.txt").write_text(long)
+    (folder / "below" / "c.md").write_text("short")
+    (folder / "a.txt").write_text("")
+    monkeypatch.setattr(corpus_module, "_PIECE_CHARS", 1000)
+    config = DataConfig(source="text", path=str(folder))
+    pieces = list(read_pieces(config))
+    assert len(pieces) > 10
+    assert "".join(p.text for p in pieces[:-1]) == long
+    assert [p.last for p in pieces] == [False] * (len(pieces) - 2) + [True, True]
+    assert all(p.text.endswith("\n") for p in pieces[:-1])
+    corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
+    assert corpus.info.num_documents == 2
+    assert tokenizer.decode(corpus.tokens[: corpus.starts[1] - 1].tolist()) == long
+
+
+def test_max_documents_and_python_stdlib():
+    pieces = list(read_pieces(DataConfig(source="python_stdlib", max_documents=5)))
+    assert len(pieces) == 5
+    assert all(p.document.endswith(".py") and "site-packages" not in p.document for p in pieces)
+
+
+def test_random_corpus_is_seeded(tmp_path):
+    config = DataConfig(source="random", sequence_length=16, max_documents=3)
+    one = random_corpus(config, 100_000, tmp_path / "one")
+    two = random_corpus(config, 100_000, tmp_path / "two")
+    assert one.info == two.info
+    assert one.tokens.dtype == np.uint32
+    assert one.info.num_tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", r"documents.jsonl:2: not a JSON object"),
+        ('{"content": "x"}', r"documents.jsonl:2: no `text` field"),
+    ],
+)
+def test_malformed_jsonl_names_file_and_line(tmp_path, jsonl, tokenizer, line, message):
+    jsonl.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError, match=message):
+        prepare_corpus(DataConfig(source="jsonl", path=str(jsonl)), tokenizer, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_bad_sources(tmp_path, tokenizer):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "nothing.txt").write_text("")
+    with pytest.raises(UserError, match="corpus is empty"):
+        prepare_corpus(DataConfig(source="text", path=str(empty)), tokenizer, tmp_path / "corpus")
+    with pytest.raises(UserError, match="does not exist"):
+        list(read_pieces(DataConfig(source="text", path=str(tmp_path / "missing"))))
+    (empty / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8"):
+        list(read_pieces(DataConfig(source="text", path=str(empty))))
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    with pytest.raises(UserError, match="cannot be written"):
+        random_corpus(DataConfig(source="random"), 300, blocked / "corpus")
+
+
+def test_damaged_corpus_is_refused(tmp_path):
+    corpus = make_corpus(tmp_path / "corpus", [[1, 2, 0]])
+    (corpus.folder / "tokens.bin").write_bytes(b"\0\0")
+    with pytest.raises(UserError, match="not a readable tokenised corpus"):
+        TokenCorpus.open(corpus.folder)
+
+
+def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkeypatch):
+    config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
+    trained = prepare_tokenizer(config, None, tmp_path / "trained")
+    assert trained.vocab_size == 290
+    assert prepare_tokenizer(config, tokenizer.folder, tmp_path / "trained").vocab_size == 300
+    monkeypatch.setattr(corpus_module, "train_tokenizer", lambda *_: pytest.fail("trained twice"))
+    assert prepare_tokenizer(config, None, tmp_path / "trained").fingerprint == trained.fingerprint
+    with pytest.raises(UserError, match="no text to train a tokenizer on"):
+        prepare_tokenizer(DataConfig(source="random"), None, tmp_path / "other")
+
+
+def test_token_id_beyond_the_vocabulary_names_document_and_id(tmp_path):
+    corpus = make_corpus(tmp_path, [[1, 2, 0], [3, 777, 0]])
+    with pytest.raises(UserError, match=r"document 1: token id 777 is beyond the model's vocabulary of 700"):
+        DataLoader(corpus, vocab_size=700, sequence_length=8, sequences_per_step=1)
+
+
+def unique_documents(lengths: list[int]) -> list[list[int]]:
+    """Documents whose every token names itself."""
+    ends = np.cumsum(lengths)
+    return [list(range(int(end) - length + 1, int(end) + 1)) for end, length in zip(ends, lengths, strict=True)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    length=st.integers(2, 33),
+    rows=st.integers(1, 3),
+    seed=st.integers(0, 5),
+    alone=st.booleans(),
+)
+def test_an_epoch_gives_every_token_and_target_once(tmp_path_factory, lengths, length, rows, seed, alone):
+    documents = unique_documents(lengths)
+    corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents)
+    loader = DataLoader(
+        corpus,
+        vocab_size=1000,
+        sequence_length=length,
+        sequences_per_step=2 * rows,
+        sequences_per_micro_batch=rows,
+        seed=seed,
+        one_document_per_row=alone,
+    )
+    assert loader.num_split_documents == sum(n > length for n in lengths)
+    following = {a: b for ids in documents for a, b in pairwise(ids)}
+    seen: list[int] = []
+    while len(seen) < 2 * corpus.info.num_tokens:
+        step = loader.next_step()
+        assert len(step) == 2
+        for batch in step:
+            assert batch.ids.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
+            assert len(batch.ids) == rows * length
+            assert set(range(0, rows * length, length)) <= set(batch.documents)
+            assert batch.documents == sorted(set(batch.documents))
+            assert batch.num_targets == int((batch.labels != IGNORE_LABEL).sum())
+            tokens = []
+            for start, stop in rows_of(batch):
+                assert batch.positions[start:stop].tolist() == list(range(stop - start))
+                tokens += [t for t in range(start, stop) if int(batch.ids[t]) != 0]
+            assert batch.num_tokens == len(tokens)
+            assert alone or len(tokens) == rows * length
+            for t in range(rows * length):
+                expected = following.get(int(batch.ids[t]), IGNORE_LABEL)
+                assert int(batch.labels[t]) == expected
+            seen += [int(batch.ids[t]) for t in tokens]
+    total = corpus.info.num_tokens
+    assert sorted(seen[:total]) == sorted(seen[total : 2 * total]) == list(range(1, total + 1))
+
+
+def test_order_differs_by_seed_and_epoch(tmp_path):
+    corpus = make_corpus(tmp_path, unique_documents([4] * 16))
+
+    def epochs(seed: int) -> list[list[int]]:
+        loader = DataLoader(corpus, vocab_size=99, sequence_length=64, sequences_per_step=1, seed=seed)
+        return [loader.next_step()[0].ids.tolist() for _ in range(2)]
+
+    first, second = epochs(0), epochs(1)
+    assert first == epochs(0)
+    assert len({tuple(e) for e in first + second}) == 4
+    assert all(sorted(e) == list(range(1, 65)) for e in first + second)
+
+
+def test_seek_continues_exactly(tmp_path):
+    corpus = make_corpus(tmp_path / "one", unique_documents([5, 17, 1, 9, 30]))
+
+    def loader(seed: int = 3) -> DataLoader:
+        return DataLoader(corpus, vocab_size=99, sequence_length=7, sequences_per_step=2, seed=seed)
+
+    whole = loader()
+    steps, cursors = [], []
+    for _ in range(12):
+        cursors.append(json.loads(json.dumps(whole.cursor)))
+        steps.append([batch.ids.tolist() for batch in whole.next_step()])
+    for start in range(12):
+        resumed = loader()
+        resumed.seek(cursors[start])
+        assert [[batch.ids.tolist() for batch in resumed.next_step()] for _ in range(start, 12)] == steps[start:]
+    with pytest.raises(UserError, match=r"data\.seed"):
+        loader(seed=4).seek(cursors[0])
+    other = make_corpus(tmp_path / "two", unique_documents([5, 6]))
+    with pytest.raises(UserError, match="not the tokens that the run was trained on"):
+        DataLoader(other, vocab_size=99, sequence_length=7, sequences_per_step=1, seed=3).seek(cursors[0])
