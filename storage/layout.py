@@ -1,0 +1,99 @@
+"""How the parameters of one block lie in its flat buffer, and how a flat buffer is cut into parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGN_NUMEL = 2048
+"""Every parameter and every part starts at a multiple of this: 4 KiB in bfloat16, 8 KiB in float32, which is what
+direct I/O and GPUDirect want of offsets, sizes and addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter of a block: its state-dict name, its shape and whether weight decay applies to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+def align_up(numel: int, multiple: int = ALIGN_NUMEL) -> int:
+    """The smallest multiple of `multiple` that is not below `numel`."""
+    return -(-numel // multiple) * multiple
+
+
+def part_numel_even(numel: int, part_numel: int) -> int:
+    """Elements of every part but the last when `numel` elements are cut into parts of at most `part_numel`.
+
+    The parts are made as equal as the alignment allows: a buffer slightly longer than one part becomes two halves and
+    not a whole part and a sliver, since on disk every part takes a file of the same size. `part_numel` is a multiple of
+    ALIGN_NUMEL.
+    """
+    assert numel > 0 and part_numel > 0 and part_numel % ALIGN_NUMEL == 0, (numel, part_numel)
+    num_parts = -(-numel // part_numel)
+    return align_up(-(-numel // num_parts))
+
+
+def part_ranges(numel: int, part_numel: int) -> list[tuple[int, int]]:
+    """The parts of `numel` elements as (start, stop), in order; all but the last are equally long."""
+    stride = part_numel_even(numel, part_numel)
+    return [(start, min(start + stride, numel)) for start in range(0, numel, stride)]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each parameter of one block starts in the block's flat buffers (the same for every kind of state).
+
+    Decayed parameters come first, so that one boundary tells the optimizer which elements to decay. The gaps between
+    parameters are zero and stay zero: their gradient, moments and weights are never written through a view.
+    """
+
+    params: tuple[ParamSpec, ...]
+    """Parameters in buffer order."""
+    offsets: dict[str, int]
+    """First element of each parameter, a multiple of ALIGN_NUMEL."""
+    numel: int
+    """Elements of the buffer with padding, a multiple of ALIGN_NUMEL."""
+    decay_numel: int
+    """Weight decay applies to the elements below this one."""
+
+    @staticmethod
+    def build(params: Sequence[ParamSpec]) -> FlatLayout:
+        """Lay out `params`: decayed ones first, each group in the order given."""
+        ordered = tuple(sorted(params, key=lambda param: not param.decay))
+        offsets: dict[str, int] = {}
+        numel = decay_numel = 0
+        for param in ordered:
+            assert param.name not in offsets, f"parameter {param.name} twice in one buffer"
+            offsets[param.name] = numel
+            numel = align_up(numel + param.numel)
+            if param.decay:
+                decay_numel = numel
+        assert numel > 0, "a flat buffer needs at least one element"
+        return FlatLayout(ordered, offsets, numel, decay_numel)
+
+    def offset(self, name: str) -> int:
+        """First element of parameter `name`."""
+        return self.offsets[name]
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `flat` [numel] with the parameters' names and shapes; no copy."""
+        assert flat.shape == (self.numel,), (tuple(flat.shape), self.numel)
+        return {
+            param.name: flat[self.offsets[param.name] : self.offsets[param.name] + param.numel].view(param.shape)
+            for param in self.params
+        }
+
+    def parts(self, part_numel: int) -> list[tuple[int, int]]:
+        """The buffer's parts of at most `part_numel` elements, as (start, stop); see part_ranges."""
+        return part_ranges(self.numel, part_numel)
