@@ -1,0 +1,186 @@
+"""The command line. Torch is imported inside the commands that need it, so that `penstock --help` is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from storage.errors import UserError
+
+BAD_INPUT = 2
+REFUSED = 1
+
+cli = typer.Typer(
+    name="penstock",
+    help="Train and fine-tune large language models, every parameter, in full precision, on one machine.",
+    epilog="Example: penstock train recipes/quickstart.py",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_cli = typer.Typer(
+    help="Benchmarks that compare in one run and print the ratio.",
+    epilog="Example: penstock bench step --json",
+    no_args_is_help=True,
+)
+cli.add_typer(bench_cli, name="bench")
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name below runs/.")]
+
+
+def _print_fields(value: bool) -> None:
+    if not value:
+        return
+    from app.recipe import fields
+
+    for item in fields():
+        typer.echo(f"{item.key} = {json.dumps(item.default)}\n    {item.help}")
+    raise typer.Exit
+
+
+@cli.command(epilog="Example: penstock train recipes/quickstart.py --set train.steps=20")
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Python file that builds a Recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run; default runs/<name>-<time>.")
+    ] = None,
+    list_fields: Annotated[
+        bool,
+        typer.Option("--fields", help="List every field that --set reaches.", callback=_print_fields, is_eager=True),
+    ] = False,
+) -> None:
+    """Train a recipe from its first step."""
+    from app.launch import run_training
+    from app.recipe import apply_overrides, load_recipe, resolve_paths
+    from app.rundir import RunDir
+
+    resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
+    with RunDir.create(resolved, run_dir) as run:
+        run_training(run, resume=False)
+
+
+@cli.command(epilog="Example: penstock resume runs/quickstart-20260101-120000")
+def resume(run: RunArgument) -> None:
+    """Go on with a stopped, failed or crashed run from its last committed generation."""
+    from app.launch import run_training
+    from app.rundir import RunDir, find_run
+
+    with RunDir.open(find_run(run)) as directory:
+        run_training(directory, resume=True)
+
+
+@cli.command(epilog="Example: penstock check ~/models/Qwen3-8B --json")
+def check(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR_OR_CONFIG_JSON", help="Hugging Face folder, or a config.json.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare a shrunk copy of a model, streamed, with transformers' own forward and autograd.
+
+    Exit code 0: all gradients agree. 1: refused, with the first parameter that differs. 2: bad input.
+    """
+    from app.check import check_model_file
+
+    result = check_model_file(model)
+    if as_json:
+        typer.echo(json.dumps(result))
+    elif result["ok"]:
+        typer.echo(f"{result['model_type']}: ok, largest relative error {result['max_rel_error']:.1e}")
+    else:
+        typer.echo(f"{result['model_type']}: refused: {result['reason']}")
+    if not result["ok"]:
+        raise typer.Exit(REFUSED)
+
+
+@cli.command(epilog="Example: penstock export runs/quickstart-20260101-120000 ~/models/mine")
+def export(
+    run: RunArgument,
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Folder to make; must be new or empty.")],
+) -> None:
+    """Write a run's last committed generation as a Hugging Face folder."""
+    from app.launch import export_run
+    from app.rundir import RunDir, find_run
+
+    with RunDir.open(find_run(run)) as directory:
+        export_run(directory, out_dir)
+    typer.echo(f"exported to {out_dir}")
+
+
+@cli.command(epilog="Example: penstock runs")
+def runs() -> None:
+    """List the runs below runs/, oldest first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from app.rundir import list_runs
+
+    found = list_runs()
+    if not found:
+        typer.echo("no runs below runs/")
+        return
+    table = Table(header_style="bold")
+    for name in ("run", "state", "step", "loss"):
+        table.add_column(name, overflow="fold")
+    for info in found:
+        loss = "n/a" if info.loss is None else f"{info.loss:.4f}"
+        table.add_row(info.name, info.state, f"{info.step:,}/{info.total_steps:,}", loss)
+    Console().print(table)
+
+
+@cli.command(epilog="Example: penstock trace runs/quickstart-20260101-120000 -o trace.json")
+def trace(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Trace file to write.")] = Path("trace.json"),
+) -> None:
+    """Write a run's spans as a trace that https://ui.perfetto.dev opens."""
+    from app.rundir import find_run
+    from app.trace import write_trace
+
+    count = write_trace(find_run(run), out)
+    typer.echo(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev")
+
+
+@bench_cli.command("step", epilog="Example: penstock bench step --json")
+def bench_step_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time one training step of a 168M-parameter model against plain PyTorch."""
+    from app.bench import bench_step
+
+    bench_step(json=as_json)
+
+
+def run_recipe(path: str) -> None:
+    """`penstock train` for a recipe file that is run as a script; takes the same options."""
+    # Python has put the script's folder first; a recipe named like a package must not be imported in its place.
+    if sys.path and Path(sys.path[0] or ".").resolve() == Path(path).resolve().parent:
+        del sys.path[0]
+    sys.exit(main(["train", path, *sys.argv[1:]]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code. A UserError is one message on stderr and exit code 2."""
+    # Set before transformers is imported: nothing is downloaded that nobody asked for.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["USE_HUB_KERNELS"] = "0"
+    try:
+        cli(arguments, prog_name="penstock")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

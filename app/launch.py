@@ -1,0 +1,229 @@
+"""Runs a recipe in this process: the run directory around it, signals, the terminal, what happens afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from app.progress import Display, TerminalConsole, print_summary
+from app.recipe import Recipe
+from app.rundir import RunDir, RunLog, read_info, read_jsonl
+from engine.events import Span, StepMetrics
+from storage.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.train import TrainResult
+
+ABORTED = 130
+"""Exit code after a second signal: what a shell reports for a process ended by Ctrl-C."""
+
+_SAME_REQUEST_S = 0.3
+"""Signals this close together are one request: a supervisor may signal the process and its group."""
+
+_LAST_STEPS = 5
+
+
+class StopSignals:
+    """While entered: the first SIGINT or SIGTERM sets `requested`, a later one ends the process at once.
+
+    Signals are watched by a thread of their own, so that an abort needs no help from a main thread deep in a kernel.
+    """
+
+    def __init__(self, on_first: Callable[[], None], on_abort: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._on_abort = on_abort
+        self.requested = threading.Event()
+
+    def __enter__(self) -> StopSignals:
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._old = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._write.close()
+        self._thread.join()
+        self._read.close()
+
+    def _watch(self) -> None:
+        first_at: float | None = None
+        while data := self._read.recv(64):
+            for number in data:
+                if number not in (signal.SIGINT, signal.SIGTERM):
+                    continue
+                if first_at is None:
+                    first_at = time.monotonic()
+                    self.requested.set()
+                    self._on_first()
+                elif time.monotonic() - first_at > _SAME_REQUEST_S:
+                    self._on_abort()
+                    os._exit(ABORTED)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wake-up socket has told the watcher already."""
+
+
+class _RunObserver:
+    """Passes the engine's events to the run's log and to the terminal."""
+
+    def __init__(self, log: RunLog, display: Display, signals: StopSignals) -> None:
+        self._log = log
+        self._display = display
+        self._signals = signals
+        self._first_s: float | None = None
+        self._last_s = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first span's start to the last span's end in this process."""
+        return self._last_s - self._first_s if self._first_s is not None else 0.0
+
+    def on_plan(self, plan: dict[str, Any]) -> None:
+        self._display.plan(plan)
+        self._log.set_state("running")
+
+    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+        self._log.step(metrics, spans)
+        if spans:
+            start_s = min(span.start_s for span in spans)
+            self._first_s = start_s if self._first_s is None else min(self._first_s, start_s)
+            self._last_s = max(self._last_s, max(span.end_s for span in spans))
+        self._display.step(metrics, spans)
+
+    def on_message(self, text: str) -> None:
+        self._display.message(text)
+
+    def should_stop(self) -> bool:
+        return self._signals.requested.is_set()
+
+
+def run_training(run: RunDir, *, resume: bool) -> None:
+    """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
+
+    Everything that a reader of the run directory may want is written on the way. Errors leave state `failed` behind
+    and are raised again.
+    """
+    recipe = run.recipe
+    info = read_info(run.path)
+    if resume and info.state == "finished":
+        raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
+    console = TerminalConsole()
+    step = info.step if resume else 0
+    log = RunLog(run.path, recipe.train.steps, step)
+    display = Display(console, recipe.train.steps, step)
+
+    def on_first() -> None:
+        display.message("stopping after this step; a second signal aborts at once")
+
+    def on_abort() -> None:
+        log.set_state("stopped")
+        display.abandon()
+        print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
+
+    display.message(f"run directory {run.path}")
+    with StopSignals(on_first, on_abort) as signals:
+        observer = _RunObserver(log, display, signals)
+        try:
+            result = _train(recipe, run.path, observer, resume)
+        except BaseException as error:
+            log.close("failed", f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error))
+            raise
+        finally:
+            display.close()
+        log.close("stopped" if result.stopped else "finished")
+    if log.dropped_spans:
+        display.message(f"{log.dropped_spans:,} spans were dropped because the disk did not take them in time")
+    summary, last_losses = _summary(run.path, result)
+    run.write_summary(summary)
+    print_summary(console, summary, last_losses, observer.wall_s)
+    if result.stopped:
+        display.message(f"stopped after step {summary['steps']}; go on with: penstock resume {run.path}")
+        return
+    if recipe.after.export:
+        folder = run.path / "export"
+        export_run(run, folder)
+        display.message(f"exported to {folder}")
+        if recipe.after.sample_prompt is not None:
+            text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
+            display.message(f"\n{recipe.after.sample_tokens} tokens from transformers, greedy:\n\n{text}")
+
+
+def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool) -> TrainResult:
+    from engine.train import train  # loads torch: seconds
+
+    return train(
+        model=recipe.model,
+        data=recipe.data,
+        train=recipe.train,
+        budgets=recipe.budgets,
+        storage=recipe.storage,
+        run_dir=path,
+        observer=observer,
+        resume=resume,
+    )
+
+
+def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float]]:
+    """summary.json, and the losses of the last steps. What covers the whole run, resumed or not, comes from the log."""
+    lines = list(read_jsonl(path / "metrics.jsonl")) if (path / "metrics.jsonl").exists() else []
+    losses = [line["loss"] for line in lines]
+    summary = {
+        "steps": lines[-1]["step"] if lines else result.steps,
+        "tokens": sum(line["tokens"] for line in lines),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "tokens_per_s": result.tokens_per_s,
+        "step_s_median": statistics.median(line["step_s"] for line in lines) if lines else None,
+        "tiers": result.tiers,
+        "lanes": result.lanes,
+    }
+    return summary, losses[-_LAST_STEPS:]
+
+
+def export_run(run: RunDir, folder: Path) -> None:
+    """Write the run's last committed generation as a Hugging Face folder.
+
+    Raises UserError when `folder` already holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not empty; choose another folder for the export")
+    from engine.train import export
+
+    recipe = run.recipe
+    export(
+        run.path,
+        model=recipe.model,
+        data=recipe.data,
+        train=recipe.train,
+        storage=recipe.storage,
+        out_dir=folder,
+    )
+
+
+def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
+    """`prompt` and up to `num_tokens` more tokens, decoded greedily by plain transformers from a model folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -1,0 +1,205 @@
+"""What the terminal shows of a run: where the blocks live, progress while it trains, a summary at the end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from engine.events import Span, StepMetrics
+
+WARMUP_STEPS = 2
+"""Steps of a process that compile and fill caches: no ETA is drawn from them."""
+
+_ETA_WINDOW = 20
+_TARGETS = ("weights", "state", "gradient")
+
+
+class TerminalConsole(Console):
+    """A console that falls silent when its reader goes away: a closed terminal never stops a run."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def bytes_text(num_bytes: float) -> str:
+    """A size in binary units: 512 B, 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+def duration_text(seconds: float | None) -> str:
+    """A duration in its two leading units: 42s, 3m05s, 6h12m, 2d03h; n/a when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "n/a"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds in which each lane did anything; time covered twice counts once."""
+    intervals: dict[str, list[tuple[float, float]]] = {}
+    for span in spans:
+        intervals.setdefault(span.lane, []).append((span.start_s, span.end_s))
+    busy = {}
+    for lane, pieces in intervals.items():
+        total, reached = 0.0, -math.inf
+        for start, end in sorted(pieces):
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        busy[lane] = total
+    return busy
+
+
+def busiest_lane(spans: Sequence[Span]) -> tuple[str, float] | None:
+    """The lane busy for the largest share of the time that `spans` cover, and that share (0..1); none without spans."""
+    if not spans:
+        return None
+    window_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    if window_s <= 0:
+        return None
+    lane, busy_s = max(busy_seconds(spans).items(), key=lambda item: item[1])
+    return lane, busy_s / window_s
+
+
+class Eta:
+    """Time to the end, from the mean of the last steps without the process's warm-up."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._seen = 0
+        self._recent: deque[float] = deque(maxlen=_ETA_WINDOW)
+
+    def update(self, metrics: StepMetrics) -> float | None:
+        """Seconds to the end after this step; none while unknown."""
+        self._seen += 1
+        if self._seen > WARMUP_STEPS:
+            self._recent.append(metrics.step_s)
+        remaining = self._total_steps - metrics.step
+        if remaining <= 0:
+            return 0.0
+        return statistics.fmean(self._recent) * remaining if self._recent else None
+
+
+class Display:
+    """Shows a run on a console: a progress bar on a terminal, one line per step elsewhere."""
+
+    def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._eta = Eta(total_steps)
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[line]}"),
+                console=console,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task("train", total=total_steps, completed=step, line="preparing")
+
+    def message(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        """Print where the blocks live and start the progress bar."""
+        self._console.print(plan_table(plan))
+        if self._progress is not None:
+            self._progress.start()
+
+    def step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+        """Show a finished step."""
+        eta = duration_text(self._eta.update(metrics))
+        busiest = busiest_lane(spans)
+        lane = f"{busiest[0]} {busiest[1]:.0%}" if busiest else "n/a"
+        line = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tok/s  ETA {eta}  busiest {lane}"
+        if self._progress is None:
+            self.message(f"step {metrics.step}/{self._total_steps}  {line}")
+        else:
+            self._progress.update(self._task, completed=metrics.step, line=line)
+
+    def abandon(self) -> None:
+        """Give the terminal its cursor back without waiting for anything: the process is about to end."""
+        if self._progress is not None:
+            self._console.file.write("\x1b[?25h\n")
+            self._console.file.flush()
+
+    def close(self) -> None:
+        """Leave the progress bar as it is; messages still print."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def plan_table(plan: dict[str, Any]) -> Table:
+    """Which block lives where; runs of layers that live alike share a row."""
+    table = Table(title="Where the blocks live", title_justify="left", header_style="bold")
+    for name in ("block", *_TARGETS, "size"):
+        table.add_column(name, justify="right" if name == "size" else "left")
+    groups = itertools.groupby(plan["blocks"], key=lambda block: (_stem(block["name"]), *(block[k] for k in _TARGETS)))
+    for (_, *tiers), members in groups:
+        blocks = list(members)
+        first, last = blocks[0]["name"], blocks[-1]["name"]
+        name = first if len(blocks) == 1 else f"{first} - {last.rsplit('.', 1)[-1]}"
+        table.add_row(name, *map(str, tiers), bytes_text(sum(block["bytes"] for block in blocks)))
+    return table
+
+
+def _stem(name: str) -> str:
+    return name.rsplit(".", 1)[0]
+
+
+def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequence[float], wall_s: float) -> None:
+    """Print summary.json's figures; `wall_s` is the time over which the lanes' busy seconds were counted."""
+    head = Table(title="Summary", title_justify="left", show_header=False)
+    head.add_column(style="bold")
+    head.add_column()
+    head.add_row("steps, trained tokens", f"{summary['steps']:,}, {summary['tokens']:,}")
+    head.add_row("loss, first and last", f"{_number(summary['first_loss'])} -> {_number(summary['last_loss'])} nats")
+    if len(last_losses) > 1:
+        head.add_row(f"loss, mean of last {len(last_losses)}", f"{statistics.fmean(last_losses):.4f} nats")
+    speed, step_s = summary["tokens_per_s"], summary["step_s_median"]
+    head.add_row("speed", f"{_number(speed, ',.0f')} tokens/s, median step {_number(step_s, '.2f')} s")
+    console.print(head)
+
+    lanes = Table(header_style="bold")
+    for name in ("lane", "moved", "busy", "busy share"):
+        lanes.add_column(name, justify="left" if name == "lane" else "right")
+    for lane, figures in summary["lanes"].items():
+        share = f"{figures['busy_s'] / wall_s:.0%}" if wall_s > 0 else "n/a"
+        moved = bytes_text(figures["bytes"]) if figures["bytes"] else "-"
+        lanes.add_row(lane, moved, f"{figures['busy_s']:.1f} s", share)
+    console.print(lanes)
+
+    tiers = Table(header_style="bold")
+    for name in ("tier", "peak", "budget", "used"):
+        tiers.add_column(name, justify="left" if name == "tier" else "right")
+    for tier, figures in summary["tiers"].items():
+        peak, budget = figures["peak_bytes"], figures["budget_bytes"]
+        tiers.add_row(tier, bytes_text(peak), bytes_text(budget), f"{peak / budget:.0%}" if budget else "n/a")
+    console.print(tiers)
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "n/a" if value is None or not math.isfinite(value) else format(value, form)
