@@ -1,0 +1,44 @@
+# make quickstart   train the quickstart recipe, installing into .venv first where needed
+# make test         lint, types and tests
+# make gpu-check    tests and step benchmark on a GPU, with the interpreter in PYTHON; installs nothing
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint types gpu-check clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python recipes/quickstart.py
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+gpu-check:
+	@if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	    echo "gpu-check: skipped, torch in $(PYTHON) sees no CUDA device"; \
+	else \
+	    PYTHONPATH=. $(PYTHON) -m pytest tests/gpu && PYTHONPATH=. $(PYTHON) -m app.cli bench step --json; \
+	fi
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
