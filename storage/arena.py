@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -52,7 +53,8 @@ class HostArena:
     def slot(self, name: str, nbytes: int) -> torch.Tensor:
         """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full."""
         assert self._bytes is not None, "the arena is closed"
-        assert name not in self.slots and nbytes > 0, (name, nbytes)
+        assert name not in self.slots, f"slot {name} carved twice"
+        assert nbytes > 0, (name, nbytes)
         free = self.capacity_bytes - self._offset
         if nbytes > free:
             raise BudgetError(
@@ -73,7 +75,7 @@ class HostArena:
         if self._bytes is None:
             return
         for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _cudart().cudaHostUnregister(address)
         self._registered.clear()
         self._map.madvise(mmap.MADV_DONTNEED)
         self._bytes = None
@@ -83,7 +85,7 @@ class HostArena:
         base = self._bytes.data_ptr()
         for offset in range(0, self.capacity_bytes, _REGISTER_BYTES):
             size = min(_REGISTER_BYTES, self.capacity_bytes - offset)
-            code = int(torch.cuda.cudart().cudaHostRegister(base + offset, size, 0))
+            code = int(_cudart().cudaHostRegister(base + offset, size, 0))
             if code != 0:
                 self.close()
                 raise BudgetError(
@@ -95,3 +97,7 @@ class HostArena:
 
 def _page_up(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

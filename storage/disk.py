@@ -28,7 +28,7 @@ def require_free(path: Path, nbytes: int, what: str) -> None:
     free = shutil.disk_usage(path).free
     if free < nbytes:
         raise UserError(
-            f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some space or choose another disk"
+            f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some or choose another disk"
         )
 
 

@@ -39,7 +39,9 @@ def part_numel_even(numel: int, part_numel: int) -> int:
     not a whole part and a sliver, since on disk every part takes a file of the same size. `part_numel` is a multiple of
     ALIGN_NUMEL.
     """
-    assert numel > 0 and part_numel > 0 and part_numel % ALIGN_NUMEL == 0, (numel, part_numel)
+    assert numel > 0, numel
+    assert part_numel > 0, part_numel
+    assert part_numel % ALIGN_NUMEL == 0, part_numel
     num_parts = -(-numel // part_numel)
     return align_up(-(-numel // num_parts))
 

@@ -1,0 +1,136 @@
+"""One chunk file: raw bytes, zero padding, CRC-32C; written and read by direct I/O, straight from and to arena slots.
+
+It is a zarr3 chunk of codecs `bytes` and `crc32c`. The zarr chunk is a little longer than a part, so that the file,
+checksum included, is a whole number of 4 KiB blocks: without that padding no reader can use direct I/O on it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from storage.crc import checksum
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_BYTES = 4096
+_CRC_BYTES = 4
+
+
+class ChunkError(Exception):
+    """A chunk file is missing, has the wrong size or does not match its checksum; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFormat:
+    """Sizes of the chunk files of one array, the same for all of its parts."""
+
+    part_bytes: int
+    """Payload of a whole part; the array's last part may hold less and is followed by zeros."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of every chunk file: payload, padding and checksum, a multiple of 4 KiB."""
+        return -(-(self.part_bytes + _CRC_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the zarr chunk: everything in the file but the checksum."""
+        return self.file_bytes - _CRC_BYTES
+
+
+def supports_direct(folder: Path) -> bool:
+    """Whether files of existing `folder` can be opened for direct I/O (some network and memory file systems refuse)."""
+    probe = folder / f".direct-{os.getpid()}.tmp"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> None:
+    """Write `data` uint8 [<= part_bytes] as chunk file `path`, in place where it exists; not synced.
+
+    Overwriting in place keeps the file's extents and so costs no allocation; a torn write can only hit the slot that
+    no committed generation uses. OSError on a full or failing disk.
+    """
+    crc = checksum(data.data, form.stored_bytes - data.size).to_bytes(_CRC_BYTES, "little")
+    direct = direct and _is_aligned(data)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
+    try:
+        _pwrite(fd, data.data, 0)
+        if direct:
+            block = _last_block()
+            block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc
+            _pwrite(fd, block, form.file_bytes - BLOCK_BYTES)
+        else:
+            _pwrite(fd, memoryview(crc), form.stored_bytes)
+    finally:
+        os.close(fd)
+
+
+def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool) -> None:
+    """Read the first `out.size` bytes of chunk file `path` into `out` uint8 and check the checksum.
+
+    `out.size` is the part's payload, as it was written. ChunkError on a missing, truncated or damaged file (`out` then
+    holds garbage), OSError on a failing disk.
+    """
+    direct = direct and _is_aligned(out)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    except FileNotFoundError as error:
+        raise ChunkError("the file is missing") from error
+    try:
+        size = os.fstat(fd).st_size
+        if size != form.file_bytes:
+            raise ChunkError(f"the file has {size:,} bytes and should have {form.file_bytes:,}")
+        _pread(fd, out.data, 0)
+        block = _last_block()
+        _pread(fd, block if direct else block[-_CRC_BYTES:], form.file_bytes - (BLOCK_BYTES if direct else _CRC_BYTES))
+        stored = int.from_bytes(block[-_CRC_BYTES:], "little")
+    finally:
+        os.close(fd)
+    found = checksum(out.data, form.stored_bytes - out.size)
+    if found != stored:
+        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file says {stored:08x}")
+
+
+_local = threading.local()
+
+
+def _last_block() -> memoryview:
+    """This thread's page for the end of a chunk file: zeros, then the checksum. Direct I/O wants it aligned."""
+    if not hasattr(_local, "block"):
+        _local.block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    block: memoryview = _local.block
+    return block
+
+
+def _is_aligned(data: Bytes) -> bool:
+    return data.ctypes.data % BLOCK_BYTES == 0 and data.size % BLOCK_BYTES == 0
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _pread(fd: int, out: memoryview, offset: int) -> None:
+    while out:
+        count = os.preadv(fd, [out], offset)
+        if count == 0:
+            raise ChunkError("the file ended while it was read")
+        out, offset = out[count:], offset + count
