@@ -153,29 +153,36 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return dataclasses.asdict(recipe)
 
 
-def from_dict(tree: Mapping[str, Any], where: str = "recipe") -> Recipe:
+def from_dict(tree: Mapping[str, Any], where: str | None = None) -> Recipe:
     """The recipe of nested dicts, every name, type and value checked.
 
-    Raises UserError naming the field, and the nearest valid name for an unknown one.
+    Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
     """
+    try:
+        return _from_dict(tree)
+    except UserError as error:
+        raise UserError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _from_dict(tree: Mapping[str, Any]) -> Recipe:
     sections = _sections()
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in _hints(Recipe):
-            raise UserError(f"{where}: unknown field '{name}'; {_nearest(name, _hints(Recipe))}")
+            raise UserError(f"unknown field '{name}'; {_nearest(name, _hints(Recipe))}")
         if name not in sections:
             values[name] = _checked(value, _hints(Recipe)[name], name)
             continue
         if not isinstance(value, Mapping):
-            raise UserError(f"{where}: '{name}' must be an object with the fields of {sections[name].__name__}")
+            raise UserError(f"'{name}' must be an object with the fields of {sections[name].__name__}")
         hints = _hints(sections[name])
         for key in value:
             if key not in hints:
-                raise UserError(f"{where}: unknown field '{name}.{key}'; {_nearest_key(f'{name}.{key}')}")
+                raise UserError(f"unknown field '{name}.{key}'; {_nearest_key(f'{name}.{key}')}")
         checked = {key: _checked(item, hints[key], f"{name}.{key}") for key, item in value.items()}
         values[name] = sections[name](**checked)
     if "name" not in values:
-        raise UserError(f"{where}: the field 'name' is missing")
+        raise UserError("the field 'name' is missing")
     return Recipe(**values)
 
 

@@ -1,0 +1,77 @@
+"""Runs the real command line with a stand-in for engine.train: `python fake_run.py train RECIPE ...`.
+
+The stand-in trains nothing: it sleeps through its steps, commits a step number and reports as the engine does.
+FAKE_STEP_S sets the seconds of a step, FAKE_FAIL_AT=step:user or step:bug makes a step fail.
+With FAKE_SCRIPT=1 the first argument is a recipe to run as a script.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from engine.events import Span, StepMetrics
+from storage.errors import UserError
+
+PLAN = {
+    "blocks": [
+        {"name": name, "weights": tier, "state": tier, "gradient": tier, "bytes": 14 * 2**20}
+        for name, tier in (("embed", "gpu"), ("layers.0", "ram"), ("layers.1", "ram"), ("head", "nvme"))
+    ],
+    "tiers": {},
+}
+
+
+def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, **parts: Any) -> Any:
+    assert set(parts) == {"model", "data", "budgets", "storage"}
+    committed = run_dir / "state" / "committed"
+    committed.parent.mkdir(exist_ok=True)
+    first = int(committed.read_text()) if resume else 0
+    fail_at, _, fail_how = os.environ.get("FAKE_FAIL_AT", "0:").partition(":")
+    step_s = float(os.environ.get("FAKE_STEP_S", "0.01"))
+    begin = time.monotonic()
+    observer.on_plan(PLAN)
+    stopped = False
+    for step in range(first + 1, train.steps + 1):
+        start = time.monotonic() - begin
+        time.sleep(step_s)
+        end = time.monotonic() - begin
+        if step == int(fail_at):
+            raise UserError("loss is NaN in step 3, chunk 1") if fail_how == "user" else RuntimeError("a bug")
+        spans = [
+            Span("h2d", "weights", "layers.0", -1, start, (start + end) / 2, 4096, step),
+            Span("compute", "forward", "layers.0", 0, start, end, 0, step),
+        ]
+        metrics = StepMetrics(
+            step=step, loss=8.0 / step, grad_norm=1.0, lr=1e-3, tokens=100, step_s=step_s, tokens_per_s=100 / step_s
+        )
+        observer.on_step(metrics, spans)
+        committed.write_text(str(step))
+        if observer.should_stop():
+            stopped = True
+            break
+    tiers = {name: {"budget_bytes": 2**30, "peak_bytes": 2**29} for name in ("gpu", "ram", "nvme")}
+    lanes = {"h2d": {"busy_s": 0.5, "bytes": 4096}, "compute": {"busy_s": 1.0, "bytes": 0}}
+    return SimpleNamespace(tokens_per_s=1e4, tiers=tiers, lanes=lanes, stopped=stopped, steps=0)
+
+
+def export(run_dir: Path, *, out_dir: Path, **parts: Any) -> None:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "config.json").write_text((run_dir / "state" / "committed").read_text())
+
+
+if __name__ == "__main__":
+    fake = ModuleType("engine.train")
+    fake.train, fake.export = train, export  # type: ignore[attr-defined]
+    sys.modules["engine.train"] = fake
+    if os.environ.get("FAKE_SCRIPT"):
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    from app.cli import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.recipe import (
+    AfterConfig,
+    Recipe,
+    apply_overrides,
+    fields,
+    from_json,
+    load_recipe,
+    recipe_hash,
+    resolve_paths,
+    to_json,
+)
+from engine.config import DataConfig, ModelConfig, TrainConfig
+from storage.errors import UserError
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+
+
+def test_every_recipe_loads_and_survives_json() -> None:
+    assert len(RECIPES) == 1
+    for path in RECIPES:
+        recipe = load_recipe(path)
+        assert recipe.name == path.stem
+        assert from_json(to_json(recipe)) == recipe
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(
+    lr=st.floats(1e-12, 1e3),
+    steps=st.integers(1, 10**12),
+    prompt=st.none() | st.text(),
+    overrides=st.dictionaries(st.text(), json_values),
+)
+def test_json_is_exact(lr: float, steps: int, prompt: str | None, overrides: dict[str, object]) -> None:
+    recipe = Recipe(
+        name="x",
+        model=ModelConfig(overrides=overrides),
+        train=TrainConfig(lr=lr, steps=steps),
+        after=AfterConfig(export=True, sample_prompt=prompt),
+    )
+    again = from_json(to_json(recipe))
+    assert again == recipe
+    assert recipe_hash(again) == recipe_hash(recipe)
+
+
+def test_hash_depends_on_values_not_on_spelling() -> None:
+    base = Recipe(name="x")
+    assert recipe_hash(apply_overrides(base, ["train.lr=1"])) == recipe_hash(apply_overrides(base, ["train.lr=1.0"]))
+    assert recipe_hash(apply_overrides(base, ["train.seed=1"])) != recipe_hash(base)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "field", "value"),
+    [
+        ("model.num_layers=4", "model", "num_layers", 4),
+        ("model.num_layers=none", "model", "num_layers", None),
+        ("train.steps=1_000", "train", "steps", 1000),
+        ("train.lr=3e-4", "train", "lr", 3e-4),
+        ("train.lr=1", "train", "lr", 1.0),
+        ("train.clip_norm=none", "train", "clip_norm", None),
+        ("train.lr_schedule=linear", "train", "lr_schedule", "linear"),
+        ("model.tie_embeddings=yes", "model", "tie_embeddings", True),
+        ("model.tie_embeddings=False", "model", "tie_embeddings", False),
+        ("budgets.gpu=24GiB", "budgets", "gpu", "24GiB"),
+        ("budgets.gpu=1000000", "budgets", "gpu", 1000000),
+        ("data.path=none", "data", "path", None),
+        ("data.path=a=b", "data", "path", "a=b"),
+        ('model.overrides={"a": [1]}', "model", "overrides", {"a": [1]}),
+        ("model.overrides.rope_theta=1e6", "model", "overrides", {"rope_theta": 1e6}),
+        ("model.overrides.hidden_act=silu", "model", "overrides", {"hidden_act": "silu"}),
+    ],
+)
+def test_override(override: str, section: str, field: str, value: object) -> None:
+    before = Recipe(name="x")
+    after = apply_overrides(before, [override])
+    found = getattr(getattr(after, section), field)
+    assert (found, type(found)) == (value, type(value))
+    assert before == Recipe(name="x")
+
+
+def test_overrides_reach_every_field() -> None:
+    recipe = Recipe(name="x")
+    tree = dataclasses.asdict(recipe)
+    checked = 0
+    for item in fields():
+        section, _, name = item.key.partition(".")
+        value = tree[section][name] if name else tree[section]
+        text = json.dumps(value) if not isinstance(value, str) else value
+        assert apply_overrides(recipe, [f"{item.key}={text}"]) == recipe, item.key
+        checked += 1
+    assert checked == 1 + sum(len(value) for value in tree.values() if isinstance(value, dict))
+
+
+def test_every_field_is_documented() -> None:
+    assert [item.key for item in fields() if len(item.help) < 10] in ([], ["train.lr"])
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.num_layer=4", ["model.num_layer", "did you mean 'model.num_layers'"]),
+        ("modle.num_layers=4", ["did you mean 'model.num_layers'"]),
+        ("num_layers=4", ["did you mean 'model.num_layers'"]),
+        ("train=4", ["no field 'train'", "train."]),
+        ("train.steps.more=4", ["no field 'train.steps.more'"]),
+        ("zzzzzzzzz=4", ["valid names", "train.steps"]),
+        ("train.steps=4.5", ["train.steps", "'4.5' must be a whole number"]),
+        ("train.lr=fast", ["train.lr", "'fast' must be a number"]),
+        ("train.lr=inf", ["train.lr", "finite"]),
+        ("train.lr=nan", ["train.lr", "finite"]),
+        ("model.tie_embeddings=maybe", ["true or false"]),
+        ("train.lr_schedule=cosin", ["one of cosine, linear, constant", "did you mean 'cosine'"]),
+        ("model.overrides=[1]", ["model.overrides", "a JSON object"]),
+        ("model.overrides={a}", ["model.overrides", "JSON"]),
+        ("train.steps", ["write key=value"]),
+        ("=3", ["write key=value"]),
+        ("train.steps=0", ["train.steps", "at least 1"]),
+        ("budgets.ram=lots", ["budgets.ram", "not a size"]),
+        ("name=a/b", ["name", "folder"]),
+        ("after.sample_tokens=0", ["after.sample_tokens"]),
+    ],
+)
+def test_bad_override_says_what_and_how(override: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        apply_overrides(Recipe(name="x"), [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_overrides_are_validated_together() -> None:
+    recipe = Recipe(name="x", model=ModelConfig(num_heads=8, num_kv_heads=4))
+    changed = apply_overrides(recipe, ["model.num_heads=9", "model.num_kv_heads=3"])
+    assert (changed.model.num_heads, changed.model.num_kv_heads) == (9, 3)
+    with pytest.raises(UserError, match="not a multiple"):
+        apply_overrides(recipe, ["model.num_heads=9"])
+
+
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        ("x = 1", ["must set a global named 'recipe'"]),
+        ("recipe = 3", ["must set a global named 'recipe'"]),
+        ("recipe = (", ["line 1"]),
+        ("\n\nraise OSError('no disk')", ["line 3", "no disk"]),
+        ("from app.recipe import Recipe\nrecipe = Recipe(name='x', trian=3)", ["line 2", "'trian'", "'train'"]),
+        ("from engine.config import ModelConfig\nModelConfig(num_layer=3)", ["line 2", "'num_layers'"]),
+        ("from engine.config import TrainConfig\nTrainConfig(steps=0)", ["line 2", "train.steps", "at least 1"]),
+        ("from app.recipe import Recipe\nrecipe = Recipe(name='x', train=3)", ["'train'"]),
+        (
+            "from app.recipe import *\nfrom engine.config import *\n"
+            "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))",
+            ["line 3", "TypeError"],
+        ),
+        (
+            "from app.recipe import *\nfrom engine.config import *\n"
+            "recipe = Recipe(name='x', data=DataConfig(tokenizer=3))",
+            ["data.tokenizer", "3"],
+        ),
+        (
+            "from app.recipe import *\nfrom engine.config import *\n"
+            "recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))",
+            ["model.overrides", "tuples"],
+        ),
+    ],
+)
+def test_bad_recipe_names_file_and_line(tmp_path: Path, code: str, parts: list[str]) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(code)
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.py: no such file"):
+        load_recipe(tmp_path / "none.py")
+
+
+def test_loading_leaves_the_import_path_alone(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("")
+    path = tmp_path / "r.py"
+    path.write_text("from app.recipe import Recipe\nrecipe = Recipe(name='x')\n")
+    before, modules = list(sys.path), set(sys.modules)
+    load_recipe(path)
+    assert sys.path == before
+    assert set(sys.modules) == modules
+    path.write_text("import beside\n")
+    with pytest.raises(UserError, match="No module named 'beside'"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{", "not JSON"),
+        ("[]", "one JSON object"),
+        ("{}", "'name' is missing"),
+        ('{"name": "x", "trian": {}}', "did you mean 'train'"),
+        ('{"name": "x", "train": {"step": 1}}', "did you mean 'train.steps'"),
+        ('{"name": "x", "train": 1}', "'train' must be an object"),
+        ('{"name": "x", "train": {"steps": true}}', "train.steps"),
+        ('{"name": "x", "train": {"steps": "1"}}', "train.steps"),
+    ],
+)
+def test_bad_recipe_json(text: str, part: str) -> None:
+    with pytest.raises(UserError, match=r"^runs/x/recipe\.json: ") as caught:
+        from_json(text, "runs/x/recipe.json")
+    assert part in str(caught.value)
+
+
+def test_relative_paths_become_absolute(tmp_path: Path) -> None:
+    recipe = Recipe(
+        name="x", data=DataConfig(source="text", path="corpus", tokenizer="/abs"), model=ModelConfig(path="~/m")
+    )
+    resolved = resolve_paths(recipe, tmp_path)
+    assert resolved.data.path == str(tmp_path / "corpus")
+    assert resolved.data.tokenizer == "/abs"
+    assert resolved.model.path == str(Path.home() / "m")
+    assert resolved.storage.nvme is None
