@@ -1,0 +1,319 @@
+"""Folders of safetensors as Hugging Face writes them, read and written one tensor at a time.
+
+Nothing is memory-mapped: a mapped 14 GB shard counts as resident memory of the process page by page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from storage.disk import atomic_write, disk_error, fsync_dir, fsync_file, require_free, require_writable
+from storage.errors import UserError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where one tensor lies: bytes [start, start + nbytes) of a file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class CheckpointReader:
+    """The tensors of a folder that holds model.safetensors, or shards and their index.
+
+    Every shard's presence, header and size are checked here, before the first tensor is read: UserError names the file,
+    and for a truncated one the expected and the real size.
+    """
+
+    def __init__(self, folder: Path):
+        """Read the headers of all shards in `folder`."""
+        self.folder = Path(folder)
+        weight_map = self._weight_map()
+        shards = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
+        missing = [name for name in shards if not (self.folder / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{self.folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}; "
+                "copy or download the checkpoint again"
+            )
+        self._entries: dict[str, _Entry] = {}
+        for shard in shards:
+            for name, entry in _read_header(self.folder / shard).items():
+                if name not in self._entries or weight_map.get(name) == shard:
+                    self._entries[name] = entry
+        for name, shard in weight_map.items():
+            if name not in self._entries or self._entries[name].path.name != shard:
+                raise UserError(f"{self.folder / shard}: tensor '{name}' is in {INDEX_NAME} but not in this shard")
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (str(entry.dtype).removeprefix("torch."), entry.shape) for name, entry in self._entries.items()
+        }
+        """Name -> (torch dtype name such as bfloat16, shape)."""
+
+    def file(self, name: str) -> Path:
+        """The file that holds tensor `name`, for messages."""
+        return self._entries[name].path
+
+    def read(self, name: str) -> torch.Tensor:
+        """A new tensor with the stored dtype, shape and bytes. UserError when the file cannot be read."""
+        entry = self._entries[name]
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Read into `out`, a contiguous CPU tensor of the stored dtype and number of elements."""
+        entry = self._entries[name]
+        assert out.dtype == entry.dtype, (name, out.dtype, entry.dtype)
+        assert out.numel() == math.prod(entry.shape), (name, tuple(out.shape), entry.shape)
+        data, offset = _bytes_of(out), entry.start
+        try:
+            fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while data:
+                    count = os.preadv(fd, [data], offset)
+                    if count == 0:
+                        raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
+                    data, offset = data[count:], offset + count
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise disk_error(error, entry.path, f"reading tensor '{name}'") from error
+
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor name -> shard name from the index; empty for a folder with one unsharded file."""
+        path = self.folder / INDEX_NAME
+        if not path.is_file():
+            if not (self.folder / SINGLE_NAME).is_file():
+                raise UserError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; give a model folder")
+            return {}
+        try:
+            weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
+            if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise ValueError("weight_map is empty or not a map of names")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: not a readable index ({error}); copy or download it again") from error
+        return weight_map
+
+
+class CheckpointWriter:
+    """Writes a safetensors folder tensor by tensor, in any order, without holding any of it.
+
+    The files get their names in `close`, the index last: a folder with a complete checkpoint's names holds a complete
+    checkpoint. As a context manager it closes on success and removes what it wrote when the block raises.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+        max_shard_bytes: int = 5 * 10**9,
+    ):
+        """Reserve `tensors` as (name, torch dtype name, shape) in shards of at most `max_shard_bytes` of data.
+
+        A tensor larger than that gets a shard of its own. UserError when the folder cannot be written, already holds a
+        checkpoint, or the disk lacks the room.
+        """
+        self.folder = Path(folder)
+        require_writable(self.folder)
+        present = sorted(self.folder.glob("model*.safetensors*"))
+        if present:
+            raise UserError(f"{self.folder}: already holds {present[0].name}; choose an empty folder")
+        self.total_bytes = sum(_nbytes(dtype, shape) for _, dtype, shape in tensors)
+        require_free(self.folder, self.total_bytes + 2**20, "the exported model")
+        self._entries: dict[str, _Entry] = {}
+        self._missing = {name for name, _, _ in tensors}
+        assert len(self._missing) == len(tensors), "a tensor is listed twice"
+        shards = _split(tensors, max_shard_bytes)
+        self._names = (
+            [SINGLE_NAME]
+            if len(shards) == 1
+            else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        )
+        try:
+            for name, shard in zip(self._names, shards, strict=True):
+                self._entries |= _write_header(self._temporary(name), shard)
+        except OSError as error:
+            self.abort()
+            raise disk_error(error, self.folder, "writing the safetensors headers") from error
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor with the dtype and shape that were announced. UserError when the disk is full or fails."""
+        entry = self._entries[name]
+        assert tensor.dtype == entry.dtype, (name, tensor.dtype, entry.dtype)
+        assert tuple(tensor.shape) == entry.shape, (name, tuple(tensor.shape), entry.shape)
+        data, offset = _bytes_of(tensor.detach().cpu().contiguous()), entry.start
+        try:
+            fd = os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                while data:
+                    count = os.pwrite(fd, data, offset)
+                    data, offset = data[count:], offset + count
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise disk_error(error, entry.path, f"writing {entry.nbytes:,} bytes of tensor '{name}'") from error
+        self._missing.discard(name)
+
+    def close(self) -> None:
+        """Sync everything and give the files their names; every announced tensor must have been written."""
+        assert not self._missing, f"{len(self._missing)} tensors were not written, e.g. {min(self._missing)}"
+        try:
+            for name in self._names:
+                fsync_file(self._temporary(name))
+            for name in self._names:
+                os.replace(self._temporary(name), self.folder / name)
+            fsync_dir(self.folder)
+        except OSError as error:
+            raise disk_error(error, self.folder, "completing the checkpoint") from error
+        if len(self._names) > 1:
+            weight_map = {
+                name: entry.path.name.removeprefix(".").removesuffix(".tmp") for name, entry in self._entries.items()
+            }
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            atomic_write(self.folder / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        for name in self._names:
+            self._temporary(name).unlink(missing_ok=True)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _temporary(self, name: str) -> Path:
+        return self.folder / f".{name}.tmp"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    assert tensor.is_contiguous(), "needs a contiguous tensor"
+    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * _DTYPES[_NAMES[dtype]].itemsize
+
+
+def _split(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], max_shard_bytes: int
+) -> list[list[tuple[str, str, tuple[int, ...]]]]:
+    """Cut the sequence into shards, in order."""
+    shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    size = 0
+    for tensor in tensors:
+        nbytes = _nbytes(tensor[1], tensor[2])
+        if shards[-1] and size + nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += nbytes
+    return shards
+
+
+def _write_header(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, _Entry]:
+    """Make file `path` of its final size with its header; returns where each tensor goes."""
+    # Wide items first: each tensor then starts at a multiple of its item size without gaps, which the format forbids.
+    tensors = sorted(tensors, key=lambda tensor: -_DTYPES[_NAMES[tensor[1]]].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        stop = offset + _nbytes(dtype, shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data_start = 8 + len(text)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(data_start + offset)
+    return {
+        name: _Entry(path, _DTYPES[_NAMES[dtype]], tuple(shape), data_start + begin, stop - begin)
+        for name, dtype, shape in tensors
+        for begin, stop in [header[name]["data_offsets"]]
+    }
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """The tensors of one file, checked against its size; UserError naming the file."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            data_start = 8 + header_bytes
+            if size < 8 or (data_start > size and header_bytes <= _MAX_HEADER_BYTES):
+                raise UserError(
+                    f"{path}: truncated: expected {max(data_start, 8):,} bytes for the header alone, found {size:,}; "
+                    "copy or download it again"
+                )
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise ValueError(f"the header claims {header_bytes:,} bytes")
+            header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, data_start, item) for name, item in header.items()}
+    except OSError as error:
+        raise disk_error(error, path, "reading the header") from error
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); copy or download it again") from error
+    expected = max((entry.start + entry.nbytes for entry in entries.values()), default=data_start)
+    if size != expected:
+        state = "truncated" if size < expected else "longer than its header says"
+        raise UserError(f"{path}: {state}: expected {expected:,} bytes, found {size:,}; copy or download it again")
+    return entries
+
+
+def _entry(path: Path, data_start: int, item: dict[str, Any]) -> _Entry:
+    start, stop = item["data_offsets"]
+    if item["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {item['dtype']} is unknown")
+    entry = _Entry(path, _DTYPES[item["dtype"]], tuple(item["shape"]), data_start + start, stop - start)
+    if start < 0 or entry.nbytes != math.prod(entry.shape) * entry.dtype.itemsize:
+        raise ValueError(f"a tensor of shape {item['shape']} and dtype {item['dtype']} has {entry.nbytes} bytes")
+    return entry
