@@ -47,6 +47,9 @@ class Observer(Protocol):
     def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
         """A step's gradient is complete; `spans` finished since the last call."""
 
+    def on_spans(self, spans: list[Span]) -> None:
+        """Spans that finished after the last step's."""
+
     def on_message(self, text: str) -> None:
         """A line worth showing to the user."""
 

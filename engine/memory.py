@@ -1,0 +1,151 @@
+"""The memory of a run, carved once as the plan says: GPU slots and windows, RAM regions and stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.plan import ALIGNMENT, HIDDEN_SLOTS, SAVED_SLOTS, Plan, Pool
+from storage.arena import HostArena
+
+POOLS: tuple[Pool, ...] = ("layer", "edge")
+
+
+class DeviceArena:
+    """One allocation on the compute device, carved into slots from front to back."""
+
+    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+        self._bytes = torch.empty(max(capacity_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+        self.used_bytes = 0
+
+    def slot(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], 4 KiB-aligned within the arena."""
+        start = self.used_bytes
+        self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        assert self.used_bytes <= self._bytes.numel(), f"device arena: {nbytes} bytes exceed the plan"
+        return self._bytes[start : start + nbytes]
+
+
+@dataclass(slots=True)
+class BufferMemory:
+    """Resident kinds of one buffer: flat tensors [numel], None where the kind lives elsewhere."""
+
+    weights: Tensor | None = None
+    gradient: Tensor | None = None
+    state: tuple[Tensor, Tensor, Tensor] | None = None
+    """master, exp_avg, exp_avg_sq, float32."""
+
+
+@dataclass(slots=True)
+class GpuMemory:
+    """Everything on the compute device except the temporaries of a running op."""
+
+    arena: DeviceArena
+    buffers: dict[str, BufferMemory] = field(default_factory=dict)
+    weights: dict[Pool, list[Tensor]] = field(default_factory=dict)
+    """Weight slots, compute dtype [numel of the pool's largest buffer]."""
+    gradients: dict[Pool, list[Tensor]] = field(default_factory=dict)
+    """Gradient slots, float32."""
+    hidden: list[Tensor] = field(default_factory=list)
+    """Activation slots, compute dtype [max chunk tokens, hidden]."""
+    saved: list[Tensor] = field(default_factory=list)
+    """Log-sum-exp and attention output of one chunk, uint8."""
+    kv: Tensor = field(default_factory=lambda: torch.empty(0))
+    """K/V window of one micro-batch, compute dtype, flat."""
+    dkv: Tensor = field(default_factory=lambda: torch.empty(0))
+    """dK/dV window, float32, flat."""
+
+
+@dataclass(slots=True)
+class RamMemory:
+    """Everything in the host arena."""
+
+    arena: HostArena
+    buffers: dict[str, BufferMemory] = field(default_factory=dict)
+    x: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(block, chunk) -> the block's input [tokens, hidden]."""
+    dx: dict[int, Tensor] = field(default_factory=dict)
+    """chunk -> gradient of the running block's output [tokens, hidden]."""
+    saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(block, chunk) -> log-sum-exp and attention output, uint8."""
+    kv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(block, chunk) -> keys, then values of the chunk, uint8."""
+    state_stages: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """master, exp_avg, exp_avg_sq (float32) and gradient of one part."""
+    part_stages: list[Tensor] = field(default_factory=list)
+    """One part of any kind, uint8."""
+
+
+def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -> GpuMemory:
+    """Carve the compute device's memory; temporaries are not part of it."""
+    problem = plan.problem
+    parts = plan.tiers["gpu"].parts
+    gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"], device))
+
+    def typed(numel: int, dtype: torch.dtype) -> Tensor:
+        return gpu.arena.slot(numel * dtype.itemsize).view(dtype)
+
+    for buffer in plan.buffers.values():
+        memory = gpu.buffers[buffer.name] = BufferMemory()
+        if buffer.weights == "gpu":
+            memory.weights = typed(buffer.numel, compute_dtype)
+        if buffer.gradient == "gpu":
+            memory.gradient = typed(buffer.numel, torch.float32)
+        if buffer.state == "gpu":
+            master, first, second = (typed(buffer.numel, torch.float32) for _ in range(3))
+            memory.state = (master, first, second)
+    for pool in POOLS:
+        numel = plan.weight_slot_numel[pool]
+        gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
+        gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
+    window = plan.window_tokens
+    gpu.kv = typed(window * max(b.kv_bytes_per_token for b in plan.blocks) // compute_dtype.itemsize, compute_dtype)
+    gpu.dkv = typed(window * max(b.kv_numel_per_token for b in plan.blocks), torch.float32)
+    tokens = plan.max_chunk_tokens
+    shape = (tokens, problem.hidden_size)
+    gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
+    saved = max(b.saved_bytes_per_token for b in plan.blocks)
+    gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
+    return gpu
+
+
+def allocate_ram(
+    plan: Plan, *, pin: bool, compute_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> RamMemory:
+    """Carve the host arena; what it does not hold of a buffer lives on another tier."""
+    problem, tier = plan.problem, plan.tiers["ram"]
+    ram = RamMemory(HostArena(tier.peak_bytes, budget_bytes=tier.budget_bytes, pin=pin))
+
+    def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
+
+    for buffer in plan.buffers.values():
+        memory = ram.buffers[buffer.name] = BufferMemory()
+        if buffer.weights == "ram":
+            memory.weights = typed(f"{buffer.name}.weights", buffer.numel, compute_dtype)
+        if buffer.gradient == "ram":
+            memory.gradient = typed(f"{buffer.name}.gradient", buffer.numel, gradient_dtype)
+        if buffer.state == "ram":
+            whole = typed(f"{buffer.name}.state", 3 * buffer.numel, torch.float32)
+            master, first, second = whole.chunk(3)
+            memory.state = (master, first, second)
+    for chunk in plan.chunks:
+        tokens = chunk.end - chunk.start
+        shape = (tokens, problem.hidden_size)
+        hidden = tokens * problem.hidden_size
+        ram.dx[chunk.index] = typed(f"dx.{chunk.index}", hidden, compute_dtype).view(shape)
+        for i, block in enumerate(plan.blocks[1:], start=1):
+            key = (i, chunk.index)
+            suffix = f"{block.name}.{chunk.index}"
+            ram.x[key] = typed(f"x.{suffix}", hidden, compute_dtype).view(shape)
+            if block.kv_bytes_per_token:
+                ram.saved[key] = ram.arena.slot(f"saved.{suffix}", tokens * block.saved_bytes_per_token)
+                ram.kv[key] = ram.arena.slot(f"kv.{suffix}", tokens * block.kv_bytes_per_token)
+    part = plan.part_numel
+    for i in range(plan.state_stages):
+        master, first, second = (typed(f"stage.{i}.{k}", part, torch.float32) for k in range(3))
+        ram.state_stages.append((master, first, second, typed(f"stage.{i}.gradient", part, gradient_dtype)))
+    ram.part_stages = [ram.arena.slot(f"part.{i}", part * 4) for i in range(plan.part_stages)]
+    return ram

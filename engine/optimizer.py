@@ -1,0 +1,142 @@
+"""AdamW on flat fp32 state, gradient clipping by the global norm, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """The scalars of one AdamW step on the state's device; see `scalars`."""
+
+    step: int
+    decayed: Tensor
+    undecayed: Tensor
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of step `step` (1-based): linear warm-up from 0, then decay to `min_lr_ratio` at the last step."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    span = max(1, config.steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    if config.lr_schedule == "constant":
+        return config.lr
+    shape = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def clip_coefficient(norm: float, clip_norm: float | None) -> float:
+    """Factor on every gradient so that their global norm is at most `clip_norm` (torch.nn.utils.clip_grad_norm_)."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
+    """Scalars of optimizer step `step` (1-based) with gradients scaled by `clip`.
+
+    Order: lr, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / (1 - beta2^step), clip, 1 - lr * weight_decay.
+    """
+    lr = learning_rate(config, step)
+    common = [
+        lr,
+        config.beta1,
+        config.beta2,
+        config.eps,
+        1 / (1 - config.beta1**step),
+        1 / (1 - config.beta2**step),
+        clip,
+    ]
+    return Scalars(
+        step=step,
+        decayed=torch.tensor([*common, 1 - lr * config.weight_decay], dtype=torch.float32, device=device),
+        undecayed=torch.tensor([*common, 1.0], dtype=torch.float32, device=device),
+    )
+
+
+def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor) -> None:
+    """One AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101, decoupled decay).
+
+    master, exp_avg, exp_avg_sq: float32 [n]; gradient: float32 or bfloat16 [n]; weights: compute dtype [n], set to
+    the rounded new master; s: see `scalars`.
+    """
+    lr, beta1, beta2, eps, inverse1, inverse2, clip, keep = s.unbind()
+    grad = gradient.float() * clip
+    first = torch.lerp(grad, exp_avg, beta1)
+    second = torch.lerp(grad * grad, exp_avg_sq, beta2)
+    denominator = (second * inverse2).sqrt() + eps
+    new = master * keep - lr * inverse1 * (first / denominator)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    master.copy_(new)
+    weights.copy_(new)
+
+
+def _torch_fused(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor, step: int
+) -> None:
+    """The same step through torch's fused kernel, for machines on which torch.compile has no compiler."""
+    lr, beta1, beta2, eps, _, _, clip, keep = (float(x) for x in s)
+    torch._fused_adamw_(
+        [master],
+        [gradient.float() * clip],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(float(step), device=master.device)],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=(1 - keep) / lr if lr else 0.0,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    weights.copy_(master)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile finds what it needs: a C++ compiler for CPU, triton for CUDA."""
+    if device.type == "cuda":
+        import importlib.util
+
+        return importlib.util.find_spec("triton") is not None
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+class AdamW:
+    """AdamW over ranges of flat buffers: "compiled", "eager", or "fused" where there is no compiler."""
+
+    def __init__(self, mode: Literal["compiled", "eager", "fused"]) -> None:
+        self.mode = mode
+        self._update = torch.compile(adamw, dynamic=True, fullgraph=True) if mode == "compiled" else adamw
+
+    @torch.no_grad()
+    def step(
+        self,
+        state: tuple[Tensor, Tensor, Tensor],
+        gradient: Tensor,
+        weights: Tensor,
+        decay_numel: int,
+        values: Scalars,
+    ) -> None:
+        """Update one range of a buffer in place.
+
+        state: master, exp_avg, exp_avg_sq, float32 [n]; gradient [n]; weights [n], compute dtype;
+        decay_numel: the first elements of the range are decayed, the others not.
+        """
+        for start, end, s in ((0, decay_numel, values.decayed), (decay_numel, weights.numel(), values.undecayed)):
+            if start >= end:
+                continue
+            master, first, second = (t[start:end] for t in state)
+            if self.mode == "fused":
+                _torch_fused(master, first, second, gradient[start:end], weights[start:end], s, values.step)
+            else:
+                self._update(master, first, second, gradient[start:end], weights[start:end], s)

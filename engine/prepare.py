@@ -1,0 +1,238 @@
+"""From a recipe to a plan: device, model, data, budgets. Nothing of the model's size is allocated here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
+from engine.data import DataLoader
+from engine.model import ModelSpec, validate_context
+from engine.plan import BlockShape, BufferShape, Plan, Problem, make_plan
+from engine.tokenizer import TextTokenizer
+from storage.errors import UserError
+from storage.layout import FlatLayout, part_numel_even
+
+LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+"""Size of the float32 logits that live at once, per device type."""
+
+_SHAPE_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+"""Recipe field -> transformers config field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The tokenised corpus and what it was tokenised with (None for random tokens)."""
+
+    corpus: TokenCorpus
+    tokenizer: TextTokenizer | None
+
+
+def resolve_device(config: TrainConfig) -> torch.device:
+    """The compute device. Raises UserError when CUDA is asked for and there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device: cuda was asked for, but torch finds no CUDA device; use auto or cpu")
+    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """The transformers config of a model folder or of a JSON file; code that a folder brings along is never run.
+
+    Raises UserError naming the file when it is missing, is not JSON, or names an unknown architecture.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON ({error})") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise UserError(f"{file}: has no 'model_type'; is it the config.json of a transformers model?")
+    return make_config(values, str(file))
+
+
+def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
+    """The transformers config with these values. Raises UserError naming `where` for unknown types and bad values."""
+    model_type = values["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"{where}: unknown architecture '{model_type}'; transformers {transformers.__version__} has no such type"
+        )
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # transformers validates with errors of many types
+        raise UserError(f"{where}: transformers refuses this config: {error}") from error
+
+
+def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -> PretrainedConfig:
+    """The transformers config that a recipe describes: the folder's, or one made from the recipe's shape."""
+    if model.path is not None:
+        folder = Path(model.path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"model.path: {folder} is not a folder; give a Hugging Face model folder")
+        given = [name for name in _SHAPE_FIELDS if getattr(model, name) is not None]
+        if given:
+            raise UserError(f"model.{given[0]}: the shape comes from model.path {folder}; leave model.{given[0]} out")
+        return read_config(folder)
+    vocabulary = model.vocab_size or vocab_size
+    if vocabulary is None:
+        raise UserError("model.vocab_size: there is no tokenizer to take it from; set it")
+    values: dict[str, Any] = {"model_type": model.model_type, "vocab_size": vocabulary}
+    values["tie_word_embeddings"] = model.tie_embeddings
+    values["max_position_embeddings"] = model.max_position or data.sequence_length
+    for ours, theirs in _SHAPE_FIELDS.items():
+        if getattr(model, ours) is not None:
+            values[theirs] = getattr(model, ours)
+    return make_config(values | model.overrides, "model")
+
+
+def prepare_data(model: ModelConfig, data: DataConfig, folder: Path) -> Data:
+    """Tokenizer and tokenised corpus in `folder`, made unless they are there already."""
+    if data.source == "random":
+        vocabulary = model.vocab_size
+        if vocabulary is None and model.path is not None:
+            vocabulary = read_config(Path(model.path).expanduser()).get_text_config(decoder=True).vocab_size
+        if vocabulary is None:
+            raise UserError("model.vocab_size: data.source=random needs it; set it")
+        return Data(random_corpus(data, vocabulary, folder / "corpus"), None)
+    model_folder = Path(model.path).expanduser() if model.path is not None else None
+    tokenizer = prepare_tokenizer(data, model_folder, folder / "tokenizer")
+    return Data(prepare_corpus(data, tokenizer, folder / "corpus"), tokenizer)
+
+
+def make_loader(corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: TrainConfig) -> DataLoader:
+    """The batches of a run. Raises UserError when the corpus holds an id beyond the vocabulary."""
+    return DataLoader(
+        corpus,
+        vocab_size=spec.vocab_size,
+        sequence_length=data.sequence_length,
+        sequences_per_step=train.sequences_per_step,
+        sequences_per_micro_batch=train.sequences_per_micro_batch,
+        seed=data.seed,
+        one_document_per_row=spec.recurrent,
+    )
+
+
+def model_spec(config: PretrainedConfig, data: DataConfig) -> ModelSpec:
+    """The model taken apart. Raises UserError when it cannot be trained or does not reach the context."""
+    spec = ModelSpec.from_config(config)
+    validate_context(spec, data.sequence_length)
+    return spec
+
+
+def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
+    """Flat layout of every buffer."""
+    return {name: FlatLayout.build(params) for name, params in spec.buffers.items()}
+
+
+def budgets(config: BudgetConfig, device: torch.device) -> tuple[int, int]:
+    """Bytes of the gpu and ram tiers: what the recipe says, else a share of what is free now.
+
+    Without a GPU both tiers are ordinary memory, and the shares add up to less than what is free.
+    """
+    free = psutil.virtual_memory().available
+    on_gpu = device.type == "cuda"
+    gpu_free = int(torch.cuda.mem_get_info(device)[0] * 0.9) if on_gpu else free * 3 // 10
+    ram_free = free * (7 if on_gpu else 4) // 10
+    gpu = gpu_free if config.gpu is None else parse_bytes(config.gpu, "budgets.gpu")
+    ram = ram_free if config.ram is None else parse_bytes(config.ram, "budgets.ram")
+    return gpu, ram
+
+
+def plan_run(
+    spec: ModelSpec,
+    data: DataConfig,
+    train: TrainConfig,
+    budget: BudgetConfig,
+    storage: StorageConfig,
+    device: torch.device,
+) -> Plan:
+    """The plan of a run on this machine. Raises BudgetError when a budget is too small."""
+    flat = layouts(spec)
+    part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
+    gpu_budget, ram_budget = budgets(budget, device)
+    compute_bytes = 2 if train.compute_dtype == "bfloat16" else 4
+    tokens = data.sequence_length if spec.recurrent else train.chunk_tokens
+    problem = Problem(
+        blocks=block_shapes(spec, compute_bytes),
+        buffers=tuple(
+            BufferShape(name=n, numel=f.numel, part_numel=part_numel_even(f.numel, part_bytes // 4))
+            for n, f in flat.items()
+        ),
+        hidden_size=spec.hidden_size,
+        compute_bytes=compute_bytes,
+        gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
+        micro_batches=train.sequences_per_step // train.sequences_per_micro_batch,
+        rows=train.sequences_per_micro_batch,
+        row_tokens=data.sequence_length,
+        chunk_tokens=train.chunk_tokens,
+        chunk_per_row=spec.recurrent,
+        workspace_bytes=workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type]),
+        gpu_budget=gpu_budget,
+        ram_budget=ram_budget,
+    )
+    return make_plan(problem)
+
+
+def block_shapes(spec: ModelSpec, compute_bytes: int) -> tuple[BlockShape, ...]:
+    """The blocks as the planner sees them."""
+    shapes = []
+    for i, block in enumerate(spec.blocks):
+        attention = spec.attention[i - 1] if block.role == "layer" else None
+        if attention is None:
+            shapes.append(BlockShape(name=block.name, role=block.role, buffers=block.buffers))
+            continue
+        kv = attention.kv_heads * (attention.qk_dim + attention.v_dim)
+        shapes.append(
+            BlockShape(
+                name=block.name,
+                role=block.role,
+                buffers=block.buffers,
+                out_bytes_per_token=attention.heads * attention.v_dim * compute_bytes,
+                lse_bytes_per_token=attention.heads * 4,
+                kv_bytes_per_token=kv * compute_bytes,
+                kv_numel_per_token=kv,
+            )
+        )
+    return tuple(shapes)
+
+
+def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_bytes: int) -> int:
+    """Estimate of the temporaries of the largest compute op.
+
+    A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
+    hidden states, and the gradients of its parameters before they are summed. Experts count for the tokens routed to
+    them. The head holds its logits in the compute dtype, in float32 and as a gradient.
+    """
+    text = spec.config.get_text_config(decoder=True)
+    routed = getattr(text, "num_experts_per_tok", None) or 1
+    worst = 0
+    for block in spec.blocks:
+        params = [param for name in block.buffers for param in spec.buffers[name]]
+        gradients = sum(param.numel for param in params) * compute_bytes
+        if block.role == "layer":
+            widths = sum(p.shape[0] for p in params if len(p.shape) == 2)
+            widths += sum(routed * p.shape[1] for p in params if len(p.shape) == 3)
+            temporaries = tokens * compute_bytes * (2 * widths + 8 * spec.hidden_size)
+        else:
+            logits = min(logits_bytes, tokens * spec.vocab_size * 4) if block.role == "head" else 0
+            temporaries = 3 * logits + 4 * tokens * spec.hidden_size * 4
+        worst = max(worst, temporaries + gradients)
+    return worst

@@ -1,0 +1,499 @@
+"""Carries out the ops of a schedule: one method per action, each on the op's own lane.
+
+Everything an op touches was named when the schedule was built; nothing here allocates a slot, chooses a place or
+waits for another op.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionState
+from engine.blocks import LayerInputs, ModelRunner
+from engine.config import TrainConfig
+from engine.data import MicroBatch
+from engine.memory import GpuMemory, RamMemory
+from engine.model import AttentionShape
+from engine.optimizer import AdamW, Scalars, clip_coefficient, learning_rate, scalars
+from engine.plan import STATE_KINDS, Chunk, Plan
+from engine.schedule import WHOLE, Op
+from storage.errors import UserError
+from storage.layout import FlatLayout
+from storage.nvme import NvmeStore
+
+INPUTS_CACHE_BYTES = 64 * 2**20
+"""Rotary tables and the like of recent chunks are kept up to this size; beyond it they are made again."""
+
+
+class DivergedError(UserError):
+    """Loss or gradient is not finite; the last committed generation is intact."""
+
+
+@dataclass(slots=True)
+class StepData:
+    """What a step's ops need besides the state."""
+
+    micro_batches: Sequence[MicroBatch]
+    """On the compute device."""
+    num_targets: int
+    """Tokens with a loss in all micro-batches; the loss is their mean."""
+    cursor: dict[str, Any]
+    """Data position after the step."""
+    tokens_after: int = 0
+    """Tokens with a loss that the run has trained on once this step is applied."""
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    scalars: dict[str, Scalars] = field(default_factory=dict)
+    """The optimizer's scalars by device type."""
+
+
+class Runtime:
+    """The memory and the functions behind the ops. `perform` is what an Executor is given."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layouts: dict[str, FlatLayout],
+        attention: Sequence[AttentionShape | None],
+        runner: ModelRunner,
+        adamw: AdamW,
+        store: NvmeStore | None,
+        gpu: GpuMemory,
+        ram: RamMemory,
+        config: TrainConfig,
+        logits_bytes: int,
+        commit_meta: Callable[[int, StepData], dict[str, Any]],
+    ) -> None:
+        self.plan, self.layouts, self.runner, self.adamw, self.store = plan, layouts, runner, adamw, store
+        self.gpu, self.ram, self.config = gpu, ram, config
+        self._attention = attention
+        self._logits_bytes = logits_bytes
+        self._commit_meta = commit_meta
+        self._device = runner.device
+        self._dtype = runner.dtype
+        self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
+        self._number = {name: i for i, name in enumerate(plan.buffers)}
+        self._losses = torch.zeros(len(plan.chunks), device=self._device)
+        self._square_norms = torch.zeros(len(plan.buffers), device=self._device)
+        self._steps: dict[int, StepData] = {}
+        self._inputs: OrderedDict[tuple[int, int], LayerInputs] = OrderedDict()
+        self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
+
+    def begin(self, step: int, data: StepData) -> None:
+        """Give the batch of `step` before its ops are submitted; forgets steps that no op can need any more."""
+        self._steps[step] = data
+        for old in [s for s in self._steps if s < step - 1]:
+            del self._steps[old]
+
+    def data(self, step: int) -> StepData:
+        """What `begin` was given, with the results filled in once the step's "clip" is done."""
+        return self._steps[step]
+
+    def perform(self, op: Op) -> Future[Any] | None:
+        """Carry out `op`; a Future means that it goes on in the background."""
+        action: Callable[[Op], Future[Any] | None] = getattr(self, "op_" + op.action)
+        with torch.no_grad():
+            return action(op)
+
+    # ------------------------------------------------------------------ views
+
+    def _weights(self, op: Op) -> dict[str, Tensor]:
+        """Parameters of every buffer of the op's block, by name."""
+        views: dict[str, Tensor] = {}
+        for name in self._blocks[op.block][1].buffers:
+            views.update(self._buffer_views("weights", name, op.slots[name]))
+        return views
+
+    def _gradients(self, op: Op) -> dict[str, Tensor]:
+        """float32 gradients of every buffer of the op's block, zeroed where this op is the first to add to them."""
+        views: dict[str, Tensor] = {}
+        for name in self._blocks[op.block][1].buffers:
+            slot = op.slots["gradient:" + name]
+            if "zero:" + name in op.flags:
+                self._flat("gradient", name, slot).zero_()
+            views.update(self._buffer_views("gradient", name, slot))
+        return views
+
+    def _flat(self, kind: str, name: str, slot: int) -> Tensor:
+        """The flat tensor of a buffer on the compute device: resident, or in its slot."""
+        buffer = self.plan.buffers[name]
+        memory = self.gpu.buffers[name]
+        resident = memory.weights if kind == "weights" else memory.gradient
+        if resident is not None:
+            return resident
+        pools = self.gpu.weights if kind == "weights" else self.gpu.gradients
+        return pools[buffer.pool][slot][: buffer.numel]
+
+    def _buffer_views(self, kind: str, name: str, slot: int) -> dict[str, Tensor]:
+        key = (kind, name, slot)
+        if key not in self._views:
+            self._views[key] = self.layouts[name].views(self._flat(kind, name, slot))
+        return self._views[key]
+
+    def _hidden(self, slot: int, chunk: Chunk) -> Tensor:
+        return self.gpu.hidden[slot][: chunk.end - chunk.start]
+
+    def _window(self, flat: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+        """K and V (or dK and dV) [window tokens, kv_heads, dim] in a flat window."""
+        tokens = self.plan.window_tokens
+        k = tokens * shape.kv_heads * shape.qk_dim
+        v = tokens * shape.kv_heads * shape.v_dim
+        return (
+            flat[:k].view(tokens, shape.kv_heads, shape.qk_dim),
+            flat[k : k + v].view(tokens, shape.kv_heads, shape.v_dim),
+        )
+
+    def _saved_parts(self, raw: Tensor, tokens: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+        """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] in a uint8 region."""
+        lse_bytes = 4 * shape.heads * tokens
+        out_bytes = tokens * shape.heads * shape.v_dim * self._dtype.itemsize
+        lse = raw[:lse_bytes].view(torch.float32).view(shape.heads, tokens)
+        out = raw[lse_bytes : lse_bytes + out_bytes].view(self._dtype).view(tokens, shape.heads, shape.v_dim)
+        return out, lse
+
+    def _kv_regions(self, op: Op) -> list[tuple[Tensor, Tensor]]:
+        """(window rows, RAM copy) of a chunk's keys and of its values."""
+        index = self._blocks[op.block][0]
+        shape, chunk = self._attention[index - 1], self.plan.chunks[op.index]
+        assert shape is not None
+        raw, start, pairs = self.ram.kv[(index, op.index)], 0, []
+        for window in self._window(self.gpu.kv, shape):
+            rows = window[chunk.start : chunk.end]
+            end = start + rows.numel() * self._dtype.itemsize
+            pairs.append((rows, raw[start:end].view(self._dtype).view(rows.shape)))
+            start = end
+        return pairs
+
+    def _attention_state(self, op: Op, layer: int, chunk: Chunk, *, backward: bool) -> AttentionState | None:
+        shape = self._attention[layer]
+        if shape is None:
+            return None
+        k, v = self._window(self.gpu.kv, shape)
+        tokens = chunk.end - chunk.start
+        raw = self.gpu.saved[op.slots["saved"]]
+        out, lse = self._saved_parts(raw, tokens, shape)
+        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._micro_batch(op, chunk).documents)
+        if backward:
+            state.dk, state.dv = self._window(self.gpu.dkv, shape)
+            if "zero:dkv" in op.flags:
+                state.dk.zero_()
+                state.dv.zero_()
+        return state
+
+    def _micro_batch(self, op: Op, chunk: Chunk) -> MicroBatch:
+        return self._steps[op.step].micro_batches[chunk.micro_batch]
+
+    def _layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
+        key = (op.step, chunk.index)
+        if key in self._inputs:
+            self._inputs.move_to_end(key)
+            return self._inputs[key]
+        for old in [old for old in self._inputs if old[0] != op.step]:
+            del self._inputs[old]
+        batch = self._micro_batch(op, chunk)
+        longest = int(batch.positions.max())
+        inputs = self.runner.inputs(batch.positions[chunk.start : chunk.end], longest)
+        self._inputs[key] = inputs
+        while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > INPUTS_CACHE_BYTES:
+            self._inputs.popitem(last=False)
+        return inputs
+
+    # ------------------------------------------------------------------ compute
+
+    def _chunk(self, op: Op) -> Chunk:
+        return self.plan.chunks[op.index]
+
+    def op_embed_forward(self, op: Op) -> None:
+        chunk = self._chunk(op)
+        batch = self._micro_batch(op, chunk)
+        tokens = slice(chunk.start, chunk.end)
+        x = self.runner.embed(self._weights(op), batch.ids[tokens], batch.positions[tokens])
+        self._hidden(op.slots["out"], chunk).copy_(x)
+
+    def op_embed_backward(self, op: Op) -> None:
+        chunk = self._chunk(op)
+        batch = self._micro_batch(op, chunk)
+        tokens = slice(chunk.start, chunk.end)
+        dx = self._hidden(op.slots["dy"], chunk)
+        gradients = self._gradients(op)
+        self.runner.embed_backward(self._weights(op), batch.ids[tokens], batch.positions[tokens], dx, gradients)
+
+    def op_layer_forward(self, op: Op) -> None:
+        chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
+        state = self._attention_state(op, layer, chunk, backward=False)
+        x = self._hidden(op.slots["x"], chunk)
+        y = self.runner.layer(layer, self._weights(op), x, self._layer_inputs(op, chunk), state)
+        self._hidden(op.slots["out"], chunk).copy_(y)
+
+    def op_layer_backward(self, op: Op) -> None:
+        chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
+        state = self._attention_state(op, layer, chunk, backward=True)
+        x, dy = self._hidden(op.slots["x"], chunk), self._hidden(op.slots["dy"], chunk)
+        gradients = self._gradients(op)
+        inputs = self._layer_inputs(op, chunk)
+        dx = self.runner.layer_backward(layer, self._weights(op), x, dy, inputs, state, gradients)
+        self._hidden(op.slots["out"], chunk).copy_(dx)
+
+    def op_head(self, op: Op) -> None:
+        chunk = self._chunk(op)
+        labels = self._micro_batch(op, chunk).labels[chunk.start : chunk.end]
+        scale = 1.0 / self._steps[op.step].num_targets
+        x, gradients = self._hidden(op.slots["x"], chunk), self._gradients(op)
+        loss, dx = self.runner.head(self._weights(op), x, labels, scale, gradients, self._logits_bytes)
+        self._losses[op.index] = loss
+        self._hidden(op.slots["out"], chunk).copy_(dx)
+
+    def op_norm(self, op: Op) -> None:
+        gradient = self._flat("gradient", op.block, op.slots.get(op.block, WHOLE))
+        self._square_norms[self._number[op.block]] = torch.linalg.vector_norm(gradient).square()
+
+    def op_update_on_gpu(self, op: Op) -> None:
+        memory = self.gpu.buffers[op.block]
+        assert memory.state is not None and memory.gradient is not None and memory.weights is not None
+        decay = self.layouts[op.block].decay_numel
+        values = self._steps[op.step].scalars[self._device.type]
+        self.adamw.step(memory.state, memory.gradient, memory.weights, decay, values)
+
+    # ------------------------------------------------------------------ links
+
+    def op_load_x(self, op: Op) -> None:
+        index = self._blocks[op.block][0]
+        self._hidden(op.slots["slot"], self._chunk(op)).copy_(self.ram.x[(index, op.index)], non_blocking=True)
+
+    def op_store_x(self, op: Op) -> None:
+        index = self._blocks[op.block][0]
+        self.ram.x[(index, op.index)].copy_(self._hidden(op.slots["slot"], self._chunk(op)), non_blocking=True)
+
+    def op_load_dy(self, op: Op) -> None:
+        self._hidden(op.slots["slot"], self._chunk(op)).copy_(self.ram.dx[op.index], non_blocking=True)
+
+    def op_store_dy(self, op: Op) -> None:
+        self.ram.dx[op.index].copy_(self._hidden(op.slots["slot"], self._chunk(op)), non_blocking=True)
+
+    def op_load_saved(self, op: Op) -> None:
+        region = self.ram.saved[(self._blocks[op.block][0], op.index)]
+        self.gpu.saved[op.slots["saved"]][: region.numel()].copy_(region, non_blocking=True)
+
+    def op_store_saved(self, op: Op) -> None:
+        region = self.ram.saved[(self._blocks[op.block][0], op.index)]
+        region.copy_(self.gpu.saved[op.slots["saved"]][: region.numel()], non_blocking=True)
+        for window, copy in self._kv_regions(op):
+            copy.copy_(window, non_blocking=True)
+
+    def op_load_kv(self, op: Op) -> None:
+        for window, copy in self._kv_regions(op):
+            window.copy_(copy, non_blocking=True)
+
+    def op_load_weights(self, op: Op) -> None:
+        weights = self.ram.buffers[op.block].weights
+        assert weights is not None
+        self._flat("weights", op.block, op.slots[op.block]).copy_(weights, non_blocking=True)
+
+    def op_load_weights_part(self, op: Op) -> None:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        flat = self._flat("weights", op.block, op.slots[op.block])
+        flat[start:end].copy_(self._part_stage(op.slots["stage"], end - start, self._dtype), non_blocking=True)
+
+    def op_load_resident_part(self, op: Op) -> None:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        flat = self._flat("weights", op.block, WHOLE)
+        flat[start:end].copy_(self._part_stage(op.slots["weights"], end - start, self._dtype), non_blocking=True)
+
+    def op_store_gradient(self, op: Op) -> None:
+        waiting = self.ram.buffers[op.block].gradient
+        assert waiting is not None
+        buffer = self.plan.buffers[op.block]
+        flat = self._flat("gradient", op.block, op.slots[op.block])
+        for part in range(buffer.num_parts):
+            start, end = buffer.part(part)
+            waiting[start:end].copy_(flat[start:end].to(waiting.dtype), non_blocking=True)
+
+    def op_store_gradient_part(self, op: Op) -> None:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        flat = self._flat("gradient", op.block, op.slots[op.block])
+        stage = self._part_stage(op.slots["stage"], end - start, self._gradient_dtype)
+        stage.copy_(flat[start:end].to(stage.dtype), non_blocking=True)
+
+    def _stage_state(self, op: Op, kind: int) -> None:
+        state = self.gpu.buffers[op.block].state
+        assert state is not None
+        start, end = self.plan.buffers[op.block].part(op.index)
+        stage = self._part_stage(op.slots["stage"], end - start, torch.float32)
+        stage.copy_(state[kind][start:end], non_blocking=True)
+
+    def op_stage_master(self, op: Op) -> None:
+        self._stage_state(op, 0)
+
+    def op_stage_exp_avg(self, op: Op) -> None:
+        self._stage_state(op, 1)
+
+    def op_stage_exp_avg_sq(self, op: Op) -> None:
+        self._stage_state(op, 2)
+
+    # ------------------------------------------------------------------ host: optimizer
+
+    @property
+    def _gradient_dtype(self) -> torch.dtype:
+        return torch.float32 if self.config.gradient_dtype == "float32" else torch.bfloat16
+
+    def _part_stage(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.ram.part_stages[slot][: numel * dtype.itemsize].view(dtype)
+
+    def op_clip(self, op: Op) -> None:
+        """Loss, global norm and clipping factor of the step, checked before any state changes."""
+        data = self._steps[op.step]
+        losses = self._losses.double().cpu()
+        squares = self._square_norms.double().cpu()
+        if not bool(losses.isfinite().all()):
+            chunk = self.plan.chunks[int((~losses.isfinite()).nonzero()[0])]
+            raise DivergedError(
+                f"step {op.step}: the loss of chunk {chunk.index} (micro-batch {chunk.micro_batch}, tokens "
+                f"{chunk.start} to {chunk.end}) is not finite; the last committed generation is intact: resume from it "
+                "with a lower train.lr, or more train.warmup_steps"
+            )
+        if not bool(squares.isfinite().all()):
+            name = list(self.plan.buffers)[int((~squares.isfinite()).nonzero()[0])]
+            raise DivergedError(
+                f"step {op.step}: the gradient of block {name} is not finite; the last committed generation is intact: "
+                "resume from it with a lower train.lr, or more train.warmup_steps"
+            )
+        data.loss = float(losses.sum()) / data.num_targets
+        data.grad_norm = float(squares.sum().sqrt())
+        clip = clip_coefficient(data.grad_norm, self.config.clip_norm)
+        for device in {torch.device("cpu"), self._device}:
+            data.scalars[device.type] = scalars(self.config, op.step, clip, device)
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate with which the gradient of `step` is applied."""
+        return learning_rate(self.config, step)
+
+    def op_update(self, op: Op) -> None:
+        buffer, memory = self.plan.buffers[op.block], self.ram.buffers[op.block]
+        start, end = buffer.part(op.index)
+        numel = end - start
+        stage = self.ram.state_stages[op.slots["stage"]] if "stage" in op.slots else None
+        if memory.state is not None:
+            master, first, second = (t[start:end] for t in memory.state)
+        else:
+            assert stage is not None
+            master, first, second = (t[:numel] for t in stage[:3])
+        if memory.gradient is not None:
+            gradient = memory.gradient[start:end]
+        else:
+            assert stage is not None
+            gradient = stage[3][:numel]
+        if memory.weights is not None:
+            weights = memory.weights[start:end]
+        else:
+            weights = self._part_stage(op.slots["weights"], numel, self._dtype)
+        values = self._steps[op.step].scalars["cpu"]
+        decay = min(max(self.layouts[op.block].decay_numel - start, 0), numel)
+        self.adamw.step((master, first, second), gradient, weights, decay, values)
+
+    # ------------------------------------------------------------------ host: NVMe
+
+    @property
+    def _nvme(self) -> NvmeStore:
+        assert self.store is not None
+        return self.store
+
+    def op_read_state(self, op: Op) -> Future[Any]:
+        buffer = self.plan.buffers[op.block]
+        start, end = buffer.part(op.index)
+        stage = self.ram.state_stages[op.slots["stage"]]
+        futures = []
+        if buffer.state == "nvme":
+            for kind, tensor in zip(STATE_KINDS, stage, strict=False):
+                futures.append(self._nvme.read(op.block, kind, op.index, tensor[: end - start]))
+        if buffer.gradient == "nvme":
+            futures.append(self._nvme.read(op.block, "gradient", op.index, stage[3][: end - start]))
+        return gather(futures)
+
+    def op_read_weights(self, op: Op) -> Future[Any]:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        stage = self._part_stage(op.slots["stage"], end - start, self._dtype)
+        return self._nvme.read(op.block, "weights", op.index, stage)
+
+    def op_write_state(self, op: Op) -> Future[Any]:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        stage = self.ram.state_stages[op.slots["stage"]]
+        return gather(
+            [
+                self._nvme.write(op.block, kind, op.index, tensor[: end - start])
+                for kind, tensor in zip(STATE_KINDS, stage, strict=False)
+            ]
+        )
+
+    def op_write_weights(self, op: Op) -> Future[Any]:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        stage = self._part_stage(op.slots["weights"], end - start, self._dtype)
+        return self._nvme.write(op.block, "weights", op.index, stage)
+
+    def op_write_gradient(self, op: Op) -> Future[Any]:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        stage = self._part_stage(op.slots["stage"], end - start, self._gradient_dtype)
+        return self._nvme.write(op.block, "gradient", op.index, stage)
+
+    def op_checkpoint_state(self, op: Op) -> Future[Any]:
+        state = self.ram.buffers[op.block].state
+        assert state is not None
+        start, end = self.plan.buffers[op.block].part(op.index)
+        return gather(
+            [
+                self._nvme.write(op.block, kind, op.index, tensor[start:end])
+                for kind, tensor in zip(STATE_KINDS, state, strict=True)
+            ]
+        )
+
+    def _checkpoint_part(self, op: Op, kind: str) -> Future[Any]:
+        start, end = self.plan.buffers[op.block].part(op.index)
+        return self._nvme.write(
+            op.block, kind, op.index, self._part_stage(op.slots["stage"], end - start, torch.float32)
+        )
+
+    def op_checkpoint_master(self, op: Op) -> Future[Any]:
+        return self._checkpoint_part(op, "master")
+
+    def op_checkpoint_exp_avg(self, op: Op) -> Future[Any]:
+        return self._checkpoint_part(op, "exp_avg")
+
+    def op_checkpoint_exp_avg_sq(self, op: Op) -> Future[Any]:
+        return self._checkpoint_part(op, "exp_avg_sq")
+
+    def op_commit(self, op: Op) -> None:
+        self._nvme.commit(self._commit_meta(op.step, self._steps[op.step]))
+
+
+def gather(futures: Sequence[Future[Any]]) -> Future[None]:
+    """A future that is done when all of `futures` are, with the first exception among them."""
+
+ 
+    result: Future[None] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+    assert left
+
+    def one_done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+            if errors:
+                result.set_exception(errors[0])
+            else:
+                result.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(one_done)
+    return result
