@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import DataConfig
+from engine.folders import build_folder
 from engine.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from storage.errors import UserError
 
@@ -111,24 +110,6 @@ def _read_jsonl(file: Path) -> Iterator[Piece]:
                 raise UserError(f'{where}: no `text` field that is a string; write {{"text": "..."}}')
             if text:
                 yield Piece(where, text, True)
-
-
-@contextmanager
-def build_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails."""
-    temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{folder.parent}: cannot be written: {error.strerror}; name a writable folder") from error
-    try:
-        yield temporary
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:

@@ -21,11 +21,15 @@ class DeviceArena:
         self.used_bytes = 0
 
     def slot(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes], 4 KiB-aligned within the arena."""
+        """uint8 [nbytes], 4 KiB-aligned within the arena, with a version counter of its own.
+
+        Autograd takes a write anywhere in a tensor for a write to all of its views; lanes write to other slots while
+        a backward runs.
+        """
         start = self.used_bytes
         self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
         assert self.used_bytes <= self._bytes.numel(), f"device arena: {nbytes} bytes exceed the plan"
-        return self._bytes[start : start + nbytes]
+        return self._bytes[start : start + nbytes].data
 
 
 @dataclass(slots=True)
@@ -119,7 +123,7 @@ def allocate_ram(
     ram = RamMemory(HostArena(tier.peak_bytes, budget_bytes=tier.budget_bytes, pin=pin))
 
     def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
+        return ram.arena.slot(name, numel * dtype.itemsize).data.view(dtype)
 
     for buffer in plan.buffers.values():
         memory = ram.buffers[buffer.name] = BufferMemory()
