@@ -1,0 +1,272 @@
+"""Running the blocks of a model on one chunk, forward and backward, with weights that live elsewhere.
+
+A `ModelRunner` holds no weights: every call is given views of the flat buffer that just arrived, and gradients are
+added into float32 views of another. Layers of one structure share one template, an unmodified transformers layer whose
+parameters are pointed at the given views; what surrounds the layers is the model's own forward (engine/skeleton.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine import attention, skeleton
+from engine.attention import AttentionState
+from engine.model import ModelSpec
+from engine.skeleton import LayerCall, Skeleton
+
+_RECOMPILE_LIMIT = 256
+"""torch.compile counts all layer structures, chunk lengths and grad modes of one class together."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Arguments of every layer for one chunk, beside the hidden state (rotary tables, positions)."""
+
+    calls: tuple[LayerCall, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the tensors take, each storage once."""
+        leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in self.calls])
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)
+        }
+        return sum(storages.values())
+
+
+class _Template:
+    """One layer module that computes any layer of its structure."""
+
+    def __init__(self, layer: nn.Module, *, device: torch.device, dtype: torch.dtype, compile: bool) -> None:
+        self.module = layer
+        for part in layer.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
+        self.parameters = dict(layer.named_parameters())
+        self.buffers = dict(layer.named_buffers())
+        self.call: Callable[..., Any] = layer
+        if compile:
+            # One graph per chunk length: a general-size graph would also slow down the usual length.
+            self.call = torch.compile(layer, dynamic=False)
+
+    def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data = weights[prefix + name]
+
+
+class ModelRunner:
+    """Computes the blocks of `spec` on `device` in `dtype`, chunk by chunk.
+
+    Not thread-safe: all calls come from the compute lane. Results are deterministic. `weights` dictionaries hold, by
+    state-dict name, all parameters of the block's buffers in `dtype`; `grads` the same names as float32 views into
+    which gradients are added. Neither is kept after the call returns, except that a template goes on pointing at the
+    last weights it was given.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        compile: bool = False,
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`constants`: values of `spec.constants`; the model's initial ones where not given."""
+        self.spec = spec
+        self.device = torch.device(device)
+        self.dtype = dtype
+        if compile:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        model = skeleton.build(spec.config)
+        prefix, layers = skeleton.find_layers(model)
+        skeleton.materialise_buffers(model, model, self.device)
+        for name, tensor in (constants or {}).items():
+            model.get_buffer(name).data = tensor.to(self.device)
+        self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
+        self._layer_buffers = [dict(layer.named_buffers()) for layer in layers]
+        self._templates = {
+            index: _Template(copy.deepcopy(layers[index]), device=self.device, dtype=dtype, compile=compile)
+            for index in sorted(set(spec.structures))
+        }
+        self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
+
+    def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
+        """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document).
+
+        `max_position` is the longest position of the whole stream; rotary tables that depend on the length come from it
+        and are thus the same for all chunks.
+        """
+        positions = positions.to(self.device)
+        count = positions.shape[0]
+        with torch.no_grad():
+            if not self.spec.length_dependent_rotary:
+                return LayerInputs(tuple(self._skeleton.calls(positions)))
+            sentinel = positions.new_tensor([max_position])
+            calls = self._skeleton.calls(torch.cat([positions, sentinel]))
+
+        def cut(tensor: Tensor) -> Tensor:
+            axis = next((i for i, size in enumerate(tensor.shape) if size == count + 1), None)
+            return tensor if axis is None else tensor.narrow(axis, 0, count)
+
+        shared: dict[int, Tensor] = {}
+
+        def cut_once(tensor: Tensor) -> Tensor:
+            return shared.setdefault(id(tensor), cut(tensor))
+
+        return LayerInputs(
+            tuple(LayerCall(*pytree.tree_map_only(Tensor, cut_once, (call.args, call.kwargs))) for call in calls)
+        )
+
+    def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+        """First layer's input [n, hidden] of token ids at positions (int64 [n])."""
+        with torch.no_grad(), self._skeleton.bound(weights):
+            return self._skeleton.embed(ids.to(self.device), positions.to(self.device))
+
+    def embed_backward(
+        self,
+        weights: Mapping[str, Tensor],
+        ids: Tensor,
+        positions: Tensor,
+        dx: Tensor,
+        grads: Mapping[str, Tensor],
+    ) -> None:
+        """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result.
+
+        The token table's gradient is computed for the chunk's distinct ids only, never for the whole vocabulary.
+        """
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        distinct, compact_ids = torch.unique(ids, return_inverse=True)
+        with (
+            self._skeleton.compact_vocabulary(weights, distinct) as (compact, table),
+            self._skeleton.bound(compact) as bound,
+        ):
+            with torch.enable_grad():
+                x = self._skeleton.embed(compact_ids, positions)
+            computed = torch.autograd.grad(x, list(bound.values()), dx, allow_unused=True)
+        for name, grad in zip(bound, computed, strict=True):
+            if grad is None:
+                continue
+            if name == table:
+                grads[name].index_add_(0, distinct, grad.to(grads[name].dtype))
+            else:
+                grads[name].add_(grad)
+
+    def layer(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
+    ) -> Tensor:
+        """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
+        with torch.no_grad():
+            return self._run_layer(index, weights, x, inputs, state, backward=False)
+
+    def layer_backward(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        dy: Tensor,
+        inputs: LayerInputs,
+        state: AttentionState | None,
+        grads: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
+
+        The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
+        in reverse order.
+        """
+        template = self._template(index)
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = self._run_layer(index, weights, x, inputs, state, backward=True)
+        wanted = [x, *template.parameters.values()]
+        dx, *computed = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+        prefix = self._prefixes[index]
+        for name, grad in zip(template.parameters, computed, strict=True):
+            if grad is not None:
+                grads[prefix + name].add_(grad)
+        return dx
+
+    def head(
+        self,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        labels: Tensor,
+        loss_scale: float,
+        grads: Mapping[str, Tensor],
+        logits_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and gradients of the last layer's output x [n, hidden] against labels (int64 [n], -100 has no loss).
+
+        Returns the sum over labels of the cross entropy (float32, 0-dim, not scaled) and dx [n, hidden], the gradient
+        of loss_scale x that sum; adds the parameters' gradients to `grads`. Logits exist for as many tokens at once as
+        fit `logits_bytes` in float32, at least one.
+        """
+        labels = labels.to(self.device)
+        rows = torch.nonzero(labels != -100).squeeze(-1)
+        dx = torch.zeros_like(x)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        step = max(1, logits_bytes // (4 * self.spec.vocab_size))
+        with self._skeleton.bound(weights) as bound:
+            for begin in range(0, rows.shape[0], step):
+                part = rows[begin : begin + step]
+                part_x = x[part].requires_grad_()
+                with torch.enable_grad():
+                    logits = self._skeleton.logits(part_x)
+                part_loss, dlogits = _cross_entropy(logits.detach(), labels[part], loss_scale)
+                loss += part_loss
+                wanted = [part_x, *bound.values()]
+                part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)
+                del logits, dlogits
+                dx[part] = part_dx
+                for name, grad in zip(bound, computed, strict=True):
+                    if grad is not None:
+                        grads[name].add_(grad)
+                del computed
+        return loss, dx
+
+    def _template(self, index: int) -> _Template:
+        return self._templates[self.spec.structures[index]]
+
+    def _run_layer(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        state: AttentionState | None,
+        *,
+        backward: bool,
+    ) -> Tensor:
+        template = self._template(index)
+        template.bind(weights, self._prefixes[index])
+        for name, buffer in template.buffers.items():
+            buffer.data = self._layer_buffers[index][name]
+        skeleton.adopt_index(template.module, self._skeleton.layers[index])
+        call = inputs.calls[index]
+        if state is None:
+            output = template.call(x[None], *call.args, **call.kwargs)
+        else:
+            handler = attention.backward_handler(state) if backward else attention.forward_handler(state)
+            with attention.use(handler):
+                output = template.call(x[None], *call.args, **call.kwargs)
+        y: Tensor = output[0] if isinstance(output, tuple) else output
+        return y[0]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropy (float32) of logits [n, vocab], and scale x its gradient in the logits' dtype."""
+    work = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    lse = torch.logsumexp(work, dim=-1, keepdim=True)
+    index = labels[:, None]
+    loss = (lse - work.gather(1, index)).sum()
+    gradient = torch.sub(work, lse).exp_()
+    gradient.scatter_add_(1, index, torch.full_like(lse, -1.0))
+    return loss.float(), gradient.mul_(scale).to(logits.dtype)

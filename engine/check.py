@@ -1,0 +1,280 @@
+"""The self-check: a shrunk copy of a model, streamed in chunks, against transformers' own forward and autograd.
+
+`stream_gradients` is also the plainest possible driver of a `ModelRunner`, one block and one chunk after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engine.attention import AttentionState
+from engine.blocks import LayerInputs, ModelRunner
+from engine.model import EMBED, HEAD, ModelSpec, refuse_unsupported
+from engine.shrink import shrink
+from engine.trial import random_model
+from storage.errors import UserError
+
+TOLERANCE = 1e-5
+"""Largest relative error of the loss and of any parameter's gradient that passes."""
+
+_CHUNK = 29
+_SEQUENCES = ((61, 35), (50, 17, 29))
+"""Document lengths of two sequences of 96 tokens: chunks and documents end at different places."""
+_LONG_SEQUENCES = ((96,), (96,))
+"""For models whose rotary tables depend on the sequence's length, or which carry state: whole documents only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Outcome of a self-check; `penstock check --json` prints exactly these fields."""
+
+    model_type: str
+    ok: bool
+    max_rel_error: float | None
+    """max of ||g - reference|| / ||reference|| over the loss and all parameters; None when it could not be computed."""
+    worst_parameter: str | None
+    reason: str | None
+    """Why the model is refused; None when it passes."""
+
+
+class Stream(Protocol):
+    """One micro-batch: T tokens of whole documents laid end to end (engine.data.MicroBatch is one)."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Int64 [T]."""
+        ...
+
+    @property
+    def labels(self) -> Tensor:
+        """Int64 [T]; -100 has no loss."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """Int64 [T], from the start of the document."""
+        ...
+
+    @property
+    def documents(self) -> list[int]:
+        """Sorted starts of the documents; the first is 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream:
+    """A `Stream` made of documents in memory."""
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: list[int]
+
+    @staticmethod
+    def of(documents: Sequence[Tensor]) -> TokenStream:
+        """Lay `documents` (int64 [length] each) end to end; each token is to predict the next of its own document."""
+        ignored = torch.tensor([-100])
+        starts = [0]
+        for document in documents[:-1]:
+            starts.append(starts[-1] + len(document))
+        return TokenStream(
+            ids=torch.cat(list(documents)),
+            labels=torch.cat([torch.cat([document[1:], ignored]) for document in documents]),
+            positions=torch.cat([torch.arange(len(document)) for document in documents]),
+            documents=starts,
+        )
+
+
+def check_model(config: PretrainedConfig, *, chunk_tokens: int = _CHUNK, seed: int = 0) -> CheckResult:
+    """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
+
+    Never raises for a model that cannot be trained: the result says why.
+    """
+    kind = config.model_type
+    try:
+        refuse_unsupported(config)
+        small, _ = shrink(config)
+        spec = ModelSpec.from_config(small)
+    except UserError as error:
+        return CheckResult(kind, False, None, None, str(error))
+    except Exception as error:
+        return CheckResult(kind, False, None, None, f"could not be shrunk: {type(error).__name__}: {error}")
+    whole = spec.length_dependent_rotary or spec.recurrent
+    generator = torch.Generator().manual_seed(seed)
+    documents = [
+        torch.randint(spec.vocab_size, (length,), generator=generator)
+        for sequence in (_LONG_SEQUENCES if whole else _SEQUENCES)
+        for length in sequence
+    ]
+    source = random_model(small, seed)
+    try:
+        reference_loss, reference = reference_gradients(small, source, documents)
+    except Exception as error:
+        return CheckResult(kind, False, None, None, f"transformers' own forward fails: {type(error).__name__}: {error}")
+    persistent = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
+    try:
+        runner = ModelRunner(spec, device="cpu", dtype=torch.float32, constants=persistent)
+        weights = {name: parameter.detach() for name, parameter in source.named_parameters()}
+        loss, grads = stream_gradients(runner, weights, [TokenStream.of(documents)], chunk_tokens)
+    except UserError as error:
+        return CheckResult(kind, False, None, None, str(error))
+    except Exception as error:
+        return CheckResult(kind, False, None, None, f"streaming fails: {type(error).__name__}: {error}")
+    errors = relative_errors(grads, reference)
+    errors["loss"] = abs(loss - reference_loss) / abs(reference_loss)
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    ok = errors[worst] <= TOLERANCE
+    reason = (
+        None
+        if ok
+        else (
+            f"{worst}: streamed {'value' if worst == 'loss' else 'gradient'} differs from transformers' by "
+            f"{errors[worst]:.2g} (relative; {TOLERANCE:g} is allowed)"
+        )
+    )
+    return CheckResult(kind, ok, errors[worst], worst, reason)
+
+
+def relative_errors(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """||g - reference|| / ||reference|| per parameter, inf where shapes or names differ.
+
+    A gradient that is zero in exact arithmetic (a key bias without rotary positions) is rounding noise in both; norms
+    below 1e-4 of the largest one are therefore measured against that.
+    """
+    floor = 1e-4 * max(float(g.norm()) for g in reference.values())
+    return {
+        name: float((grads[name] - expected).norm()) / max(float(expected.norm()), floor) if name in grads else math.inf
+        for name, expected in reference.items()
+    }
+
+
+def reference_gradients(
+    config: PretrainedConfig, source: PreTrainedModel, documents: Sequence[Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss per target and all gradients by transformers alone: eager attention, one document at a time.
+
+    `source` gives the weights; `documents` are int64 [length].
+    """
+    config = copy.deepcopy(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.load_state_dict(source.state_dict())
+    num_targets = sum(len(document) - 1 for document in documents)
+    total = 0.0
+    for document in documents:
+        output = model(input_ids=document[None], labels=document[None], use_cache=False)
+        loss = output.loss * ((len(document) - 1) / num_targets)
+        loss.backward()
+        total += loss.item()
+    zero = torch.zeros(())
+    return total, {n: (zero.expand(p.shape) if p.grad is None else p.grad) for n, p in model.named_parameters()}
+
+
+def chunk_ranges(spec: ModelSpec, stream: Stream, chunk_tokens: int) -> list[tuple[int, int]]:
+    """Token ranges of the chunks of `stream`; a model that carries state takes each document in one."""
+    total = stream.ids.shape[0]
+    if spec.recurrent:
+        return list(zip(stream.documents, [*stream.documents[1:], total], strict=True))
+    return [(start, min(start + chunk_tokens, total)) for start in range(0, total, chunk_tokens)]
+
+
+def stream_gradients(
+    runner: ModelRunner,
+    weights: Mapping[str, Tensor],
+    streams: Sequence[Stream],
+    chunk_tokens: int,
+    logits_bytes: int = 1 << 14,
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss per target and float32 gradients of all parameters, every block and chunk computed in turn.
+
+    `weights`: all parameters by state-dict name in the runner's dtype.
+    """
+    spec = runner.spec
+    grads = {name: torch.zeros(tensor.shape, dtype=torch.float32) for name, tensor in weights.items()}
+    num_targets = sum(int((stream.labels != -100).sum()) for stream in streams)
+    loss = sum(
+        _stream_one(runner, spec, weights, stream, chunk_tokens, logits_bytes, num_targets, grads) for stream in streams
+    )
+    return loss / num_targets, grads
+
+
+def _stream_one(
+    runner: ModelRunner,
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    stream: Stream,
+    chunk_tokens: int,
+    logits_bytes: int,
+    num_targets: int,
+    grads: dict[str, Tensor],
+) -> float:
+    def part(source: Mapping[str, Tensor], block: str) -> dict[str, Tensor]:
+        buffers = next(b.buffers for b in spec.blocks if b.name == block)
+        return {param.name: source[param.name] for buffer in buffers for param in spec.buffers[buffer]}
+
+    ranges = chunk_ranges(spec, stream, chunk_tokens)
+    longest = int(stream.positions.max())
+    inputs: list[LayerInputs] = [runner.inputs(stream.positions[a:b], longest) for a, b in ranges]
+    layers = range(len(spec.attention))
+    saved: list[list[Tensor]] = []
+    states: list[list[AttentionState | None]] = []
+    hidden = [runner.embed(part(weights, EMBED), stream.ids[a:b], stream.positions[a:b]) for a, b in ranges]
+    for index in layers:
+        saved.append(hidden)
+        states.append(new_states(runner, index, stream, ranges))
+        block = part(weights, f"layers.{index}")
+        hidden = [
+            runner.layer(index, block, x, chunk_inputs, state)
+            for x, chunk_inputs, state in zip(hidden, inputs, states[-1], strict=True)
+        ]
+    loss = 0.0
+    for i, (a, b) in enumerate(ranges):
+        chunk_loss, hidden[i] = runner.head(
+            part(weights, HEAD), hidden[i], stream.labels[a:b], 1 / num_targets, part(grads, HEAD), logits_bytes
+        )
+        loss += chunk_loss.item()
+    for index in reversed(layers):
+        block, block_grads = part(weights, f"layers.{index}"), part(grads, f"layers.{index}")
+        for i in reversed(range(len(ranges))):
+            hidden[i] = runner.layer_backward(
+                index, block, saved[index][i], hidden[i], inputs[i], states[index][i], block_grads
+            )
+    for i, (a, b) in enumerate(ranges):
+        runner.embed_backward(
+            part(weights, EMBED), stream.ids[a:b], stream.positions[a:b], hidden[i], part(grads, EMBED)
+        )
+    return loss
+
+
+def new_states(
+    runner: ModelRunner, index: int, stream: Stream, ranges: Sequence[tuple[int, int]]
+) -> list[AttentionState | None]:
+    """Attention state of layer `index` for every chunk: shared K/V windows, their gradients, outputs per chunk."""
+    shape = runner.spec.attention[index]
+    if shape is None:
+        return [None] * len(ranges)
+    total = stream.ids.shape[0]
+    keys, values = (total, shape.kv_heads, shape.qk_dim), (total, shape.kv_heads, shape.v_dim)
+    k, v = (torch.zeros(size, dtype=runner.dtype, device=runner.device) for size in (keys, values))
+    dk, dv = (torch.zeros(size, dtype=torch.float32, device=runner.device) for size in (keys, values))
+    return [
+        AttentionState(
+            k=k,
+            v=v,
+            out=torch.zeros(end - start, shape.heads, shape.v_dim, dtype=runner.dtype, device=runner.device),
+            lse=torch.zeros(shape.heads, end - start, dtype=torch.float32, device=runner.device),
+            start=start,
+            end=end,
+            documents=stream.documents,
+            dk=dk,
+            dv=dv,
+        )
+        for start, end in ranges
+    ]
