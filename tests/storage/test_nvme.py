@@ -1,0 +1,408 @@
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nvme_state import SPECS, assert_holds, content, read_all, write_all
+
+from storage import disk
+from storage.arena import HostArena
+from storage.errors import BudgetError, UserError
+from storage.nvme import ArraySpec, NvmeStore
+
+MASTER, WEIGHTS, EMBED = SPECS
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[NvmeStore]:
+    store = NvmeStore.create(tmp_path / "state", SPECS, budget_bytes=None)
+    yield store
+    store.close()
+
+
+def reopen(store: NvmeStore) -> NvmeStore:
+    store.close()
+    return NvmeStore.open(store.root)
+
+
+def test_generations_survive_reopening(store: NvmeStore) -> None:
+    assert (store.generation, store.meta) == (0, {})
+    for step in (1, 2, 3):
+        write_all(store, step)
+        assert_holds(store, step)
+        assert store.commit({"step": step, "rng": [1, 2]}) == step
+        assert_holds(store, step)
+        store = reopen(store)
+        assert (store.generation, store.meta) == (step, {"step": step, "rng": [1, 2]})
+        assert set(store.arrays()) == set(SPECS)
+        assert_holds(store, step)
+    store.verify()
+    store.close()
+
+
+def test_uncommitted_writes_are_seen_now_and_gone_after(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    new = torch.full((4096,), 7.0)
+    store.write("layers.0", "master", 0, new).result()
+    expected = content(MASTER, 1)
+    expected[:4096] = 7
+    assert torch.equal(read_all(store, MASTER), expected)
+    store.verify()  # the committed generation is untouched
+    store = reopen(store)
+    assert_holds(store, 1)
+    # The half-written slot is simply written again.
+    write_all(store, 2)
+    store.commit({})
+    store = reopen(store)
+    assert_holds(store, 2)
+    store.close()
+
+
+def test_arrays_not_written_stay_in_the_generation(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({"step": 1})
+    store.write("embed", "master", 0, content(EMBED, 5)).result()
+    store.commit({"step": 2})
+    store.commit({"step": 3})  # meta alone
+    store = reopen(store)
+    assert store.meta == {"step": 3}
+    assert torch.equal(read_all(store, EMBED), content(EMBED, 5))
+    assert torch.equal(read_all(store, WEIGHTS), content(WEIGHTS, 1))
+    store.close()
+
+
+def test_commit_needs_whole_arrays(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    store.write("layers.0", "master", 1, content(MASTER, 2)[4096:8192]).result()
+    with pytest.raises(AssertionError, match=r"layers\.0/master lacks parts \[0, 2\]"):
+        store.commit({})
+
+
+def test_first_commit_needs_every_array(store: NvmeStore) -> None:
+    store.write("embed", "master", 0, content(EMBED, 1)).result()
+    with pytest.raises(AssertionError, match=r"layers\.0/\w+ lacks parts"):
+        store.commit({})
+
+
+def test_other_zarr_readers_see_the_arrays(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    for spec in SPECS:
+        path = f"{store.root}/{spec.buffer}/{spec.kind}/0/"
+        array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+        assert array.dtype.name == spec.dtype
+        assert array.shape[0] == len(spec.parts())
+        flat = torch.from_numpy(array.read().result().astype("float32").reshape(-1))
+        assert torch.equal(flat[: spec.numel], content(spec, 1).float())
+        assert not flat[spec.numel :].any()
+        codecs = json.loads((Path(path) / "zarr.json").read_text())["codecs"]
+        assert [codec["name"] for codec in codecs] == ["bytes", "crc32c"]
+
+
+def test_reads_what_tensorstore_writes(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    path = f"{store.root}/layers.0/master/0/"
+    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    array.write(torch.arange(3 * 4096, dtype=torch.float32).reshape(3, 4096).numpy()).result()
+    out = torch.empty(4096)
+    store.read("layers.0", "master", 1, out).result()
+    assert torch.equal(out, torch.arange(4096, 8192, dtype=torch.float32))
+
+
+def test_zeros_are_stored(store: NvmeStore) -> None:
+    for spec in SPECS:
+        for part, (start, stop) in enumerate(spec.parts()):
+            zeros = torch.zeros(stop - start, dtype=getattr(torch, spec.dtype))
+            store.write(spec.buffer, spec.kind, part, zeros).result()
+    store.commit({})
+    store = reopen(store)
+    assert not read_all(store, MASTER).any()
+    store.verify()
+    (store.root / "embed/master/0/c.0.0").unlink()
+    with pytest.raises(UserError, match="missing"):
+        store.verify()
+    store.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_order_of_operations(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Random writes, commits and crashes of arrays of ugly sizes against a dictionary."""
+    sizes = st.sampled_from([1, 2, 2047, 2048, 2049, 4096, 6143, 6144, 10241])
+    dtypes = st.sampled_from(["float32", "bfloat16"])
+    shapes = data.draw(st.lists(st.tuples(sizes, dtypes, st.sampled_from([2048, 4096])), min_size=1, max_size=3))
+    specs = [ArraySpec(f"b{i}", "master", n, dtype, part) for i, (n, dtype, part) in enumerate(shapes)]
+    store = NvmeStore.create(tmp_path_factory.mktemp("any") / "s", specs, budget_bytes=None)
+    arena = HostArena(1 << 20, budget_bytes=1 << 20, pin=False)
+    committed: dict[tuple[str, int], float] = {}
+    latest: dict[tuple[str, int], float] = {}
+
+    def tensor(spec: ArraySpec, part: int, aligned: bool) -> torch.Tensor:
+        start, stop = spec.parts()[part]
+        dtype = getattr(torch, spec.dtype)
+        if not aligned:
+            return torch.empty(stop - start, dtype=dtype)
+        name = str(len(arena.slots))
+        return arena.slot(name, (stop - start) * spec.item_bytes).view(dtype)
+
+    for value in range(data.draw(st.integers(1, 12))):
+        operation = data.draw(st.sampled_from(["write", "write all", "commit", "crash"]))
+        if operation.startswith("write"):
+            for spec in specs if operation == "write all" else [data.draw(st.sampled_from(specs))]:
+                every = range(len(spec.parts()))
+                for part in every if operation == "write all" else [data.draw(st.sampled_from(every))]:
+                    src = tensor(spec, part, data.draw(st.booleans())).fill_(value)
+                    store.write(spec.buffer, spec.kind, part, src).result()
+                    latest[spec.buffer, part] = value
+        elif operation == "commit":
+            changed = {name for name, part in latest if latest[name, part] != committed.get((name, part))}
+            whole = all(
+                (spec.buffer, part) in latest and latest[spec.buffer, part] != committed.get((spec.buffer, part))
+                for spec in specs
+                if spec.buffer in changed or not committed
+                for part in range(len(spec.parts()))
+            )
+            if whole:
+                store.commit({"value": value})
+                committed = dict(latest)
+        elif committed:
+            store.close()
+            store = NvmeStore.open(store.root)
+            latest = dict(committed)
+        for (name, part), expected in latest.items():
+            spec = next(spec for spec in specs if spec.buffer == name)
+            out = tensor(spec, part, data.draw(st.booleans())).fill_(-1)
+            store.read(name, "master", part, out).result()
+            assert (out == expected).all(), (name, part, expected)
+    store.close()
+    arena.close()
+
+
+def test_scratch_is_wiped_and_in_no_generation(store: NvmeStore) -> None:
+    scratch = replace(EMBED, kind="gradient")
+    store.add_scratch([scratch])
+    write_all(store, 1)
+    store.write("embed", "gradient", 0, torch.ones(1000)).result()
+    store.commit({})
+    out = torch.zeros(1000)
+    store.read("embed", "gradient", 0, out).result()
+    assert out.all()
+    assert scratch not in store.arrays()
+    store = reopen(store)
+    assert not (store.root / "scratch").exists()
+    store.add_scratch([scratch])
+    with pytest.raises(AssertionError, match="before it was ever written"):
+        store.read("embed", "gradient", 0, out)
+    store.close()
+
+
+def test_counters(store: NvmeStore) -> None:
+    write_all(store, 1)
+    payload = sum(spec.numel * spec.item_bytes for spec in SPECS)
+    assert (store.bytes_written, store.bytes_read) == (payload, 0)
+    assert_holds(store, 1)
+    assert (store.bytes_written, store.bytes_read) == (payload, payload)
+    assert payload < store.disk_bytes() < 3 * payload
+
+
+# ---------------------------------------------------------------- damage
+
+
+def damage(store: NvmeStore, kind: str) -> Path:
+    path = store.root / "layers.0/master/0/c.1.0"
+    raw = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        os.truncate(path, len(raw) - 4096)
+    elif kind == "flipped":
+        raw[5000] ^= 16
+        path.write_bytes(raw)
+    elif kind == "checksum":
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+    elif kind == "folder":
+        path.unlink()
+        path.mkdir()
+    return path
+
+
+DAMAGES = {
+    "missing": "the file is missing",
+    "truncated": "16,384 bytes and should have 20,480",
+    "flipped": "checksum mismatch",
+    "checksum": "checksum mismatch",
+    "folder": "",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_names_file_and_generation(store: NvmeStore, kind: str) -> None:
+    for step in (1, 2, 3):
+        write_all(store, step)
+        store.commit({})
+    path = damage(store, kind)
+    message = rf"{path}.*generation 3.*{DAMAGES[kind]}|{path} \(generation 3\): .*{DAMAGES[kind]}"
+    future = store.read("layers.0", "master", 1, torch.empty(4096))
+    with pytest.raises(UserError, match=message):
+        future.result()
+    with pytest.raises(UserError, match=message):
+        store.verify()
+    store.read("layers.0", "master", 0, torch.empty(4096)).result()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "other"}', "\xff"])
+def test_unreadable_manifest(store: NvmeStore, text: str) -> None:
+    write_all(store, 1)
+    store.commit({})
+    path = store.root / "manifest.json"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(UserError, match=f"{path}: not a readable manifest"):
+        NvmeStore.open(store.root)
+
+
+@pytest.mark.parametrize(("key", "value"), [("version", 99), ("generation", "x"), ("arrays", [{}]), ("meta", 3)])
+def test_manifest_with_a_bad_field(store: NvmeStore, key: str, value: object) -> None:
+    write_all(store, 1)
+    store.commit({})
+    path = store.root / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=f"{path}: not a readable manifest"):
+        NvmeStore.open(store.root)
+
+
+def test_nothing_to_open(tmp_path: Path, store: NvmeStore) -> None:
+    for root in (tmp_path / "nowhere", store.root):
+        with pytest.raises(UserError, match="no generation was ever committed"):
+            NvmeStore.open(root)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_half_written_manifest_is_swept(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    leftover = store.root / ".manifest.json.12345.tmp"
+    leftover.write_text('{"gen')
+    store = reopen(store)
+    assert not leftover.exists()
+    assert_holds(store, 1)
+    store.close()
+
+
+# ---------------------------------------------------------------- no room
+
+
+def test_create_refuses_the_folder_of_another_run(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    with pytest.raises(UserError, match="holds the state of another run"):
+        NvmeStore.create(store.root, SPECS, budget_bytes=None)
+
+
+def test_create_replaces_an_aborted_start(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.close()
+    again = NvmeStore.create(store.root, [replace(EMBED, numel=500)], budget_bytes=None)
+    with pytest.raises(AssertionError, match="before it was ever written"):
+        again.read("embed", "master", 0, torch.empty(500))
+    again.write("embed", "master", 0, torch.ones(500)).result()
+    again.commit({})
+    again.verify()
+    again.close()
+
+
+def test_budget_is_checked_before_the_first_byte(tmp_path: Path) -> None:
+    # Files of 20,480 (3), 12,288 (3) and 12,288 (1) bytes, twice, plus 5 %.
+    need = int(2 * (3 * 20480 + 3 * 12288 + 12288) * 1.05)
+    with pytest.raises(BudgetError, match=rf"budgets\.nvme: .*needs {need:,} bytes.*budget is {need - 1:,}"):
+        NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=need - 1)
+    assert list((tmp_path / "s").iterdir()) == []
+    store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=need)
+    with pytest.raises(BudgetError, match="scratch space"):
+        store.add_scratch([replace(EMBED, kind="gradient")])
+    store.close()
+
+
+def test_disk_too_small_for_two_generations(tmp_path: Path) -> None:
+    huge = ArraySpec("embed", "master", 10**15, "float32", 2048 * 10**9)
+    with pytest.raises(UserError, match=r"two generations of the state needs 8,\d+,\d+,\d+,\d+,\d+ bytes of disk"):
+        NvmeStore.create(tmp_path / "s", [huge], budget_bytes=None)
+    assert list((tmp_path / "s").iterdir()) == []
+
+
+def test_folder_not_writable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: not a writable folder"):
+        NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
+
+
+def test_full_disk_in_write_keeps_the_generation(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    path = store.root / "embed/master/1/c.0.0"
+    path.symlink_to("/dev/full")
+    future = store.write("embed", "master", 0, content(EMBED, 2))
+    with pytest.raises(UserError, match=rf"{path}: writing 12,288 bytes failed: No space left.*free some space"):
+        future.result()
+    assert_holds(store, 1)
+    path.unlink()
+    write_all(store, 2)
+    assert store.commit({}) == 2
+    assert_holds(reopen(store), 2)
+
+
+def test_full_disk_in_commit_keeps_the_generation(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    write_all(store, 2)
+    disk.temporary_name(store.root / "manifest.json").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"manifest\.json: writing .* failed: No space left"):
+        store.commit({})
+    assert store.generation == 1
+    assert store.commit({}) == 2
+    assert_holds(reopen(store), 2)
+
+
+def test_failed_sync_ends_commits(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(store, 1)
+    store.commit({})
+    write_all(store, 2)
+
+    def fail(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(UserError, match="syncing failed: Input/output error"):
+            store.commit({})
+    with pytest.raises(UserError, match="an earlier sync failed"):
+        store.commit({})
+    assert_holds(reopen(store), 1)
+
+
+# ---------------------------------------------------------------- misuse
+
+
+def test_wrong_tensors_are_our_bug(store: NvmeStore) -> None:
+    for bad in (torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(4095), torch.zeros(8192)[::2]):
+        with pytest.raises(AssertionError):
+            store.write("layers.0", "master", 0, bad)
+
+
+def test_reading_a_part_while_it_is_written_is_our_bug(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store._writing.add(store._arrays["embed", "master"].path(0, 0))
+    store._arrays["embed", "master"].written.add(0)
+    with pytest.raises(AssertionError, match="read while it is written"):
+        store.read("embed", "master", 0, torch.empty(1000))
+    with pytest.raises(AssertionError, match="written twice at once"):
+        store.write("embed", "master", 0, torch.empty(1000))
+    store._writing.clear()
