@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from app.progress import Display, TerminalConsole, print_summary
+from app.progress import Display, print_summary, run_console
 from app.recipe import Recipe
 from app.rundir import RunDir, RunLog, read_info, read_jsonl
 from engine.events import Span, StepMetrics
@@ -29,11 +29,13 @@ ABORTED = 130
 _SAME_REQUEST_S = 0.3
 """Signals this close together are one request: a supervisor may signal the process and its group."""
 
+_STOP = {signal.SIGINT, signal.SIGTERM}
+
 _LAST_STEPS = 5
 
 
 class StopSignals:
-    """While entered: the first SIGINT or SIGTERM sets `requested`, a later one ends the process at once.
+    """While entered: the first SIGINT, SIGTERM or SIGHUP sets `requested`; a later SIGINT or SIGTERM ends the process.
 
     Signals are watched by a thread of their own, so that an abort needs no help from a main thread deep in a kernel.
     """
@@ -47,7 +49,10 @@ class StopSignals:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+        handled = set(_STOP)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            handled.add(signal.SIGHUP)
+        self._old = {number: signal.signal(number, _ignore) for number in handled}
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -64,15 +69,15 @@ class StopSignals:
         first_at: float | None = None
         while data := self._read.recv(64):
             for number in data:
-                if number not in (signal.SIGINT, signal.SIGTERM):
-                    continue
-                if first_at is None:
+                if first_at is None and number in self._old:
                     first_at = time.monotonic()
                     self.requested.set()
                     self._on_first()
-                elif time.monotonic() - first_at > _SAME_REQUEST_S:
-                    self._on_abort()
-                    os._exit(ABORTED)
+                elif first_at is not None and number in _STOP and time.monotonic() - first_at > _SAME_REQUEST_S:
+                    try:
+                        self._on_abort()
+                    finally:
+                        os._exit(ABORTED)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -100,11 +105,17 @@ class _RunObserver:
 
     def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
         self._log.step(metrics, spans)
-        if spans:
-            start_s = min(span.start_s for span in spans)
-            self._first_s = start_s if self._first_s is None else min(self._first_s, start_s)
-            self._last_s = max(self._last_s, max(span.end_s for span in spans))
+        self._extend_wall(spans)
         self._display.step(metrics, spans)
+
+    def on_spans(self, spans: list[Span]) -> None:
+        self._log.spans(spans)
+        self._extend_wall(spans)
+
+    def _extend_wall(self, spans: list[Span]) -> None:
+        for span in spans:
+            self._first_s = span.start_s if self._first_s is None else min(self._first_s, span.start_s)
+            self._last_s = max(self._last_s, span.end_s)
 
     def on_message(self, text: str) -> None:
         self._display.message(text)
@@ -123,7 +134,7 @@ def run_training(run: RunDir, *, resume: bool) -> None:
     info = read_info(run.path)
     if resume and info.state == "finished":
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
-    console = TerminalConsole()
+    console = run_console()
     step = info.step if resume else 0
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(console, recipe.train.steps, step)

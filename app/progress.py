@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -24,13 +24,42 @@ _ETA_WINDOW = 20
 _TARGETS = ("weights", "state", "gradient")
 
 
-class TerminalConsole(Console):
-    """A console that falls silent when its reader goes away: a closed terminal never stops a run."""
+class _SurvivingStream:
+    """Standard output that goes nowhere once its reader is gone: a closed pipe or terminal never stops a run."""
 
-    def on_broken_pipe(self) -> None:
-        """Write nowhere from now on."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def _give_up(self) -> None:
+        # The text that is still buffered must find an open file too, or the interpreter's exit fails on it.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
+
+def run_console() -> Console:
+    """The console on which a run shows itself: standard output, for as long as somebody reads it."""
+    return Console(file=cast(TextIO, _SurvivingStream(sys.stdout)))
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -7,7 +7,9 @@ spans.jsonl     one line per finished op   (engine.events.Span)
 status.json     state, pid, step, total_steps, heartbeat (Unix seconds); `error` when failed
 summary.json    figures of the finished run
 run.lock        locked while a process works on the run
+data/           tokenizer and tokens
 state/          the NVMe tier
+export/         the Hugging Face folder, where the recipe asks for it
 ```
 """
 
@@ -20,6 +22,7 @@ import json
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -257,7 +260,7 @@ class RunLog:
         self._path = path
         self._status: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "step": step}
         self._status["total_steps"] = total_steps
-        self._queue: queue.SimpleQueue[tuple[StepMetrics, list[Span]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[StepMetrics | None, list[Span]] | None] = queue.SimpleQueue()
         self._status_lock = threading.Lock()
         self._queued_spans = 0
         """Written by the training thread only."""
@@ -281,11 +284,18 @@ class RunLog:
         """Hand over one step. Raises UserError when an earlier line could not be written."""
         if self._failure is not None:
             raise UserError(f"{self._path}: the run's log cannot be written ({self._failure}); free space and resume")
+        self._status["step"] = metrics.step
+        self._put(metrics, spans)
+
+    def spans(self, spans: list[Span]) -> None:
+        """Hand over spans that finished after the last step."""
+        self._put(None, spans)
+
+    def _put(self, metrics: StepMetrics | None, spans: list[Span]) -> None:
         if self._queued_spans - self._written_spans + len(spans) > MAX_PENDING_SPANS:
             self.dropped_spans += len(spans)
             spans = []
         self._queued_spans += len(spans)
-        self._status["step"] = metrics.step
         self._queue.put((metrics, spans))
 
     def close(self, state: State, error: str | None = None) -> None:
@@ -326,11 +336,12 @@ class RunLog:
             metrics, spans = item
             try:
                 if metrics_file is None or spans_file is None:
-                    offset_s = _prepare_logs(self._path, metrics.step)
+                    offset_s = _prepare_logs(self._path, metrics.step if metrics else sys.maxsize)
                     metrics_file = (self._path / "metrics.jsonl").open("a")
                     spans_file = (self._path / "spans.jsonl").open("a")
                 spans_file.write("".join(_span_line(span, offset_s) for span in spans))
-                metrics_file.write(json.dumps(_finite(dataclasses.asdict(metrics))) + "\n")
+                if metrics is not None:
+                    metrics_file.write(json.dumps(_finite(dataclasses.asdict(metrics))) + "\n")
                 spans_file.flush()
                 metrics_file.flush()
             except OSError as error:

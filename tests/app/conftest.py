@@ -1,61 +1,11 @@
-"""Subprocesses that run the real command line around a stand-in for the engine."""
-
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
-FAKE_RUN = Path(__file__).with_name("fake_run.py")
-
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import TrainConfig
-recipe = Recipe(name="tiny", train=TrainConfig(steps=5))
-if __name__ == "__main__":
-    from app.cli import run_recipe
-    run_recipe(__file__)
-"""
-
-
-class Cli:
-    """Starts commands in a folder of their own, which holds the recipe tiny.py."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "tiny.py").write_text(RECIPE)
-
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
-        return subprocess.Popen(
-            [sys.executable, str(FAKE_RUN), *arguments],
-            cwd=self.folder,
-            env=os.environ | paths | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+from cli_process import Cli
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     return Cli(tmp_path)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for another process to get somewhere; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the other process did not get there"
-        time.sleep(0.02)

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_process import FAKE_RUN, REPOSITORY, Cli, wait_until
+
+from app.rundir import read_info
+
+COMMANDS = ["train", "resume", "check", "export", "runs", "trace", "bench", "bench step"]
+SLOW = {"FAKE_STEP_S": "0.2"}
+
+
+def status(run: Path) -> dict[str, object]:
+    try:
+        found = json.loads((run / "status.json").read_text())
+    except FileNotFoundError:
+        return {}
+    assert isinstance(found, dict)
+    return found
+
+
+def steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_ends_with_an_example_of_the_command(cli: Cli, command: str) -> None:
+    done = cli.run(*command.split(), "--help")
+    assert done.returncode == 0
+    last = done.stdout.strip().splitlines()[-1].strip()
+    assert last.startswith(f"Example: penstock {command}")
+
+
+def test_help_is_fast_and_imports_no_torch(cli: Cli) -> None:
+    code = (
+        "import sys\nfrom app.cli import main\nassert main(['train', '--help']) == 0\n"
+        "assert not {'torch', 'transformers', 'tensorstore'} & set(sys.modules)"
+    )
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - begin < 5
+
+
+def test_fields_are_listed(cli: Cli) -> None:
+    done = cli.run("train", "--fields")
+    assert done.returncode == 0
+    assert "train.steps = 100\n    Optimizer steps of the whole run." in done.stdout
+
+
+def test_a_whole_run(cli: Cli) -> None:
+    done = cli.run("train", "tiny.py", "--set", "train.steps=3", "--run-dir", "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    run = cli.folder / "out"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "metrics.jsonl",
+        "recipe.json",
+        "run.lock",
+        "spans.jsonl",
+        "state",
+        "status.json",
+        "summary.json",
+    ]
+    assert json.loads((run / "recipe.json").read_text())["train"]["steps"] == 3
+    assert steps(run) == [1, 2, 3]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["tokens"], summary["first_loss"], summary["last_loss"]) == (3, 300, 8.0, 8 / 3)
+    assert set(summary) == {
+        "steps",
+        "tokens",
+        "first_loss",
+        "last_loss",
+        "tokens_per_s",
+        "step_s_median",
+        "tiers",
+        "lanes",
+    }
+    found = status(run)
+    assert set(found) == {"state", "pid", "step", "total_steps", "heartbeat"}
+    assert (found["state"], found["step"], found["total_steps"]) == ("finished", 3, 3)
+    for part in ("layers.0 - 1", "step 3/3", "busiest compute", "Summary", "8.0000 -> 2.6667"):
+        assert part in done.stdout
+
+
+def test_a_recipe_runs_as_a_script_just_the_same(cli: Cli) -> None:
+    (cli.folder / "datasets.py").write_text("raise SystemExit('a recipe folder shadows a package')")
+    arguments = ["tiny.py", "--set", "train.steps=2", "--run-dir", "out"]
+    done = cli.run(*arguments, FAKE_SCRIPT="1")
+    assert done.returncode == 0, done.stderr
+    assert steps(cli.folder / "out") == [1, 2]
+    for argument, code in (("--help", 0), ("--nonsense", 2)):
+        assert cli.run("tiny.py", argument, FAKE_SCRIPT="1").returncode == code
+
+
+def test_runs_export_and_trace(cli: Cli) -> None:
+    assert cli.run("runs").stdout == "no runs below runs/\n"
+    assert cli.run("train", "tiny.py").returncode == 0
+    (name,) = os.listdir(cli.folder / "runs")
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", name)
+    listed = cli.run("runs").stdout
+    for part in (name, "finished", "5/5", "1.6000"):
+        assert part in listed
+    assert cli.run("export", name, "hf").returncode == 0
+    assert (cli.folder / "hf" / "config.json").exists()
+    again = cli.run("export", name, "hf")
+    assert (again.returncode, "not empty" in again.stderr) == (2, True)
+    done = cli.run("trace", f"runs/{name}", "-o", "t.json")
+    assert (done.returncode, "11 spans" in done.stdout) == (0, True)
+    assert json.loads((cli.folder / "t.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "none.py"], ["none.py: no such file"]),
+        (["train", "tiny.py", "--set", "train.step=3"], ["train.step", "did you mean 'train.steps'"]),
+        (["train", "tiny.py", "--set", "train.steps=x"], ["train.steps", "whole number"]),
+        (["train", "tiny.py", "--run-dir", "tiny.py"], ["tiny.py"]),
+        (["resume", "nothing"], ["nothing: no such run"]),
+        (["export", "nothing", "out"], ["nothing: no such run"]),
+        (["trace", "nothing"], ["nothing: no such run"]),
+        (["check", "nothing"], ["nothing: no such file"]),
+        (["check", "tiny.py"], ["tiny.py: not JSON"]),
+        (["nonsense"], ["No such command"]),
+        (["train"], ["Missing argument"]),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(cli: Cli, arguments: list[str], parts: list[str]) -> None:
+    done = cli.run(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+    assert not (cli.folder / "runs").exists()
+
+
+def test_a_user_error_in_training_is_told_and_kept(cli: Cli) -> None:
+    done = cli.run("train", "tiny.py", "--run-dir", "out", FAKE_FAIL_AT="3:user")
+    assert done.returncode == 2
+    assert done.stderr == "error: loss is NaN in step 3, chunk 1\n"
+    found = status(cli.folder / "out")
+    assert (found["state"], found["step"], found["error"]) == ("failed", 2, "loss is NaN in step 3, chunk 1")
+    assert steps(cli.folder / "out") == [1, 2]
+    done = cli.run("resume", "out")
+    assert done.returncode == 0, done.stderr
+    assert steps(cli.folder / "out") == [1, 2, 3, 4, 5]
+    assert set(status(cli.folder / "out")) == {"state", "pid", "step", "total_steps", "heartbeat"}
+    done = cli.run("resume", "out")
+    assert (done.returncode, "nothing to resume" in done.stderr) == (2, True)
+
+
+def test_a_bug_shows_its_traceback(cli: Cli) -> None:
+    done = cli.run("train", "tiny.py", "--run-dir", "out", FAKE_FAIL_AT="2:bug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "RuntimeError: a bug" in done.stderr
+    assert status(cli.folder / "out")["error"] == "RuntimeError: a bug"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_finishes_the_step_and_exits_0(cli: Cli, number: signal.Signals) -> None:
+    run = cli.folder / "out"
+    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", "out", **SLOW)
+    wait_until(lambda: status(run).get("state") == "running")
+    process.send_signal(number)
+    process.send_signal(number)  # a supervisor that signals process and group: one request
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    found = status(run)
+    assert found["state"] == "stopped"
+    assert steps(run)[-1] == found["step"] == int((run / "state" / "committed").read_text()) < 1000
+    assert "penstock resume" in out
+    assert (run / "summary.json").exists()
+    done = cli.run("resume", "out", FAKE_STEP_S="0.001")
+    assert done.returncode == 0, done.stderr
+    assert steps(run) == list(range(1, 1001))
+
+
+def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
+    run = cli.folder / "out"
+    process = cli.start("train", "tiny.py", "--run-dir", "out", FAKE_STEP_S="60")
+    wait_until(lambda: status(run).get("state") == "running")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == 130
+    assert "aborted" in err
+    assert status(run)["state"] == "stopped"
+
+
+def test_a_killed_run_is_crashed_and_resumes(cli: Cli) -> None:
+    run = cli.folder / "runs" / "tiny-x"
+    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", str(run), **SLOW)
+    wait_until(lambda: (run / "state" / "committed").exists())
+    done = cli.run("resume", "tiny-x")
+    assert done.returncode == 2
+    assert f"in use by process {process.pid}" in done.stderr
+    process.kill()
+    process.communicate()
+    assert read_info(run).state == "crashed"
+    assert "crashed" in cli.run("runs").stdout
+    done = cli.run("resume", "tiny-x", FAKE_STEP_S="0.001")
+    assert done.returncode == 0, done.stderr
+    assert steps(run) == list(range(1, 1001))
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_run(cli: Cli) -> None:
+    process = cli.start("train", "tiny.py", "--run-dir", "out")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=20) == 0
+    assert status(cli.folder / "out")["state"] == "finished"
+
+
+def test_progress_bar_on_a_real_terminal_that_closes(cli: Cli) -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(FAKE_RUN), "train", "tiny.py", "--set", "train.steps=30", "--run-dir", "out"],
+        cwd=cli.folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "FAKE_STEP_S": "0.05"},
+        stdout=follower,
+        stderr=follower,
+    )
+    os.close(follower)
+    shown = b""
+    while b"busiest" not in shown:
+        assert select.select([leader], [], [], 20)[0]
+        shown += os.read(leader, 65536)
+    os.close(leader)
+    assert process.wait(timeout=20) == 0
+    assert status(cli.folder / "out")["state"] == "finished"

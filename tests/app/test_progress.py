@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from app.progress import (
+    WARMUP_STEPS,
+    Display,
+    Eta,
+    busiest_lane,
+    busy_seconds,
+    bytes_text,
+    duration_text,
+    plan_table,
+    print_summary,
+)
+from engine.events import Span, StepMetrics
+
+
+def span(lane: str, start_s: float, end_s: float) -> Span:
+    return Span(lane, "op", "layers.0", 0, start_s, end_s, 0, 1)
+
+
+def metrics(step: int, step_s: float) -> StepMetrics:
+    return StepMetrics(step=step, loss=2.5, grad_norm=1.0, lr=1e-3, tokens=100, step_s=step_s, tokens_per_s=1234.5)
+
+
+def screen(terminal: bool = False) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=100, force_terminal=terminal, color_system=None), out
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2.00 TiB")],
+)
+def test_bytes_text(num_bytes: int, text: str) -> None:
+    assert bytes_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "n/a"),
+        (float("nan"), "n/a"),
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (185, "3m05s"),
+        (22_320, "6h12m"),
+        (183_600, "2d03h"),
+    ],
+)
+def test_duration_text(seconds: float | None, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_busy_time_counts_overlaps_once() -> None:
+    spans = [span("a", 0, 2), span("a", 1, 3), span("a", 1.5, 2), span("a", 5, 6), span("b", 0, 1)]
+    assert busy_seconds(spans) == {"a": 4.0, "b": 1.0}
+    assert busiest_lane(spans) == ("a", 4 / 6)
+    assert busiest_lane([]) is None
+    assert busiest_lane([span("a", 1, 1)]) is None
+
+
+def test_eta_leaves_the_warm_up_out() -> None:
+    eta = Eta(total_steps=100)
+    for step in range(1, WARMUP_STEPS + 1):
+        assert eta.update(metrics(step, 60.0)) is None
+    assert eta.update(metrics(10, 2.0)) == 180.0
+    assert eta.update(metrics(11, 4.0)) == 89 * 3.0
+    assert eta.update(metrics(100, 2.0)) == 0.0
+
+
+PLAN: dict[str, Any] = {
+    "blocks": [
+        {"name": "embed", "weights": "ram", "state": "ram", "gradient": "ram", "bytes": 2**20},
+        {"name": "layers.0", "weights": "gpu", "state": "gpu", "gradient": "gpu", "bytes": 2**20},
+        {"name": "layers.1", "weights": "gpu", "state": "gpu", "gradient": "gpu", "bytes": 2**20},
+        {"name": "layers.2", "weights": "ram", "state": "nvme", "gradient": "ram", "bytes": 2**20},
+        {"name": "head", "weights": "ram", "state": "nvme", "gradient": "ram", "bytes": 2**20},
+    ],
+    "tiers": {},
+}
+
+
+def test_plan_table_joins_layers_that_live_alike() -> None:
+    console, out = screen()
+    console.print(plan_table(PLAN))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    assert rows == [
+        ["embed", "ram", "ram", "ram", "1.0 MiB"],
+        ["layers.0 - 1", "gpu", "gpu", "gpu", "2.0 MiB"],
+        ["layers.2", "ram", "nvme", "ram", "1.0 MiB"],
+        ["head", "ram", "nvme", "ram", "1.0 MiB"],
+    ]
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    console, out = screen()
+    display = Display(console, total_steps=5)
+    display.plan(PLAN)
+    display.message("[a] message with [brackets]")
+    display.step(metrics(1, 1.0), [span("compute", 0.0, 1.0), span("h2d", 0.0, 0.5)])
+    display.step(metrics(2, 1.0), [])
+    display.close()
+    assert out.getvalue().splitlines()[-3:] == [
+        "[a] message with [brackets]",
+        "step 1/5  loss 2.5000  1,234 tok/s  ETA n/a  busiest compute 100%",
+        "step 2/5  loss 2.5000  1,234 tok/s  ETA n/a  busiest n/a",
+    ]
+
+
+def test_progress_bar_on_a_terminal() -> None:
+    console, out = screen(terminal=True)
+    display = Display(console, total_steps=5, step=2)
+    display.plan(PLAN)
+    display.step(metrics(3, 1.0), [span("compute", 0.0, 1.0)])
+    display.message("a message")
+    display.close()
+    assert "step 3/5" in out.getvalue()
+    assert "busiest compute 100%" in out.getvalue()
+    assert "a message" in out.getvalue()
+
+
+def test_summary_shows_every_figure() -> None:
+    summary = {
+        "steps": 1500,
+        "tokens": 1_000_000,
+        "first_loss": 8.3,
+        "last_loss": 4.1,
+        "tokens_per_s": 3456.7,
+        "step_s_median": 1.25,
+        "tiers": {"gpu": {"budget_bytes": 2**30, "peak_bytes": 2**29}, "nvme": {"budget_bytes": 0, "peak_bytes": 0}},
+        "lanes": {"h2d": {"busy_s": 5.0, "bytes": 2**31}, "compute": {"busy_s": 15.0, "bytes": 0}},
+    }
+    console, out = screen()
+    print_summary(console, summary, [4.0, 5.0], wall_s=20.0)
+    for part in (
+        "1,500, 1,000,000",
+        "8.3000 -> 4.1000 nats",
+        "mean of last 2",
+        "4.5000 nats",
+        "3,457 tokens/s",
+        "1.25 s",
+        "2.0 GiB",
+        "5.0 s",
+        "25%",
+        "75%",
+        "512.0 MiB",
+        "50%",
+    ):
+        assert part in out.getvalue()
+    nothing = {"first_loss": None, "last_loss": float("nan"), "tokens_per_s": None, "step_s_median": None}
+    console, out = screen()
+    print_summary(console, summary | nothing, [], wall_s=0.0)
+    assert "n/a -> n/a nats" in out.getvalue()

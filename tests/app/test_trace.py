@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.trace import write_trace
+from engine.events import Span
+from storage.errors import UserError
+
+SPANS = [
+    Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1),
+    Span("nvme_read", "weights", "embed", -1, 0.0, 0.25, 4096, 1),
+    Span("lane of tomorrow", "think", "head", -1, 1.0, 2.0, 0, 1),
+]
+
+
+def write_spans(folder: Path, tail: str = "") -> None:
+    (folder / "spans.jsonl").write_text("".join(json.dumps(span._asdict()) + "\n" for span in SPANS) + tail)
+
+
+def test_one_track_per_lane(tmp_path: Path) -> None:
+    write_spans(tmp_path, tail='{"lane": "comp')
+    assert write_trace(tmp_path, tmp_path / "trace.json") == 3
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert sorted(names.values()) == sorted(
+        ["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write", "lane of tomorrow"]
+    )
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [names[event["tid"]] for event in complete] == [span.lane for span in SPANS]
+    assert complete[0] == {
+        "name": "forward layers.0 [2]",
+        "cat": "compute",
+        "ph": "X",
+        "pid": 1,
+        "tid": complete[0]["tid"],
+        "ts": 500_000.0,
+        "dur": 250_000.0,
+        "args": {"block": "layers.0", "chunk": 2, "step": 1, "bytes": 0},
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spans.jsonl", "trace.json"]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no spans"):
+        write_trace(tmp_path, tmp_path / "trace.json")
+    write_spans(tmp_path, tail="oops\n")
+    with pytest.raises(UserError, match=r"spans\.jsonl, line 4"):
+        write_trace(tmp_path, tmp_path / "trace.json")
+    write_spans(tmp_path, tail='{"lane": "compute"}\n')
+    with pytest.raises(UserError, match="not a span"):
+        write_trace(tmp_path, tmp_path / "trace.json")
+    write_spans(tmp_path)
+    with pytest.raises(UserError, match=r"none/trace\.json: cannot be written"):
+        write_trace(tmp_path, tmp_path / "none" / "trace.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["spans.jsonl"]
