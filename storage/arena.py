@@ -51,7 +51,11 @@ class HostArena:
         return bool(self._registered)
 
     def slot(self, name: str, nbytes: int) -> torch.Tensor:
-        """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full."""
+        """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full.
+
+        Each slot is a storage of its own to torch: autograd and torch.compile take tensors that share a storage for
+        views of one another.
+        """
         assert self._bytes is not None, "the arena is closed"
         assert name not in self.slots, f"slot {name} carved twice"
         assert nbytes > 0, (name, nbytes)
@@ -64,7 +68,7 @@ class HostArena:
         start = self._offset
         self._offset += _page_up(nbytes)
         self.slots[name] = nbytes
-        return self._bytes[start : start + nbytes]
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
 
     def close(self) -> None:
         """Unpin the arena and give its memory back; what slots held is lost.

@@ -314,6 +314,10 @@ def _entry(path: Path, data_start: int, item: dict[str, Any]) -> _Entry:
     if item["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {item['dtype']} is unknown")
     entry = _Entry(path, _DTYPES[item["dtype"]], tuple(item["shape"]), data_start + start, stop - start)
-    if start < 0 or entry.nbytes != math.prod(entry.shape) * entry.dtype.itemsize:
+    if (
+        start < 0
+        or any(size < 0 for size in entry.shape)
+        or entry.nbytes != math.prod(entry.shape) * entry.dtype.itemsize
+    ):
         raise ValueError(f"a tensor of shape {item['shape']} and dtype {item['dtype']} has {entry.nbytes} bytes")
     return entry
