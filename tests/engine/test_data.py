@@ -171,7 +171,7 @@ def test_bad_sources(tmp_path, tokenizer):
         list(read_pieces(DataConfig(source="text", path=str(empty))))
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="not a writable folder"):
         random_corpus(DataConfig(source="random"), 300, blocked / "corpus")
 
 
