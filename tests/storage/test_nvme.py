@@ -1,6 +1,8 @@
 import json
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,6 +214,31 @@ def test_counters(store: NvmeStore) -> None:
     assert_holds(store, 1)
     assert (store.bytes_written, store.bytes_read) == (payload, payload)
     assert payload < store.disk_bytes() < 3 * payload
+
+
+def test_reads_go_on_during_commits(store: NvmeStore) -> None:
+    """One thread reads arrays that rest while another writes and commits a third one."""
+    write_all(store, 1)
+    store.commit({})
+    stop = threading.Event()
+
+    def read_on() -> int:
+        count = 0
+        while not stop.is_set():
+            assert torch.equal(read_all(store, MASTER), content(MASTER, 1))
+            assert torch.equal(read_all(store, WEIGHTS), content(WEIGHTS, 1))
+            assert store.disk_bytes() > 0
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(2) as threads:
+        readers = [threads.submit(read_on) for _ in range(2)]
+        for step in range(2, 40):
+            store.write("embed", "master", 0, content(EMBED, step)).result()
+            assert store.commit({"step": step}) == step
+        stop.set()
+        assert all(reader.result(30) > 0 for reader in readers)
+    assert torch.equal(read_all(reopen(store), EMBED), content(EMBED, 39))
 
 
 # ---------------------------------------------------------------- damage
