@@ -33,8 +33,8 @@ class AttentionState:
 
     `k` [T, kv_heads, qk_dim] and `v` [T, kv_heads, v_dim] in the compute dtype: forward writes rows start..end and
     reads rows before them of the same document. `dk`, `dv`: the same shapes in float32, zeroed by the caller before
-    the last chunk's backward; None in forward. `out` [n, heads, v_dim] (compute dtype) and `lse` [heads, n] (float32) with
-    n = end - start: forward fills them, backward reads them. `documents`: sorted starts of the stream's documents,
+    the last chunk's backward; None in forward. `out` [n, heads, v_dim] (compute dtype) and `lse` [heads, n] (float32)
+    with n = end - start: forward fills them, backward reads them. `documents`: sorted starts of the stream's documents,
     the first is 0; tokens see only their own document.
     """
 

@@ -342,7 +342,8 @@ def _expand(tensor: Tensor, heads: int) -> Tensor:
 
 def _group_sum(tensor: Tensor, kv_heads: int) -> Tensor:
     """[heads, m, d] -> [kv_heads, m, d], summed over each group of query heads."""
-    return tensor.unflatten(0, (kv_heads, -1)).sum(dim=1)
+    grouped: Tensor = tensor.unflatten(0, (kv_heads, -1))
+    return grouped.sum(dim=1)
 
 
 def _scores(
