@@ -7,29 +7,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.plan import ALIGNMENT, HIDDEN_SLOTS, SAVED_SLOTS, Plan, Pool
+from engine.plan import ALIGNMENT, HIDDEN_SLOTS, SAVED_SLOTS, STATE_KINDS, Plan, Pool
 from storage.arena import HostArena
 
 POOLS: tuple[Pool, ...] = ("layer", "edge")
 
 
 class DeviceArena:
-    """One allocation on the compute device, carved into slots from front to back."""
+    """Slots on the compute device, allocated once and for good, within a capacity.
+
+    Each slot is an allocation of its own: autograd and torch.compile take tensors that share a storage for views of
+    one another, and lanes write to other slots while a backward runs.
+    """
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
-        self._bytes = torch.empty(max(capacity_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+        self._capacity_bytes = capacity_bytes
+        self._device = device
         self.used_bytes = 0
 
     def slot(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes], 4 KiB-aligned within the arena, with a version counter of its own.
-
-        Autograd takes a write anywhere in a tensor for a write to all of its views; lanes write to other slots while
-        a backward runs.
-        """
-        start = self.used_bytes
+        """uint8 [nbytes]; counts as whole pages."""
         self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        assert self.used_bytes <= self._bytes.numel(), f"device arena: {nbytes} bytes exceed the plan"
-        return self._bytes[start : start + nbytes].data
+        assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def allocate_ram(
     ram = RamMemory(HostArena(tier.peak_bytes, budget_bytes=tier.budget_bytes, pin=pin))
 
     def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return ram.arena.slot(name, numel * dtype.itemsize).data.view(dtype)
+        return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
 
     for buffer in plan.buffers.values():
         memory = ram.buffers[buffer.name] = BufferMemory()
@@ -132,8 +132,9 @@ def allocate_ram(
         if buffer.gradient == "ram":
             memory.gradient = typed(f"{buffer.name}.gradient", buffer.numel, gradient_dtype)
         if buffer.state == "ram":
-            whole = typed(f"{buffer.name}.state", 3 * buffer.numel, torch.float32)
-            master, first, second = whole.chunk(3)
+            master, first, second = (
+                typed(f"{buffer.name}.{kind}", buffer.numel, torch.float32) for kind in STATE_KINDS
+            )
             memory.state = (master, first, second)
     for chunk in plan.chunks:
         tokens = chunk.end - chunk.start

@@ -99,6 +99,15 @@ class HostArena:
             self._registered.append(base + offset)
 
 
+def empty_aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor [numel] that starts at a 4 KiB address, outside any arena and its budget.
+
+    torch.empty does not align to pages, and direct I/O needs it. For what happens once: import, export, verification.
+    """
+    memory = mmap.mmap(-1, max(numel * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+
 def _page_up(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
