@@ -34,16 +34,22 @@ _STOP = {signal.SIGINT, signal.SIGTERM}
 _LAST_STEPS = 5
 
 
+class StopRequested(BaseException):
+    """A stop before the first step; no `except Exception` on the way may take it for a failure."""
+
+
 class StopSignals:
     """While entered: the first SIGINT, SIGTERM or SIGHUP sets `requested`; a later SIGINT or SIGTERM ends the process.
 
     Signals are watched by a thread of their own, so that an abort needs no help from a main thread deep in a kernel.
+    Until `interrupts_main` is cleared the first signal also raises StopRequested in the main thread.
     """
 
     def __init__(self, on_first: Callable[[], None], on_abort: Callable[[], None]) -> None:
         self._on_first = on_first
         self._on_abort = on_abort
         self.requested = threading.Event()
+        self.interrupts_main = True
 
     def __enter__(self) -> StopSignals:
         self._read, self._write = socket.socketpair()
@@ -52,7 +58,7 @@ class StopSignals:
         handled = set(_STOP)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             handled.add(signal.SIGHUP)
-        self._old = {number: signal.signal(number, _ignore) for number in handled}
+        self._old = {number: signal.signal(number, self._handle) for number in handled}
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -64,6 +70,12 @@ class StopSignals:
         self._write.close()
         self._thread.join()
         self._read.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread; the wake-up socket has told the watcher already."""
+        if self.interrupts_main:
+            self.interrupts_main = False
+            raise StopRequested
 
     def _watch(self) -> None:
         first_at: float | None = None
@@ -78,10 +90,6 @@ class StopSignals:
                         self._on_abort()
                     finally:
                         os._exit(ABORTED)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wake-up socket has told the watcher already."""
 
 
 class _RunObserver:
@@ -100,6 +108,7 @@ class _RunObserver:
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def on_plan(self, plan: dict[str, Any]) -> None:
+        self._signals.interrupts_main = False
         self._display.plan(plan)
         self._log.set_state("running")
 
@@ -140,7 +149,7 @@ def run_training(run: RunDir, *, resume: bool) -> None:
     display = Display(console, recipe.train.steps, step)
 
     def on_first() -> None:
-        display.message("stopping after this step; a second signal aborts at once")
+        display.message("stopping once the step is committed; a second signal aborts at once")
 
     def on_abort() -> None:
         log.set_state("stopped")
@@ -152,6 +161,10 @@ def run_training(run: RunDir, *, resume: bool) -> None:
         observer = _RunObserver(log, display, signals)
         try:
             result = _train(recipe, run.path, observer, resume)
+        except StopRequested:
+            log.close("stopped")
+            display.message(f"stopped before the first step; go on with: penstock resume {run.path}")
+            return
         except BaseException as error:
             log.close("failed", f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error))
             raise
@@ -172,7 +185,9 @@ def run_training(run: RunDir, *, resume: bool) -> None:
         display.message(f"exported to {folder}")
         if recipe.after.sample_prompt is not None:
             text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
-            display.message(f"\n{recipe.after.sample_tokens} tokens from transformers, greedy:\n\n{text}")
+            display.message(
+                f"the prompt, and {recipe.after.sample_tokens} tokens by transformers (greedy):\n\n{text}\n"
+            )
 
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool) -> TrainResult:
@@ -228,7 +243,7 @@ def export_run(run: RunDir, folder: Path) -> None:
 
 
 def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
-    """`prompt` and up to `num_tokens` more tokens, decoded greedily by plain transformers from a model folder."""
+    """`prompt` and `num_tokens` more tokens, decoded greedily by plain transformers from a model folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -236,5 +251,11 @@ def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        ids = model.generate(
+            **inputs,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -147,16 +147,15 @@ class Display:
                 refresh_per_second=4,
             )
             self._task = self._progress.add_task("train", total=total_steps, completed=step, line="preparing")
+            self._progress.start()
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
         self._console.print(text, markup=False, highlight=False)
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """Print where the blocks live and start the progress bar."""
+        """Print where the blocks live."""
         self._console.print(plan_table(plan))
-        if self._progress is not None:
-            self._progress.start()
 
     def step(self, metrics: StepMetrics, spans: list[Span]) -> None:
         """Show a finished step."""

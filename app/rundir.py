@@ -140,7 +140,8 @@ class RunDir:
     def create(cls, recipe: Recipe, path: Path | None = None, root: Path = Path("runs")) -> RunDir:
         """Make and lock the directory of a new run: `path`, or a fresh `root`/<name>-<timestamp>.
 
-        Raises UserError when the directory holds a run or anything else, is in use, or cannot be written.
+        A run that never came to its first step is replaced. Raises UserError when the directory holds any other run
+        or anything else, is in use, or cannot be written.
         """
         path = _fresh_path(root, recipe.name) if path is None else path
         try:
@@ -154,7 +155,7 @@ class RunDir:
         if content and "run.lock" not in content:
             raise UserError(f"run directory {path}: is not empty (it holds {content[0]}); choose another --run-dir")
         lock = RunLock(path)
-        if (path / "recipe.json").exists():
+        if (path / "metrics.jsonl").exists():
             lock.release()
             raise UserError(
                 f"run directory {path}: already holds a run; go on with `penstock resume {path}`, "

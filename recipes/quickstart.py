@@ -31,8 +31,8 @@ recipe = Recipe(
         clip_norm=1.0,
         compute_dtype="bfloat16",
     ),
-    budgets=BudgetConfig(gpu="256MiB", ram="128MiB", nvme="2GiB"),
-    storage=StorageConfig(checkpoint_every=30),
+    budgets=BudgetConfig(gpu="256MiB", ram="224MiB", nvme="2GiB"),
+    storage=StorageConfig(chunk_bytes="4MiB", checkpoint_every=30),
     after=AfterConfig(export=True, sample_prompt="def read(self, path):\n", sample_tokens=60),
 )
 

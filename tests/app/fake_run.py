@@ -1,7 +1,8 @@
 """Runs the real command line with a stand-in for engine.train: `python fake_run.py train RECIPE ...`.
 
 The stand-in trains nothing: it sleeps through its steps, commits a step number and reports as the engine does.
-FAKE_STEP_S sets the seconds of a step, FAKE_FAIL_AT=step:user or step:bug makes a step fail.
+FAKE_PREPARE_S and FAKE_STEP_S set the seconds before the first step and of a step; FAKE_FAIL_AT=step:user or step:bug
+makes a step fail.
 With FAKE_SCRIPT=1 the first argument is a recipe to run as a script.
 """
 
@@ -31,7 +32,9 @@ def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, **parts: An
     assert set(parts) == {"model", "data", "budgets", "storage"}
     committed = run_dir / "state" / "committed"
     committed.parent.mkdir(exist_ok=True)
-    first = int(committed.read_text()) if resume else 0
+    time.sleep(float(os.environ.get("FAKE_PREPARE_S", "0")))
+    first = int(committed.read_text()) if committed.exists() else 0
+    assert resume or first == 0
     fail_at, _, fail_how = os.environ.get("FAKE_FAIL_AT", "0:").partition(":")
     step_s = float(os.environ.get("FAKE_STEP_S", "0.01"))
     begin = time.monotonic()

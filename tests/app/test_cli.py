@@ -186,6 +186,19 @@ def test_the_first_signal_finishes_the_step_and_exits_0(cli: Cli, number: signal
     assert steps(run) == list(range(1, 1001))
 
 
+def test_a_signal_before_the_first_step_stops_at_once(cli: Cli) -> None:
+    run = cli.folder / "out"
+    process = cli.start("train", "tiny.py", "--run-dir", "out", FAKE_PREPARE_S="60")
+    wait_until(lambda: (run / "state").exists())
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 0, err
+    assert "stopped before the first step" in out
+    assert status(run)["state"] == "stopped"
+    assert cli.run("resume", "out").returncode == 0
+    assert steps(run) == [1, 2, 3, 4, 5]
+
+
 def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
     run = cli.folder / "out"
     process = cli.start("train", "tiny.py", "--run-dir", "out", FAKE_STEP_S="60")

@@ -48,9 +48,14 @@ def test_a_directory_with_anything_in_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
-    RunDir.create(Recipe(name="x"), tmp_path / "run").__exit__()
+    path = tmp_path / "run"
+    RunDir.create(Recipe(name="x"), path).__exit__()
+    RunDir.create(Recipe(name="y"), path).__exit__()
+    assert read_recipe(path).name == "y", "a run without a step is replaced"
+    (path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match=r"already holds a run.*penstock resume"):
-        RunDir.create(Recipe(name="x"), tmp_path / "run")
+        RunDir.create(Recipe(name="z"), path)
+    assert read_recipe(path).name == "y"
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
