@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -32,6 +33,22 @@ def require_free(path: Path, nbytes: int, what: str) -> None:
         )
 
 
+def lock_folder(path: Path) -> int:
+    """Take existing folder `path` for this process; UserError when another process holds it.
+
+    Returns a descriptor; the folder is held until it is closed or the process ends, however it ends.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno != errno.EWOULDBLOCK:
+            raise disk_error(error, path, "locking the folder") from error
+        raise UserError(f"{path}: in use by another process; wait until it ends, or stop it") from error
+    return fd
+
+
 def disk_error(error: OSError, path: Path, doing: str) -> UserError:
     """The UserError for an operating system error met at `path` while `doing` something ("writing 4,096 bytes")."""
     hint = "free some space on this disk" if error.errno == errno.ENOSPC else "check the disk and the kernel's log"
@@ -59,6 +76,12 @@ def fsync_dir(path: Path) -> None:
 def temporary_name(path: Path) -> Path:
     """Where atomic_write prepares `path`: hidden, beside it, one per process so that a crash leaves at most one."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def sweep_temporaries(path: Path) -> None:
+    """Remove what processes killed inside atomic_write(path) left behind; nobody may be writing `path` now."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink()
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:

@@ -11,7 +11,6 @@ between the drive and the caller's memory with no copy (storage.chunk); tensorst
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
 import threading
@@ -22,12 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorstore as ts
 import torch
 
 from storage import chunk, manifest
-from storage.disk import disk_error, fsync_dir, fsync_file, require_free, require_writable, temporary_name
+from storage.arena import empty_aligned
+from storage.disk import (
+    disk_error,
+    fsync_dir,
+    fsync_file,
+    lock_folder,
+    require_free,
+    require_writable,
+    sweep_temporaries,
+)
 from storage.errors import BudgetError, UserError
 from storage.layout import part_numel_even
 from storage.manifest import ArraySpec, Manifest
@@ -69,9 +76,10 @@ class NvmeStore:
     while it is written, or the other way round, is an assertion error.
     """
 
-    def __init__(self, root: Path, current: Manifest, specs: Sequence[ArraySpec], budget_bytes: int | None):
-        """Use `create` or `open`."""
+    def __init__(self, root: Path, lock: int, current: Manifest, specs: Sequence[ArraySpec], budget_bytes: int | None):
+        """Use `create` or `open`. `lock` is the descriptor that holds `root` for this process."""
         self.root = root
+        self._root_lock = lock
         self.bytes_read = 0
         self.bytes_written = 0
         self._manifest = current
@@ -95,31 +103,41 @@ class NvmeStore:
         two generations of all arrays, plus 5 %, fit the budget and the free disk. UserError says what does not.
         """
         require_writable(root)
-        if (root / manifest.FILE_NAME).exists():
-            raise UserError(f"{root}: holds the state of another run; resume that run, or choose another folder")
-        shutil.rmtree(root / "scratch", ignore_errors=True)
-        store = NvmeStore(root, Manifest(0, {}, {}), arrays, budget_bytes)
+        lock = lock_folder(root)
         try:
-            store._require_room(list(store._arrays.values()), "two generations of the state")
-            for array in store._arrays.values():
+            if (root / manifest.FILE_NAME).exists():
+                raise UserError(f"{root}: holds the state of another run; resume that run, or choose another folder")
+            shutil.rmtree(root / "scratch", ignore_errors=True)
+            store = NvmeStore(root, lock, Manifest(0, {}, {}), arrays, budget_bytes)
+            added = list(store._arrays.values())
+            store._require_room(added, "two generations of the state")
+            for array in added:
                 _create_zarr(array, slots=2)
-            store._sync_folders(list(store._arrays.values()))
+            store._sync_folders(added)
         except BaseException:
-            store.close()
+            os.close(lock)
             raise
         return store
 
     @staticmethod
     def open(root: Path, *, budget_bytes: int | None = None) -> NvmeStore:
-        """Open the last committed generation of `root`; what was written after it is ignored and overwritten."""
-        current = Manifest.read(root)
+        """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
+
+        UserError when there is none, when its manifest is unreadable, or when another process has the store open.
+        """
+        Manifest.read(root)
         require_writable(root)
-        for leftover in root.glob(temporary_name(root / manifest.FILE_NAME).name.replace(str(os.getpid()), "*")):
-            leftover.unlink()
-        shutil.rmtree(root / "scratch", ignore_errors=True)
-        store = NvmeStore(root, current, list(current.slots), budget_bytes)
-        for spec, slot in current.slots.items():
-            store._arrays[spec.buffer, spec.kind].slot = slot
+        lock = lock_folder(root)
+        try:
+            current = Manifest.read(root)  # again: it may have moved before the lock was ours
+            sweep_temporaries(root / manifest.FILE_NAME)
+            shutil.rmtree(root / "scratch", ignore_errors=True)
+            store = NvmeStore(root, lock, current, list(current.slots), budget_bytes)
+            for spec, slot in current.slots.items():
+                store._arrays[spec.buffer, spec.kind].slot = slot
+        except BaseException:
+            os.close(lock)
+            raise
         return store
 
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
@@ -247,12 +265,11 @@ class NvmeStore:
         origin = f"generation {self.generation}"
         committed = [array for array in self._arrays.values() if array.slot is not None]
         largest = max((array.form.part_bytes for array in committed), default=1)
-        # A mapping of its own starts at a page, so that the reads are direct and leave the page cache alone.
-        page = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
+        buffer = empty_aligned(largest, torch.uint8).numpy()
         for array in committed:
             assert array.slot is not None
             for part, (start, stop) in enumerate(array.parts):
-                out = page[: (stop - start) * array.spec.item_bytes]
+                out = buffer[: (stop - start) * array.spec.item_bytes]
                 self._read_chunk(array, array.path(array.slot, part), out, origin)
 
     def disk_bytes(self) -> int:
@@ -265,9 +282,12 @@ class NvmeStore:
         return total
 
     def close(self) -> None:
-        """Wait for operations in flight and stop the threads. What was not committed is lost, as after a crash."""
+        """Wait for operations in flight and let the folder go. What was not committed is lost, as after a crash."""
         self._readers.shutdown()
         self._writers.shutdown()
+        if self._root_lock >= 0:
+            os.close(self._root_lock)
+            self._root_lock = -1
 
     def _array(self, spec: ArraySpec, *, scratch: bool) -> _Array:
         form = chunk.ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes)

@@ -2,7 +2,7 @@ import psutil
 import pytest
 import torch
 
-from storage.arena import HostArena
+from storage.arena import HostArena, empty_aligned
 from storage.errors import BudgetError
 
 
@@ -46,3 +46,12 @@ def test_memory_is_resident_only_when_touched_and_goes_on_close() -> None:
     arena.close()
     assert process.memory_info().rss - before < size // 4
     assert int(slot[0]) == 0  # a view that outlives the arena must not crash the process
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5000])
+def test_aligned_tensors_outlive_their_maker(numel: int) -> None:
+    tensor = empty_aligned(numel, torch.bfloat16)
+    assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (numel,))
+    assert numel == 0 or tensor.data_ptr() % 4096 == 0
+    tensor.fill_(2)
+    assert tensor.sum() == 2 * numel

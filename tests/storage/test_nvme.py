@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -328,9 +329,24 @@ def test_half_written_manifest_is_swept(store: NvmeStore) -> None:
 # ---------------------------------------------------------------- no room
 
 
+def test_store_in_use(store: NvmeStore) -> None:
+    write_all(store, 1)
+    store.commit({})
+    scratch = store.root / "scratch"
+    scratch.mkdir()
+    for start in (NvmeStore.open, partial(NvmeStore.create, arrays=SPECS, budget_bytes=None)):
+        with pytest.raises(UserError, match=f"{store.root}: in use by another process"):
+            start(store.root)
+    assert scratch.exists()
+    store.close()
+    store.close()
+    NvmeStore.open(store.root).close()
+
+
 def test_create_refuses_the_folder_of_another_run(store: NvmeStore) -> None:
     write_all(store, 1)
     store.commit({})
+    store.close()
     with pytest.raises(UserError, match="holds the state of another run"):
         NvmeStore.create(store.root, SPECS, budget_bytes=None)
 
