@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from engine import skeleton
 from engine.conversion import Conversion, ConversionPlan, Stored, transformers_layout
-from engine.folders import build_folder
 from engine.model import ModelSpec, initial_constants
 from engine.tokenizer import TOKENIZER_FILES, TextTokenizer
 from storage.disk import atomic_write, require_writable
@@ -25,95 +24,71 @@ FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 """Dtypes of trained tensors: those that fp32 holds exactly."""
 
 _COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
-_KEPT = "kept"
 
 
-class CheckpointImport:
-    """The parameters of `spec` read from a checkpoint; one buffer's tensors are in memory at a time.
+def import_blocks(reader: CheckpointReader, spec: ModelSpec) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one buffer is in memory at a time.
 
-    Raises UserError naming tensor and folder when a tensor is missing, has another shape than the config makes it, or
-    a dtype that fp32 does not hold exactly; all of that before the first tensor is read.
+    Before the first tensor is read, raises UserError naming tensor and file when a tensor is missing, has another
+    shape than the config makes it, or a dtype that fp32 does not hold exactly; while reading, when tied tensors differ.
     """
+    layout = CheckpointLayout(spec, reader)
+    for name in layout.trained:
+        if reader.tensors[name][0] not in FLOAT_DTYPES:
+            raise UserError(
+                f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 does not hold exactly; "
+                f"convert it to one of {', '.join(FLOAT_DTYPES)}"
+            )
+    return ((buffer, dict(_read_buffer(reader, layout, buffer))) for buffer in spec.buffers)
 
-    def __init__(self, reader: CheckpointReader, spec: ModelSpec) -> None:
-        self._reader = reader
-        stored = {name: Stored(dtype, shape, str(reader.file(name))) for name, (dtype, shape) in reader.tensors.items()}
-        self._layout = CheckpointLayout(spec, stored, str(reader.folder))
-        for name in self._layout.trained:
-            if stored[name].dtype not in FLOAT_DTYPES:
+
+def read_constants(reader: CheckpointReader, spec: ModelSpec) -> dict[str, Tensor]:
+    """The persistent buffers that the checkpoint holds, by state-dict name, in its dtypes."""
+    layout = CheckpointLayout(spec, reader)
+    constants: dict[str, Tensor] = {}
+    for conversion in layout.of_constants:
+        constants |= _convert(reader, layout, conversion)
+    return constants
+
+
+def _read_buffer(reader: CheckpointReader, layout: CheckpointLayout, buffer: str) -> Iterator[tuple[str, Tensor]]:
+    done: dict[str, Tensor] = {}
+    for conversion in layout.of_buffer[buffer]:
+        for target, tensor in _convert(reader, layout, conversion).items():
+            name = layout.canonical[target]
+            if name not in done:
+                done[name] = tensor.float()
+                yield name, done[name]
+            elif not _same_bits(done[name], tensor.float()):
                 raise UserError(
-                    f"{stored[name].file}: tensor '{name}' is {stored[name].dtype}, which fp32 does not hold exactly; "
-                    f"convert it to one of {', '.join(FLOAT_DTYPES)}"
+                    f"{reader.folder}: {', '.join(conversion.sources)} and '{name}' are one tensor in this model and "
+                    f"differ in the checkpoint; set tie_word_embeddings to false in its config.json"
                 )
 
-    def read_buffer(self, buffer: str) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of `buffer` once: its state-dict name and fp32 value.
 
-        Raises UserError when tied tensors differ in the checkpoint.
-        """
-        done: dict[str, Tensor] = {}
-        for conversion in self._layout.of_buffer[buffer]:
-            for target, tensor in self._convert(conversion).items():
-                name = self._layout.canonical[target]
-                if name not in done:
-                    # Kept only where another tensor must be compared with it.
-                    done[name] = tensor if name in self._layout.tied else tensor.new_empty(0)
-                    yield name, tensor.float()
-                elif not _same_bits(done[name].float(), tensor.float()):
-                    raise UserError(
-                        f"{self._reader.folder}: {conversion.sources} and '{name}' are one tensor in this model and "
-                        f"differ in the checkpoint; set tie_word_embeddings to false in its config.json"
-                    )
-
-    def constants(self) -> dict[str, Tensor]:
-        """Persistent buffers that the checkpoint holds, in its dtypes."""
-        constants: dict[str, Tensor] = {}
-        for conversion in self._layout.of_constants:
-            constants |= self._convert(conversion)
-        return constants
-
-    def snapshot(self, folder: Path) -> None:
-        """Write to `folder` all that an export needs besides the trained parameters, so that it needs the checkpoint
-        no more: config and tokenizer files, names, shapes and dtypes, and the tensors that are not trained."""
-        kept = self._layout.kept
-        stored = self._layout.stored
-        with build_folder(folder) as temporary:
-            for file in sorted(self._reader.folder.iterdir()):
-                if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-                    atomic_write(temporary / file.name, file.read_bytes())
-            if kept:
-                shapes = [(name, stored[name].dtype, stored[name].shape) for name in kept]
-                with CheckpointWriter(temporary / _KEPT, shapes) as writer:
-                    for name in kept:
-                        writer.write(name, self._reader.read(name))
-            table = {name: [entry.dtype, list(entry.shape)] for name, entry in stored.items()}
-            atomic_write(temporary / _TABLE, json.dumps(table))
-
-    def _convert(self, conversion: Conversion) -> dict[str, Tensor]:
-        tensors = {name: self._reader.read(name) for name in conversion.sources}
-        if len({tensor.dtype for tensor in tensors.values()}) > 1:
-            tensors = {name: tensor.float() for name, tensor in tensors.items()}
-        made = self._layout.plan.apply(conversion, tensors)
-        if conversion.transform is not None and conversion.exported:
-            for name, tensor in self._layout.plan.revert(conversion, made).items():
-                if not _same_bits(tensor, tensors[name]):
-                    raise UserError(
-                        f"{self._reader.folder}: the change of layout that transformers makes to '{name}' cannot be "
-                        f"undone exactly; save the model with transformers first and import that"
-                    )
-        return made
-
-
-_TABLE = "checkpoint_tensors.json"
+def _convert(reader: CheckpointReader, layout: CheckpointLayout, conversion: Conversion) -> dict[str, Tensor]:
+    """The model's tensors that `conversion` makes, in the checkpoint's dtype; proven to give it back bit for bit."""
+    tensors = {name: reader.read(name) for name in conversion.sources}
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    made = layout.plan.apply(conversion, tensors)
+    if conversion.exported:
+        for name, tensor in layout.plan.revert(conversion, made).items():
+            if not _same_bits(tensor, tensors[name]):
+                raise UserError(
+                    f"{reader.file(name)}: the change of layout that transformers makes to '{name}' cannot be "
+                    f"undone exactly; save the model with transformers first and import that"
+                )
+    return made
 
 
 class CheckpointLayout:
     """Which conversions of a checkpoint belong to which buffer of `spec`, and what is only kept."""
 
-    def __init__(self, spec: ModelSpec, stored: Mapping[str, Stored], where: str) -> None:
+    def __init__(self, spec: ModelSpec, reader: CheckpointReader) -> None:
         model = skeleton.build(spec.config)
-        self.stored = stored
-        self.plan = ConversionPlan(model, stored)
+        self.stored = {n: Stored(dtype, shape, str(reader.file(n))) for n, (dtype, shape) in reader.tensors.items()}
+        self.plan = ConversionPlan(model, self.stored)
         self.canonical = _canonical_names(model)
         """State-dict name to the name under which the parameter stands in its buffer."""
         buffer_of = {param.name: buffer for buffer, params in spec.buffers.items() for param in params}
@@ -121,7 +96,7 @@ class CheckpointLayout:
         self.of_constants: list[Conversion] = []
         self.kept = list(self.plan.unused)
         """Tensors that training does not change: unused ones and persistent buffers."""
-        counts: dict[str, int] = {}
+        made: set[str] = set()
         for conversion in self.plan.conversions:
             names = [self.canonical[target] for target in conversion.targets]
             buffers = {buffer_of.get(name) for name in names}
@@ -131,16 +106,14 @@ class CheckpointLayout:
                 assert all(name in spec.constants for name in names)
                 self.of_constants.append(conversion)
                 self.kept += conversion.sources
-                continue
-            self.of_buffer[buffer].append(conversion)
-            for name in names:
-                counts[name] = counts.get(name, 0) + 1
-        self.tied = {name for name, count in counts.items() if count > 1}
-        missing = next((name for name in buffer_of if name not in counts), None)
+            else:
+                self.of_buffer[buffer].append(conversion)
+                made.update(names)
+        missing = next((name for name in buffer_of if name not in made), None)
         if missing is not None:
             raise UserError(
-                f"{where}: no tensor makes the model's parameter '{missing}'; the checkpoint is incomplete, or its "
-                f"config.json belongs to another model"
+                f"{reader.folder}: no tensor makes the model's parameter '{missing}'; the checkpoint is incomplete, or "
+                f"its config.json belongs to another model"
             )
 
     @property
@@ -156,27 +129,6 @@ class CheckpointLayout:
         return [(name, dtype, self.plan.shapes[name]) for name in conversion.targets]
 
 
-class Origin:
-    """What `CheckpointImport.snapshot` left of the checkpoint that a run began from."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            table = json.loads((folder / _TABLE).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: not a readable snapshot of the imported checkpoint: {error}") from error
-        self.stored = {n: Stored(dtype, tuple(shape), str(folder)) for n, (dtype, shape) in table.items()}
-
-    def constants(self, spec: ModelSpec) -> dict[str, Tensor]:
-        """Persistent buffers that the checkpoint held, in its dtypes."""
-        layout = CheckpointLayout(spec, self.stored, str(self.folder))
-        constants: dict[str, Tensor] = {}
-        for conversion in layout.of_constants:
-            reader = CheckpointReader(self.folder / _KEPT)
-            constants |= layout.plan.apply(conversion, {name: reader.read(name) for name in conversion.sources})
-        return constants
-
-
 ReadBuffer = Callable[[str], Mapping[str, Tensor]]
 """Gives the fp32 parameters of one buffer by state-dict name; called once for each buffer, in order."""
 
@@ -186,17 +138,20 @@ def export_folder(
     spec: ModelSpec,
     read_buffer: ReadBuffer,
     *,
-    origin: Origin | None,
+    constants: Mapping[str, Tensor],
+    origin: Path | None,
     tokenizer: TextTokenizer | None,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> None:
     """Write a Hugging Face folder; one buffer is in memory at a time.
 
-    With an `origin` every tensor has its name, layout and dtype there, and config, generation config and tokenizer
-    files are those of the origin, byte for byte (a config that the recipe overrides has these fields changed).
-    Without, tensors are in `dtype` and laid out as transformers saves them. `tokenizer` replaces the origin's files.
+    With an `origin`, the folder that the model was imported from, every tensor has its name, layout and dtype there,
+    what was not trained is copied, and config, generation config and tokenizer files are the origin's, byte for byte
+    (where the config of `spec` says otherwise than the origin's, these fields are changed).
+    Without, tensors are in `dtype` (a torch dtype's name) and laid out as transformers saves them, persistent buffers
+    with their values in `constants`, else their initial ones. `tokenizer` replaces the origin's tokenizer files.
 
-    Raises UserError when `out_dir` holds files already or cannot be written.
+    Raises UserError when `out_dir` holds files already or cannot be written, and when the origin is gone.
     """
     require_writable(out_dir)
     if any(out_dir.iterdir()):
@@ -204,35 +159,36 @@ def export_folder(
     if origin is not None:
         _export_like(out_dir, spec, read_buffer, origin)
     else:
-        _export_fresh(out_dir, spec, read_buffer, dtype, tokenizer)
+        _export_fresh(
+            out_dir, spec, read_buffer, initial_constants(spec) | dict(constants), FLOAT_DTYPES[dtype], tokenizer
+        )
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
             if (tokenizer.folder / name).is_file():
                 shutil.copyfile(tokenizer.folder / name, out_dir / name)
 
 
-def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Origin) -> None:
-    layout = CheckpointLayout(spec, origin.stored, str(origin.folder))
-    tensors = [(name, origin.stored[name].dtype, origin.stored[name].shape) for name in layout.kept]
+def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Path) -> None:
+    reader = CheckpointReader(origin)
+    layout = CheckpointLayout(spec, reader)
+    tensors = [(name, *reader.tensors[name]) for name in layout.kept]
     for conversions in layout.of_buffer.values():
         for conversion in conversions:
             tensors += layout.exported(conversion)
     dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
     with CheckpointWriter(out_dir, tensors) as writer:
-        if layout.kept:
-            reader = CheckpointReader(origin.folder / _KEPT)
-            for name in layout.kept:
-                writer.write(name, reader.read(name))
+        for name in layout.kept:
+            writer.write(name, reader.read(name))
         for buffer, conversions in layout.of_buffer.items():
             params = read_buffer(buffer)
             for conversion in conversions:
                 values = {target: params[layout.canonical[target]] for target in conversion.targets}
                 for name, tensor in layout.plan.revert(conversion, values).items():
                     writer.write(name, tensor.to(dtypes[name]))
-    for file in sorted(origin.folder.iterdir()):
-        if file.is_file() and file.name not in (_TABLE, "config.json"):
+    for file in sorted(origin.iterdir()):
+        if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out_dir / file.name)
-    atomic_write(out_dir / "config.json", _config_like(spec.config, origin.folder / "config.json"))
+    atomic_write(out_dir / "config.json", _config_like(spec.config, origin / "config.json"))
 
 
 def _config_like(config: PretrainedConfig, file: Path) -> bytes:
@@ -246,10 +202,14 @@ def _config_like(config: PretrainedConfig, file: Path) -> bytes:
 
 
 def _export_fresh(
-    out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, dtype: torch.dtype, tokenizer: TextTokenizer | None
+    out_dir: Path,
+    spec: ModelSpec,
+    read_buffer: ReadBuffer,
+    constants: dict[str, Tensor],
+    dtype: torch.dtype,
+    tokenizer: TextTokenizer | None,
 ) -> None:
     model = skeleton.build(spec.config)
-    constants = initial_constants(spec)
     empty = {name: tensor.to("meta") for name, tensor in constants.items()}
     for params in spec.buffers.values():
         empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}

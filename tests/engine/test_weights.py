@@ -1,0 +1,338 @@
+"""Hugging Face checkpoints into flat buffers and back."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
+
+from engine.model import ModelSpec
+from engine.tokenizer import train_tokenizer
+from engine.weights import export_folder, import_blocks, read_constants
+from storage.errors import UserError
+from storage.safetensors_io import CheckpointReader
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+TYPES = {
+    "llama": {},
+    "phi3": {},
+    "gemma3_text": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        **EXPERTS,
+    },
+}
+
+
+def random_model(model_type: str, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **fields):
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **TYPES[model_type], **fields})
+    config.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for tensor in model.state_dict().values():
+        tensor.normal_(std=0.1)
+    return model.eval()
+
+
+@functools.cache
+def _spec(config: str) -> ModelSpec:
+    """Taking a model apart runs a trial of it: once for each config is enough."""
+    values = json.loads(config)
+    return ModelSpec.from_config(AutoConfig.for_model(**values))
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    return _spec((folder / "config.json").read_text())
+
+
+def round_trip(folder: Path, scratch: Path, spec: ModelSpec | None = None) -> Path:
+    """Import `folder` and export it again."""
+    spec = spec or spec_of(folder)
+    reader = CheckpointReader(folder)
+    buffers = dict(import_blocks(reader, spec))
+    for buffer, params in spec.buffers.items():
+        assert set(buffers[buffer]) == {param.name for param in params}
+        assert all(buffers[buffer][param.name].dtype == torch.float32 for param in params)
+    assert set(read_constants(reader, spec)) == set(spec.constants)
+    export_folder(
+        scratch / "export",
+        spec,
+        buffers.__getitem__,
+        constants={},
+        origin=folder,
+        tokenizer=None,
+        dtype="bfloat16",
+    )
+    return scratch / "export"
+
+
+def assert_equal_tensors(one: Path, two: Path) -> None:
+    first, second = CheckpointReader(one), CheckpointReader(two)
+    assert first.tensors == second.tensors
+    for name in first.tensors:
+        a, b = first.read(name), second.read(name)
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.arange(24)[None]).logits
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["hub", "native"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_import_then_export_is_byte_equal(tmp_path, model_type, native):
+    original = tmp_path / "original"
+    model = random_model(model_type)
+    model.save_pretrained(original, save_original_format=not native, max_shard_size="20KB")
+    assert (original / "model.safetensors.index.json").exists()
+    exported = round_trip(original, tmp_path)
+    assert_equal_tensors(original, exported)
+    for name in ("config.json", "generation_config.json"):
+        assert (original / name).read_bytes() == (exported / name).read_bytes()
+    assert torch.equal(logits(exported), logits(original))
+
+
+def test_parameters_are_those_that_transformers_loads(tmp_path):
+    model = random_model("mixtral")
+    model.save_pretrained(tmp_path)
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in CheckpointReader(tmp_path).tensors
+    spec = spec_of(tmp_path)
+    loaded = model.state_dict()
+    for _, tensors in import_blocks(CheckpointReader(tmp_path), spec):
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, loaded[name].float())
+
+
+@pytest.mark.parametrize("head", ["absent", "present", "alone"])
+def test_tied_embeddings_keep_their_names(tmp_path, head):
+    original = tmp_path / "original"
+    random_model("llama", tied=True).save_pretrained(original)
+    tensors = load_file(original / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    if head != "absent":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if head == "alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    exported = round_trip(original, tmp_path)
+    assert_equal_tensors(original, exported)
+    assert torch.equal(logits(exported), logits(original))
+
+
+def test_tied_embeddings_that_differ_are_refused(tmp_path):
+    original = tmp_path / "original"
+    random_model("llama", tied=True).save_pretrained(original)
+    tensors = load_file(original / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        round_trip(original, tmp_path)
+
+
+def test_mixed_dtypes_unused_tensors_and_special_values_survive(tmp_path):
+    original = tmp_path / "original"
+    random_model("mixtral").save_pretrained(original)
+    tensors = load_file(original / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double().float() * 1.000001
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].half()
+    expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    tensors[expert] = tensors[expert].float() * 1.000001
+    tensors["model.embed_tokens.weight"][0, :3] = torch.tensor([-0.0, float("inf"), 1e-40])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+    tensors["model.layers.7.extra.weight"] = torch.arange(5, dtype=torch.int64)
+    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    assert_equal_tensors(original, round_trip(original, tmp_path))
+
+
+def test_checkpoint_of_the_base_model_keeps_its_names(tmp_path):
+    original = tmp_path / "original"
+    model = random_model("mixtral", tied=True)
+    model.save_pretrained(original)
+    tensors = load_file(original / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, original / "model.safetensors", {"format": "pt"})
+    assert_equal_tensors(original, round_trip(original, tmp_path))
+
+
+class Halve(ConversionOps):
+    """Halves a tensor; claims that doing so again undoes it."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] / 2}
+
+    @property
+    def reverse_op(self):
+        return Halve()
+
+
+@pytest.fixture
+def turned_llama(tmp_path):
+    """A llama folder whose o_proj are stored transposed, as `turned`; and how to declare a conversion for it."""
+    random_model("llama").save_pretrained(tmp_path / "original")
+    tensors = load_file(tmp_path / "original" / "model.safetensors")
+    for name in [name for name in tensors if "o_proj" in name]:
+        tensors[name.replace("o_proj.weight", "turned")] = tensors.pop(name).t().contiguous()
+    save_file(tensors, tmp_path / "original" / "model.safetensors", {"format": "pt"})
+
+    def declare(pattern: str, operation: ConversionOps) -> Path:
+        conversion = WeightConverter(pattern, "self_attn.o_proj.weight", [operation])
+        register_checkpoint_conversion_mapping("llama", [conversion], overwrite=True)
+        return tmp_path / "original"
+
+    yield declare
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+def test_declared_conversion_is_undone(tmp_path, turned_llama):
+    original = turned_llama("self_attn.turned", Transpose(0, 1))
+    exported = round_trip(original, tmp_path)
+    assert_equal_tensors(original, exported)
+    assert torch.equal(logits(exported), logits(original))
+
+
+def test_names_without_a_way_back_become_the_models_own(tmp_path, turned_llama):
+    original = turned_llama("self_attn.tur[n]ed", Transpose(0, 1))
+    exported = round_trip(original, tmp_path)
+    names = {name.replace("turned", "o_proj.weight") for name in CheckpointReader(original).tensors}
+    assert set(CheckpointReader(exported).tensors) == names
+    assert torch.equal(logits(exported), logits(original))
+
+
+def test_values_without_a_way_back_are_refused(tmp_path, turned_llama):
+    with pytest.raises(UserError, match=r"0\.self_attn\.turned' cannot be undone exactly"):
+        round_trip(turned_llama("self_attn.turned", Halve()), tmp_path)
+
+
+def test_overridden_config_fields_are_exported(tmp_path):
+    original = tmp_path / "original"
+    random_model("llama").save_pretrained(original)
+    config = AutoConfig.from_pretrained(original)
+    config.max_position_embeddings = 4096
+    exported = round_trip(original, tmp_path, ModelSpec.from_config(config))
+    values = json.loads((original / "config.json").read_text())
+    assert json.loads((exported / "config.json").read_text()) == values | {"max_position_embeddings": 4096}
+
+
+def test_config_and_tokenizer_files_are_copied_and_nothing_is_replaced(tmp_path):
+    original = tmp_path / "original"
+    random_model("llama").save_pretrained(original)
+    train_tokenizer(["some text to train on"], 260, original)
+    (original / "chat_template.jinja").write_text("{{ messages }}")
+    (original / "README.md").write_text("of the original")
+    exported = round_trip(original, tmp_path)
+    copies = {f.name: f.read_bytes() for f in original.iterdir() if f.suffix in (".json", ".jinja")}
+    assert len(copies) == 5
+    assert {f.name: f.read_bytes() for f in exported.iterdir() if f.name != "model.safetensors"} == copies
+    with pytest.raises(UserError, match="not empty"):
+        round_trip(original, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_model_from_scratch_exports_as_transformers_saves_it(tmp_path, model_type, dtype):
+    model = random_model(model_type, dtype=torch.float32)
+    for name, tensor in model.named_buffers():
+        if name in model.state_dict():
+            tensor.zero_()
+    spec = ModelSpec.from_config(model.config)
+    tokenizer = train_tokenizer(["some text to train on"], 260, tmp_path / "tokenizer")
+    state = model.state_dict()
+    out = tmp_path / "export"
+
+    def read_buffer(buffer: str) -> dict[str, torch.Tensor]:
+        return {param.name: state[param.name] for param in spec.buffers[buffer]}
+
+    export_folder(out, spec, read_buffer, constants={}, origin=None, tokenizer=tokenizer, dtype=str(dtype)[6:])
+    model.to(dtype).save_pretrained(tmp_path / "reference")
+    written, reference = CheckpointReader(out), CheckpointReader(tmp_path / "reference")
+    assert {n: shape for n, (_, shape) in written.tensors.items()} == {
+        n: shape for n, (_, shape) in reference.tensors.items()
+    }
+    assert torch.equal(logits(out), logits(tmp_path / "reference"))
+    config: PretrainedConfig = AutoConfig.from_pretrained(out)
+    assert config.dtype == dtype
+    assert config.architectures == [type(model).__name__]
+    assert config.eos_token_id == tokenizer.eos_id
+    assert (out / "generation_config.json").exists()
+    assert (out / "tokenizer.json").read_bytes() == (tokenizer.folder / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture
+def mixtral(tmp_path):
+    random_model("mixtral").save_pretrained(tmp_path / "mixtral")
+    return tmp_path / "mixtral"
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    stored = load_file(folder / "model.safetensors")
+    for key, value in tensors.items():
+        name = next(name for name in stored if name.endswith(key.replace("__", ".")))
+        stored.pop(name) if value is None else stored.update({name: value})
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"0__self_attn__q_proj__weight": None}, r"'model\.layers\.0\.self_attn\.q_proj\.weight'"),
+        (
+            {"1__block_sparse_moe__experts__2__w3__weight": None},
+            r"'model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight' is missing",
+        ),
+        (
+            {"1__block_sparse_moe__experts__2__w3__weight": torch.zeros(47, 32)},
+            r"experts\.2\.w3\.weight' has shape \[47, 32\], but config\.json makes it \[48, 32\]",
+        ),
+        (
+            {"model__norm__weight": torch.zeros(31)},
+            r"model\.safetensors: tensor 'model\.norm\.weight' has shape \[31\], but config\.json makes it \[32\]",
+        ),
+        ({"embed_tokens__weight": torch.zeros(64, 32, dtype=torch.float64)}, r"embed_tokens\.weight' is float64"),
+    ],
+    ids=["missing", "missing expert", "expert shape", "shape", "dtype"],
+)
+def test_checkpoints_that_do_not_fit_are_refused_before_reading(mixtral, changes, message, monkeypatch):
+    change(mixtral, **changes)
+    reader = CheckpointReader(mixtral)
+    monkeypatch.setattr(reader, "read", lambda name: pytest.fail("read a tensor"))
+    with pytest.raises(UserError, match=message):
+        import_blocks(reader, spec_of(mixtral))
+
+
+def test_more_experts_than_the_config_says_are_refused(mixtral):
+    values = json.loads((mixtral / "config.json").read_text())
+    (mixtral / "config.json").write_text(json.dumps(values | {"num_local_experts": 3}))
+    with pytest.raises(UserError, match=r"cannot be made of|config\.json"):
+        import_blocks(CheckpointReader(mixtral), spec_of(mixtral))
