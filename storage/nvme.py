@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -265,12 +265,20 @@ class NvmeStore:
         origin = f"generation {self.generation}"
         committed = [array for array in self._arrays.values() if array.slot is not None]
         largest = max((array.form.part_bytes for array in committed), default=1)
-        buffer = empty_aligned(largest, torch.uint8).numpy()
+        slots = [empty_aligned(largest, torch.uint8).numpy() for _ in range(READ_THREADS)]
+        pending: deque[Future[None]] = deque()
+        count = 0
         for array in committed:
             assert array.slot is not None
             for part, (start, stop) in enumerate(array.parts):
-                out = buffer[: (stop - start) * array.spec.item_bytes]
-                self._read_chunk(array, array.path(array.slot, part), out, origin)
+                if len(pending) == len(slots):
+                    pending.popleft().result()
+                out = slots[count % len(slots)][: (stop - start) * array.spec.item_bytes]
+                path = array.path(array.slot, part)
+                pending.append(self._readers.submit(self._read_chunk, array, path, out, origin))
+                count += 1
+        for future in pending:
+            future.result()
 
     def disk_bytes(self) -> int:
         """Bytes of disk that both slots, scratch and the manifest take now."""
