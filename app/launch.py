@@ -246,7 +246,9 @@ def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
     """`prompt` and `num_tokens` more tokens, decoded greedily by plain transformers from a model folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
