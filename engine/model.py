@@ -133,7 +133,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in vars(part).items():
             noise = "dropout" in name or name.endswith(("pdrop", "_drop", "jitter_noise")) or name == "layerdrop"
-            if noise and isinstance(value, float) and value > 0:
+            if noise and not name.startswith(("summary_", "classifier_")) and isinstance(value, float) and value > 0:
                 raise UserError(
                     f"{kind}: {name} is {value}; dropout is not supported in training, set it to 0 in config.json "
                     f"or with model.overrides"

@@ -1,0 +1,189 @@
+"""Blocks computed chunk by chunk against plain autograd."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from engine.blocks import ModelRunner
+from engine.check import TokenStream, new_states, reference_gradients, relative_errors, stream_gradients
+from engine.model import ModelSpec
+from engine.trial import random_model
+
+
+def tiny(model_type: str = "qwen3", **fields: Any) -> PretrainedConfig:
+    return CONFIG_MAPPING[model_type](
+        **{
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 101,
+            "max_position_embeddings": 256,
+            "pad_token_id": 5,
+            **fields,
+        }
+    )
+
+
+def documents(lengths: list[int], vocabulary: int = 101) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> tuple[PretrainedConfig, Any, ModelRunner, dict[str, Tensor]]:
+    config = tiny()
+    model = random_model(config)
+    runner = ModelRunner(ModelSpec.from_config(config), device="cpu", dtype=torch.float32)
+    return config, model, runner, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("chunk", [128, 32, 8, 45])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
+def test_chunks_and_micro_batches_are_exact(qwen3: Any, chunk: int, num_micro_batches: int) -> None:
+    config, model, runner, weights = qwen3
+    rows = [documents([60 - i, 5 + i, 63]) for i in range(num_micro_batches)]
+    loss, reference = reference_gradients(config, model, [d for row in rows for d in row])
+    streamed_loss, grads = stream_gradients(runner, weights, [TokenStream.of(row) for row in rows], chunk)
+    assert streamed_loss == pytest.approx(loss, rel=1e-5)
+    assert max(relative_errors(grads, reference).values()) <= 1e-5
+
+
+def test_streaming_is_deterministic(qwen3: Any) -> None:
+    _, _, runner, weights = qwen3
+    stream = TokenStream.of(documents([50, 30]))
+    first = stream_gradients(runner, weights, [stream], 32)
+    second = stream_gradients(runner, weights, [stream], 32)
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in weights)
+
+
+def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
+    _, _, runner, weights = qwen3
+    stream = TokenStream.of(documents([40]))
+    (state,) = new_states(runner, 0, stream, [(0, 40)])
+    assert state is not None
+    inputs, x = runner.inputs(stream.positions, 39), torch.randn(40, 64)
+    layer = {name: tensor for name, tensor in weights.items() if ".layers.0." in name}
+    runner.layer(0, layer, x, inputs, state)
+    sums = []
+    for base in (0.0, 1.0):
+        grads = {name: torch.full_like(tensor, base) for name, tensor in layer.items()}
+        state.dk, state.dv = torch.zeros_like(state.k), torch.zeros_like(state.v)
+        runner.layer_backward(0, layer, x, torch.ones(40, 64), inputs, state, grads)
+        sums.append(grads)
+    for name in layer:
+        torch.testing.assert_close(sums[1][name], sums[0][name] + 1.0)
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 101 * 4 * 3, 1 << 30])
+def test_head_does_not_depend_on_its_sub_chunks(qwen3: Any, logits_bytes: int) -> None:
+    _, model, runner, weights = qwen3
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.arange(20)
+    labels[[3, 19]] = -100
+    head = {name: weights[name] for name in ("model.norm.weight", "lm_head.weight")}
+    logits = model.lm_head(model.model.norm(x))
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    reference = torch.autograd.grad(expected * 0.5, [x, *(model.get_parameter(name) for name in head)])
+    grads = {name: torch.zeros_like(tensor) for name, tensor in head.items()}
+    loss, dx = runner.head(head, x.detach(), labels, 0.5, grads, logits_bytes)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(dx, reference[0])
+    for computed, expected_grad in zip(grads.values(), reference[1:], strict=True):
+        torch.testing.assert_close(computed, expected_grad)
+
+
+def test_head_without_targets_gives_zero(qwen3: Any) -> None:
+    _, _, runner, weights = qwen3
+    head = {name: weights[name] for name in ("model.norm.weight", "lm_head.weight")}
+    loss, dx = runner.head(head, torch.randn(4, 64), torch.full((4,), -100), 1.0, {}, 1 << 20)
+    assert loss == 0
+    assert torch.equal(dx, torch.zeros(4, 64))
+
+
+def test_embedding_gradient_skips_the_padding_id(qwen3: Any) -> None:
+    _, _, runner, weights = qwen3
+    name = "model.embed_tokens.weight"
+    ids, positions = torch.tensor([9, 5, 9, 100]), torch.arange(4)
+    dx = torch.randn(4, 64)
+    grads = {name: torch.zeros_like(weights[name])}
+    table = {name: weights[name]}
+    assert torch.equal(runner.embed(table, ids, positions), weights[name][ids])
+    runner.embed_backward(table, ids, positions, dx, grads)
+    expected = torch.zeros_like(weights[name])
+    expected[9], expected[100] = dx[0] + dx[2], dx[3]
+    torch.testing.assert_close(grads[name], expected)
+    assert torch.equal(runner.embed(table, ids, positions), weights[name][ids]), "the padding id must be restored"
+
+
+def test_weights_are_used_in_place(qwen3: Any) -> None:
+    """Changing the buffer that a layer was given changes the next result: nothing was copied."""
+    _, _, runner, weights = qwen3
+    stream = TokenStream.of(documents([16]))
+    (state,) = new_states(runner, 1, stream, [(0, 16)])
+    inputs, x = runner.inputs(stream.positions, 15), torch.randn(16, 64)
+    layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.1." in name}
+    before = runner.layer(1, layer, x, inputs, state)
+    for tensor in layer.values():
+        tensor.zero_()
+    assert torch.equal(runner.layer(1, layer, x, inputs, state), x)
+    assert not torch.equal(before, x)
+
+
+def test_rotary_tables_come_from_the_longest_position() -> None:
+    """Tables of one chunk do not depend on the chunk, nor on which lengths were asked for before."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    spec = ModelSpec.from_config(tiny("llama", max_position_embeddings=32, rope_parameters=rope))
+    assert spec.length_dependent_rotary
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
+
+    def tables(start: int, end: int, longest: int) -> Tensor:
+        (call, _) = runner.inputs(torch.arange(start, end), longest).calls
+        cos, _ = call.kwargs["position_embeddings"]
+        assert cos.shape[1] == end - start
+        return cos
+
+    whole = tables(0, 100, 99)
+    short = tables(0, 20, 19)
+    assert not torch.equal(whole[:, :20], short)
+    assert torch.equal(tables(0, 20, 99), whole[:, :20])
+    assert torch.equal(tables(60, 100, 99), whole[:, 60:])
+    assert torch.equal(tables(0, 20, 19), short)
+
+
+def test_inputs_count_shared_tables_once(qwen3: Any) -> None:
+    _, _, runner, _ = qwen3
+    inputs = runner.inputs(torch.arange(10), 9)
+    cos, sin = inputs.calls[0].kwargs["position_embeddings"]
+    assert inputs.nbytes == cos.nbytes + sin.nbytes + 10 * 8
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_template_serves_every_layer_without_recompiling() -> None:
+    config = tiny(num_hidden_layers=3)
+    model = random_model(config)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    spec = ModelSpec.from_config(config)
+    stream = [TokenStream.of(documents([64]))]
+    eager = stream_gradients(ModelRunner(spec, device="cpu", dtype=torch.float32), weights, stream, 32)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=True)
+    compiled = stream_gradients(runner, weights, stream, 32)
+    graphs = counters["stats"]["unique_graphs"]
+    again = stream_gradients(runner, {name: w.clone() for name, w in weights.items()}, stream, 32)
+    assert graphs > 0
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert compiled[0] == again[0] == pytest.approx(eager[0], rel=1e-5)
+    assert max(relative_errors(compiled[1], eager[1]).values()) <= 1e-5
+    torch._dynamo.reset()

@@ -1,0 +1,126 @@
+"""The self-check: what passes, what is refused and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3
+
+from engine import attention
+from engine.check import CheckResult, check_model
+
+MUST_PASS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+    "cohere",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+)
+
+
+@pytest.mark.parametrize("model_type", MUST_PASS)
+def test_default_config_passes(model_type: str) -> None:
+    result = check_model(CONFIG_MAPPING[model_type]())
+    assert result.ok, result.reason
+    assert result.max_rel_error is not None
+    assert result.max_rel_error <= 1e-5
+    assert result.worst_parameter
+    assert result.reason is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "pad_token_id": 3}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+        (
+            "phi3",
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0 + 0.01 * i for i in range(48)],
+                    "long_factor": [2.0 + i for i in range(48)],
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+        ),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2, "num_hidden_layers": 4}),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
+        ("mixtral", {"sliding_window": 1024}),
+    ],
+    ids=["biases tied", "dynamic rope", "longrope", "mixed windows", "yarn", "moe window"],
+)
+def test_variants_pass(model_type: str, fields: dict[str, Any]) -> None:
+    result = check_model(CONFIG_MAPPING[model_type](**fields))
+    assert result.ok, result.reason
+
+
+def test_broken_layer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_qwen3.Qwen3MLP.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        streamed = self.config._attn_implementation == attention.NAME
+        if not streamed:
+            return original(self, x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).detach())
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", forward)
+    result = check_model(Qwen3Config())
+    assert not result.ok
+    assert result.worst_parameter is not None
+    assert result.worst_parameter.endswith("mlp.up_proj.weight")
+    assert result.max_rel_error is not None
+    assert result.max_rel_error > 0.5
+    assert result.reason is not None
+    assert result.worst_parameter in result.reason
+
+
+def test_attention_that_forgets_the_past_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_part_only(start: int, end: int, documents: Any, window: Any) -> Any:
+        return [[attention.Piece(start, end, start, end, "causal")]]
+
+    monkeypatch.setattr(attention, "pieces", own_part_only)
+    result = check_model(Qwen3Config())
+    assert not result.ok
+    assert result.reason is not None
+
+
+def test_error_while_streaming_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("kernel exploded")
+
+    monkeypatch.setattr(attention, "_chunk_forward", fail)
+    result = check_model(Qwen3Config())
+    assert result == CheckResult("qwen3", False, None, None, "streaming fails: RuntimeError: kernel exploded")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "words"),
+    [
+        ("t5", {}, "encoder-decoder"),
+        ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "not causal"),
+        ("gpt2", {}, "resid_pdrop is 0.1"),
+        ("vit", {"hidden_dropout_prob": 0.0}, "not a causal language model"),
+        ("gemma3n_text", {"num_hidden_layers": 5, "num_kv_shared_layers": 0}, "beside its hidden state"),
+    ],
+)
+def test_other_models_are_refused_with_a_reason(model_type: str, fields: dict[str, Any], words: str) -> None:
+    result = check_model(CONFIG_MAPPING[model_type](**fields))
+    assert not result.ok
+    assert result.max_rel_error is None
+    assert result.reason is not None
+    assert words in result.reason
