@@ -1,4 +1,7 @@
-"""A run's spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens: one track per lane."""
+"""A run's spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens: a track per lane.
+
+A lane whose ops overlap takes further tracks, since the format allows no overlaps within one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,40 @@ from storage.errors import UserError
 
 LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
 """The order of the tracks; other lanes follow."""
+
+_MAX_ROWS = 100
+"""Tracks of one lane; far more ops than a lane ever has under way at once."""
+
+
+class _Tracks:
+    """Assigns spans to tracks. A track holds no overlaps: ops of a lane that run at once take further rows of it."""
+
+    def __init__(self) -> None:
+        self._lanes = {lane: index for index, lane in enumerate(LANES)}
+        self._ends: dict[str, list[float]] = {lane: [0.0] for lane in LANES}
+        """Per lane, the latest end of every row. Spans come roughly in the order of their ends."""
+
+    def track(self, span: Span) -> int:
+        self._lanes.setdefault(span.lane, len(self._lanes))
+        ends = self._ends.setdefault(span.lane, [])
+        row = next((row for row, end in enumerate(ends) if end <= span.start_s), len(ends))
+        row = min(row, _MAX_ROWS - 1)
+        ends[row : row + 1] = [span.end_s]
+        return self._number(span.lane, row)
+
+    def _number(self, lane: str, row: int) -> int:
+        return 1 + self._lanes[lane] * _MAX_ROWS + row
+
+    def names(self, run_name: str) -> list[dict[str, Any]]:
+        """The metadata events that name the run and its tracks and order them."""
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": run_name}}]
+        for lane, ends in self._ends.items():
+            for row in range(len(ends)):
+                track = {"ph": "M", "pid": 1, "tid": self._number(lane, row)}
+                name = lane if row == 0 else f"{lane} ({row + 1})"
+                events.append({"name": "thread_name", **track, "args": {"name": name}})
+                events.append({"name": "thread_sort_index", **track, "args": {"sort_index": track["tid"]}})
+        return events
 
 
 def _event(span: Span, track: int) -> dict[str, Any]:
@@ -30,15 +67,6 @@ def _event(span: Span, track: int) -> dict[str, Any]:
     }
 
 
-def _track_names(tracks: dict[str, int], run_name: str) -> list[dict[str, Any]]:
-    """The metadata events that name the process and its tracks and order them."""
-    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": run_name}}]
-    for lane, track in tracks.items():
-        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": lane}})
-        events.append({"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": track, "args": {"sort_index": track}})
-    return events
-
-
 def write_trace(run_path: Path, out: Path) -> int:
     """Write the trace of a run's spans.jsonl to `out`; returns the number of spans. Memory does not grow with it.
 
@@ -47,7 +75,7 @@ def write_trace(run_path: Path, out: Path) -> int:
     spans_path = run_path / "spans.jsonl"
     if not spans_path.exists():
         raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not done")
-    tracks = {lane: track for track, lane in enumerate(LANES, start=1)}
+    tracks = _Tracks()
     count = 0
     temporary = out.with_name(out.name + ".tmp")
     try:
@@ -58,10 +86,9 @@ def write_trace(run_path: Path, out: Path) -> int:
                     span = Span(**line)
                 except TypeError as error:
                     raise UserError(f"{spans_path}: a line is not a span ({error})") from None
-                track = tracks.setdefault(span.lane, len(tracks) + 1)
-                file.write(json.dumps(_event(span, track), separators=(",", ":")) + ",\n")
+                file.write(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
                 count += 1
-            names = _track_names(tracks, run_path.resolve().name)
+            names = tracks.names(run_path.resolve().name)
             file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
         os.replace(temporary, out)
     except OSError as error:

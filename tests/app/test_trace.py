@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from app.trace import write_trace
+from app.trace import _Tracks, write_trace
 from engine.events import Span
 from storage.errors import UserError
 
@@ -42,6 +45,21 @@ def test_one_track_per_lane(tmp_path: Path) -> None:
         "args": {"block": "layers.0", "chunk": 2, "step": 1, "bytes": 0},
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spans.jsonl", "trace.json"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["nvme_read", "x"]), st.integers(0, 50), st.integers(0, 9)), max_size=30))
+def test_tracks_hold_no_overlaps(pieces: list[tuple[str, int, int]]) -> None:
+    tracks = _Tracks()
+    placed: dict[int, list[Span]] = {}
+    for lane, start, length in pieces:
+        span = Span(lane, "op", "embed", -1, float(start), float(start + length), 0, 1)
+        placed.setdefault(tracks.track(span), []).append(span)
+    names = {event["tid"]: event["args"]["name"] for event in tracks.names("run") if event["name"] == "thread_name"}
+    assert set(placed) <= set(names)
+    for track, spans in placed.items():
+        assert all(names[track].split(" ")[0] == span.lane for span in spans)
+        spans.sort(key=lambda span: (span.start_s, span.end_s))
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
 
 
 def test_bad_input(tmp_path: Path) -> None:
