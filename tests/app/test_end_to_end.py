@@ -114,3 +114,18 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(whole_run: tuple[Pa
     run(path.parent, "resume", "again")
     assert losses(again) == losses(path)
     assert (again / "export" / "model.safetensors").read_bytes() == (path / "export" / "model.safetensors").read_bytes()
+
+
+def test_check_exit_codes(tmp_path: Path) -> None:
+    for model_type, code in (("qwen3", 0), ("t5", 1), ("nonsense", 2)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        process = start(tmp_path, "check", "config.json", "--json")
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == code, err
+        if code == 2:
+            assert err.startswith("error: config.json: unknown architecture 'nonsense'")
+            continue
+        result = json.loads(out)
+        assert list(result) == ["model_type", "ok", "max_rel_error", "worst_parameter", "reason"]
+        assert (result["model_type"], result["ok"]) == (model_type, code == 0)
+        assert (result["reason"] is None) == (code == 0)
