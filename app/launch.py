@@ -161,6 +161,10 @@ def run_training(run: RunDir, *, resume: bool) -> None:
         observer = _RunObserver(log, display, signals)
         try:
             result = _train(recipe, run.path, observer, resume)
+            log.drain()
+            summary, last_losses = _summary(run.path, result)
+            run.write_summary(summary)
+            log.close("stopped" if result.stopped else "finished")
         except StopRequested:
             log.close("stopped")
             display.message(f"stopped before the first step; go on with: penstock resume {run.path}")
@@ -170,11 +174,8 @@ def run_training(run: RunDir, *, resume: bool) -> None:
             raise
         finally:
             display.close()
-        log.close("stopped" if result.stopped else "finished")
     if log.dropped_spans:
         display.message(f"{log.dropped_spans:,} spans were dropped because the disk did not take them in time")
-    summary, last_losses = _summary(run.path, result)
-    run.write_summary(summary)
     print_summary(console, summary, last_losses, observer.wall_s)
     if result.stopped:
         display.message(f"stopped after step {summary['steps']}; go on with: penstock resume {run.path}")
@@ -208,7 +209,7 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool) -> 
 def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float]]:
     """summary.json, and the losses of the last steps. What covers the whole run, resumed or not, comes from the log."""
     lines = list(read_jsonl(path / "metrics.jsonl")) if (path / "metrics.jsonl").exists() else []
-    losses = [line["loss"] for line in lines]
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
     summary = {
         "steps": lines[-1]["step"] if lines else result.steps,
         "tokens": sum(line["tokens"] for line in lines),

@@ -254,7 +254,7 @@ def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
 class RunLog:
     """Writes metrics, spans and status from one thread of its own, so that training never waits for the disk.
 
-    A step costs the training thread one queue insertion. Everything handed over is on disk when `close` returns.
+    A step costs the training thread one queue insertion. Everything is on disk when `drain` or `close` returns.
     """
 
     def __init__(self, path: Path, total_steps: int, step: int = 0) -> None:
@@ -268,6 +268,7 @@ class RunLog:
         self._written_spans = 0
         """Written by the log's thread only."""
         self._failure: OSError | None = None
+        self._closed = False
         self.dropped_spans = 0
         self._write_status()
         self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
@@ -299,11 +300,17 @@ class RunLog:
         self._queued_spans += len(spans)
         self._queue.put((metrics, spans))
 
-    def close(self, state: State, error: str | None = None) -> None:
-        """Write what is pending and the last state, and end the thread. A second call does nothing."""
+    def drain(self) -> None:
+        """Write what is pending and end the thread: metrics and spans are complete."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
+
+    def close(self, state: State, error: str | None = None) -> None:
+        """Drain, then publish the last state. A second call does nothing."""
+        self.drain()
+        if not self._closed:
+            self._closed = True
             self.set_state(state, error)
 
     def _write_status(self) -> None:
