@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from engine import attention, skeleton
 from engine.attention import AttentionState
 from engine.model import ModelSpec
+from engine.recompute import for_backward
 from engine.skeleton import LayerCall, Skeleton
 
 _RECOMPILE_LIMIT = 256
@@ -42,20 +43,22 @@ class LayerInputs:
 
 
 class _Template:
-    """One layer module that computes any layer of its structure."""
+    """One layer module that computes any layer of its structure; `unread` as in ModelSpec."""
 
-    def __init__(self, layer: nn.Module, *, device: torch.device, dtype: torch.dtype, compile: bool) -> None:
-        self.module = layer
+    def __init__(
+        self, layer: nn.Module, unread: str | None, *, device: torch.device, dtype: torch.dtype, compile: bool
+    ) -> None:
         for part in layer.modules():
             for key, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
         self.parameters = dict(layer.named_parameters())
         self.buffers = dict(layer.named_buffers())
-        self.call: Callable[..., Any] = layer
-        if compile:
-            # One graph per chunk length: a general-size graph would also slow down the usual length.
-            self.call = torch.compile(layer, dynamic=False)
+        twin = layer if unread is None else for_backward(layer, unread)
+        self.modules = (layer, twin)
+        # One graph per chunk length: a general-size graph would also slow down the usual length.
+        self.forward: Callable[..., Any] = torch.compile(layer, dynamic=False) if compile else layer
+        self.recompute: Callable[..., Any] = torch.compile(twin, dynamic=False) if compile else twin
 
     def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
         for name, parameter in self.parameters.items():
@@ -94,7 +97,9 @@ class ModelRunner:
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
         self._layer_buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
-            index: _Template(copy.deepcopy(layers[index]), device=self.device, dtype=dtype, compile=compile)
+            index: _Template(
+                copy.deepcopy(layers[index]), spec.unread[index], device=self.device, dtype=dtype, compile=compile
+            )
             for index in sorted(set(spec.structures))
         }
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
@@ -249,24 +254,29 @@ class ModelRunner:
         template.bind(weights, self._prefixes[index])
         for name, buffer in template.buffers.items():
             buffer.data = self._layer_buffers[index][name]
-        skeleton.adopt_index(template.module, self._skeleton.layers[index])
+        for module in template.modules:
+            skeleton.adopt_index(module, self._skeleton.layers[index])
         call = inputs.calls[index]
+        run = template.recompute if backward else template.forward
         if state is None:
-            output = template.call(x[None], *call.args, **call.kwargs)
+            output = run(x[None], *call.args, **call.kwargs)
         else:
             handler = attention.backward_handler(state) if backward else attention.forward_handler(state)
             with attention.use(handler):
-                output = template.call(x[None], *call.args, **call.kwargs)
+                output = run(x[None], *call.args, **call.kwargs)
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y[0]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropy (float32) of logits [n, vocab], and scale x its gradient in the logits' dtype."""
-    work = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    lse = torch.logsumexp(work, dim=-1, keepdim=True)
+    # In place throughout: one float32 copy of the logits is the largest thing that ever exists here.
+    work = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    work.sub_(work.amax(dim=-1, keepdim=True))
     index = labels[:, None]
-    loss = (lse - work.gather(1, index)).sum()
-    gradient = torch.sub(work, lse).exp_()
-    gradient.scatter_add_(1, index, torch.full_like(lse, -1.0))
-    return loss.float(), gradient.mul_(scale).to(logits.dtype)
+    target = work.gather(1, index)
+    total = work.exp_().sum(dim=-1, keepdim=True)
+    loss = (total.log() - target).sum()
+    work.mul_(scale / total)
+    work.scatter_add_(1, index, torch.full_like(total, -scale))
+    return loss.float(), work.to(logits.dtype)

@@ -74,6 +74,8 @@ class ModelSpec:
     """The rotary tables depend on the longest position of the sequence."""
     structures: tuple[int, ...]
     """For each layer the index of the first layer that computes the same function of its parameters."""
+    unread: tuple[str | None, ...] = field(repr=False)
+    """Per layer: its linear module whose output no gradient depends on, relative to the layer (engine/recompute.py)."""
     returns: tuple[int, ...] = field(repr=False)
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
 
@@ -115,6 +117,7 @@ class ModelSpec:
             recurrent=trial.recurrent,
             length_dependent_rotary=_length_dependent(model),
             structures=tuple(structures),
+            unread=tuple(trial.unread[i] for i in stand_ins),
             returns=tuple(returns),
         )
 

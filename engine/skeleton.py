@@ -102,7 +102,9 @@ def structure_key(module: nn.Module) -> Hashable:
 
 def adopt_index(template: nn.Module, layer: nn.Module) -> None:
     """Give `template` the layer number that `layer` knows of itself."""
-    for part, source in zip(template.modules(), layer.modules(), strict=True):
+    sources = dict(layer.named_modules())
+    for name, part in template.named_modules():
+        source = sources[name]
         for key in _INDEX_NAMES & vars(source).keys():
             if vars(part)[key] != vars(source)[key]:
                 setattr(part, key, vars(source)[key])

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from engine import attention, skeleton
 from engine.attention import AttentionCall
+from engine.recompute import unread_linear
 from storage.errors import UserError
 
 _TOKENS = 12
@@ -30,6 +31,8 @@ class Trial:
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     attends: tuple[bool, ...]
     """Per layer: whether it calls attention."""
+    unread: tuple[str | None, ...]
+    """Per layer: its linear module whose output no gradient depends on (engine/recompute.py)."""
     recurrent: bool
     """Some layer mixes tokens outside of attention, or the model takes no positions."""
 
@@ -89,6 +92,7 @@ def run_trial(config: PretrainedConfig) -> Trial:
         head_parameters=frozenset(head),
         returns=tuple(len(call.output) if isinstance(call.output, tuple) else 0 for call in seen),
         attends=tuple(call.attention_calls > 0 for call in seen),
+        unread=tuple(_unread_linear(layer, call) for layer, call in zip(layers, seen, strict=True)),
         recurrent=any(mixes) or not takes_positions,
     )
 
@@ -184,6 +188,24 @@ def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
             "through transformers' attention interface, or it is not causal"
         )
     return bool(from_late[:, :half].any())
+
+
+def _unread_linear(layer: nn.Module, call: _Seen) -> str | None:
+    x = call.hidden.detach().requires_grad_()
+
+    def run(module: nn.Module) -> Tensor:
+        output = module(x, *call.args, **call.kwargs)
+        y: Tensor = output[0] if isinstance(output, tuple) else output
+        return y
+
+    with attention.use(_constant), torch.enable_grad():
+        return unread_linear(layer, run, x)
+
+
+def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Attention with an output of its own, whatever it is given; like the saved output in backward."""
+    shape = (q.shape[0], q.shape[1], v.shape[-1])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=q.dtype)
 
 
 class _Captured(BaseException):
