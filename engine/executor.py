@@ -60,11 +60,13 @@ class Executor:
         self._change = threading.Condition()
         self._queues: dict[str, deque[Op]] = {lane: deque() for lane in LANES}
         self._tickets: dict[int, _Ticket] = {}
-        self._busy = {lane: 0 for lane in LANES}
+        self._busy: dict[str, int] = dict.fromkeys(LANES, 0)
         self._failure: BaseException | None = None
         self._closing = False
         self._spans: list[Span] = []
-        self._on_gpu: dict[str, deque[tuple[Op, torch.cuda.Event, torch.cuda.Event]]] = {l: deque() for l in GPU_LANES}
+        self._on_gpu: dict[str, deque[tuple[Op, torch.cuda.Event, torch.cuda.Event]]] = {
+            lane: deque() for lane in GPU_LANES
+        }
         """Issued ops of each stream, oldest first, with their start and end."""
         self.epoch = time.perf_counter()
         """perf_counter at which the spans' clock reads 0."""
@@ -234,7 +236,9 @@ class Executor:
     def _settle(self, op: Op, error: BaseException | None) -> None:
         with self._change:
             if error is not None and self._failure is None:
-                error.add_note(f"in op {op.action} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}")
+                error.add_note(
+                    f"in op {op.action} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
+                )
                 self._failure = error
             ticket = self._tickets.get(op.id)
             if ticket is not None and self._failure is None:

@@ -115,9 +115,7 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     return gpu
 
 
-def allocate_ram(
-    plan: Plan, *, pin: bool, compute_dtype: torch.dtype, gradient_dtype: torch.dtype
-) -> RamMemory:
+def allocate_ram(plan: Plan, *, pin: bool, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> RamMemory:
     """Carve the host arena; what it does not hold of a buffer lives on another tier."""
     problem, tier = plan.problem, plan.tiers["ram"]
     ram = RamMemory(HostArena(tier.peak_bytes, budget_bytes=tier.budget_bytes, pin=pin))

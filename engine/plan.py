@@ -188,9 +188,7 @@ class Plan:
         }
 
 
-def cut_chunks(
-    micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool
-) -> tuple[Chunk, ...]:
+def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> tuple[Chunk, ...]:
     """The chunks of one step: each micro-batch's stream cut every `chunk_tokens`, or once per row."""
     total = rows * row_tokens
     width = row_tokens if per_row else min(chunk_tokens, total)
@@ -323,8 +321,8 @@ class _Planner:
             need = activations + stages
             raise BudgetError(
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (activations of "
-                f"the step {gib(activations)}, staging of one part {gib(stages)}); give at least {need} bytes, or lower "
-                "train.sequences_per_step, data.sequence_length or storage.chunk_bytes"
+                f"the step {gib(activations)}, staging of one part {gib(stages)}); give at least {need} bytes, or "
+                "lower train.sequences_per_step, data.sequence_length or storage.chunk_bytes"
             )
         left = p.ram_budget - activations - stages
         held = 0

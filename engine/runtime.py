@@ -100,7 +100,7 @@ class Runtime:
 
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""
-        action: Callable[[Op], Future[Any] | None] = getattr(self, "op_" + op.action)
+        action: Callable[[Op], Future[Any] | None] = getattr(self, "_op_" + op.action)
         with torch.no_grad():
             return action(op)
 
@@ -212,14 +212,14 @@ class Runtime:
     def _chunk(self, op: Op) -> Chunk:
         return self.plan.chunks[op.index]
 
-    def op_embed_forward(self, op: Op) -> None:
+    def _op_embed_forward(self, op: Op) -> None:
         chunk = self._chunk(op)
         batch = self._micro_batch(op, chunk)
         tokens = slice(chunk.start, chunk.end)
         x = self.runner.embed(self._weights(op), batch.ids[tokens], batch.positions[tokens])
         self._hidden(op.slots["out"], chunk).copy_(x)
 
-    def op_embed_backward(self, op: Op) -> None:
+    def _op_embed_backward(self, op: Op) -> None:
         chunk = self._chunk(op)
         batch = self._micro_batch(op, chunk)
         tokens = slice(chunk.start, chunk.end)
@@ -227,14 +227,14 @@ class Runtime:
         gradients = self._gradients(op)
         self.runner.embed_backward(self._weights(op), batch.ids[tokens], batch.positions[tokens], dx, gradients)
 
-    def op_layer_forward(self, op: Op) -> None:
+    def _op_layer_forward(self, op: Op) -> None:
         chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
         state = self._attention_state(op, layer, chunk, backward=False)
         x = self._hidden(op.slots["x"], chunk)
         y = self.runner.layer(layer, self._weights(op), x, self._layer_inputs(op, chunk), state)
         self._hidden(op.slots["out"], chunk).copy_(y)
 
-    def op_layer_backward(self, op: Op) -> None:
+    def _op_layer_backward(self, op: Op) -> None:
         chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
         state = self._attention_state(op, layer, chunk, backward=True)
         x, dy = self._hidden(op.slots["x"], chunk), self._hidden(op.slots["dy"], chunk)
@@ -243,7 +243,7 @@ class Runtime:
         dx = self.runner.layer_backward(layer, self._weights(op), x, dy, inputs, state, gradients)
         self._hidden(op.slots["out"], chunk).copy_(dx)
 
-    def op_head(self, op: Op) -> None:
+    def _op_head(self, op: Op) -> None:
         chunk = self._chunk(op)
         labels = self._micro_batch(op, chunk).labels[chunk.start : chunk.end]
         scale = 1.0 / self._steps[op.step].num_targets
@@ -252,63 +252,65 @@ class Runtime:
         self._losses[op.index] = loss
         self._hidden(op.slots["out"], chunk).copy_(dx)
 
-    def op_norm(self, op: Op) -> None:
+    def _op_norm(self, op: Op) -> None:
         gradient = self._flat("gradient", op.block, op.slots.get(op.block, WHOLE))
         self._square_norms[self._number[op.block]] = torch.linalg.vector_norm(gradient).square()
 
-    def op_update_on_gpu(self, op: Op) -> None:
+    def _op_update_on_gpu(self, op: Op) -> None:
         memory = self.gpu.buffers[op.block]
-        assert memory.state is not None and memory.gradient is not None and memory.weights is not None
+        assert memory.state is not None
+        assert memory.gradient is not None
+        assert memory.weights is not None
         decay = self.layouts[op.block].decay_numel
         values = self._steps[op.step].scalars[self._device.type]
         self.adamw.step(memory.state, memory.gradient, memory.weights, decay, values)
 
     # ------------------------------------------------------------------ links
 
-    def op_load_x(self, op: Op) -> None:
+    def _op_load_x(self, op: Op) -> None:
         index = self._blocks[op.block][0]
         self._hidden(op.slots["slot"], self._chunk(op)).copy_(self.ram.x[(index, op.index)], non_blocking=True)
 
-    def op_store_x(self, op: Op) -> None:
+    def _op_store_x(self, op: Op) -> None:
         index = self._blocks[op.block][0]
         self.ram.x[(index, op.index)].copy_(self._hidden(op.slots["slot"], self._chunk(op)), non_blocking=True)
 
-    def op_load_dy(self, op: Op) -> None:
+    def _op_load_dy(self, op: Op) -> None:
         self._hidden(op.slots["slot"], self._chunk(op)).copy_(self.ram.dx[op.index], non_blocking=True)
 
-    def op_store_dy(self, op: Op) -> None:
+    def _op_store_dy(self, op: Op) -> None:
         self.ram.dx[op.index].copy_(self._hidden(op.slots["slot"], self._chunk(op)), non_blocking=True)
 
-    def op_load_saved(self, op: Op) -> None:
+    def _op_load_saved(self, op: Op) -> None:
         region = self.ram.saved[(self._blocks[op.block][0], op.index)]
         self.gpu.saved[op.slots["saved"]][: region.numel()].copy_(region, non_blocking=True)
 
-    def op_store_saved(self, op: Op) -> None:
+    def _op_store_saved(self, op: Op) -> None:
         region = self.ram.saved[(self._blocks[op.block][0], op.index)]
         region.copy_(self.gpu.saved[op.slots["saved"]][: region.numel()], non_blocking=True)
         for window, copy in self._kv_regions(op):
             copy.copy_(window, non_blocking=True)
 
-    def op_load_kv(self, op: Op) -> None:
+    def _op_load_kv(self, op: Op) -> None:
         for window, copy in self._kv_regions(op):
             window.copy_(copy, non_blocking=True)
 
-    def op_load_weights(self, op: Op) -> None:
+    def _op_load_weights(self, op: Op) -> None:
         weights = self.ram.buffers[op.block].weights
         assert weights is not None
         self._flat("weights", op.block, op.slots[op.block]).copy_(weights, non_blocking=True)
 
-    def op_load_weights_part(self, op: Op) -> None:
+    def _op_load_weights_part(self, op: Op) -> None:
         start, end = self.plan.buffers[op.block].part(op.index)
         flat = self._flat("weights", op.block, op.slots[op.block])
         flat[start:end].copy_(self._part_stage(op.slots["stage"], end - start, self._dtype), non_blocking=True)
 
-    def op_load_resident_part(self, op: Op) -> None:
+    def _op_load_resident_part(self, op: Op) -> None:
         start, end = self.plan.buffers[op.block].part(op.index)
         flat = self._flat("weights", op.block, WHOLE)
         flat[start:end].copy_(self._part_stage(op.slots["weights"], end - start, self._dtype), non_blocking=True)
 
-    def op_store_gradient(self, op: Op) -> None:
+    def _op_store_gradient(self, op: Op) -> None:
         waiting = self.ram.buffers[op.block].gradient
         assert waiting is not None
         buffer = self.plan.buffers[op.block]
@@ -317,7 +319,7 @@ class Runtime:
             start, end = buffer.part(part)
             waiting[start:end].copy_(flat[start:end].to(waiting.dtype), non_blocking=True)
 
-    def op_store_gradient_part(self, op: Op) -> None:
+    def _op_store_gradient_part(self, op: Op) -> None:
         start, end = self.plan.buffers[op.block].part(op.index)
         flat = self._flat("gradient", op.block, op.slots[op.block])
         stage = self._part_stage(op.slots["stage"], end - start, self._gradient_dtype)
@@ -330,13 +332,13 @@ class Runtime:
         stage = self._part_stage(op.slots["stage"], end - start, torch.float32)
         stage.copy_(state[kind][start:end], non_blocking=True)
 
-    def op_stage_master(self, op: Op) -> None:
+    def _op_stage_master(self, op: Op) -> None:
         self._stage_state(op, 0)
 
-    def op_stage_exp_avg(self, op: Op) -> None:
+    def _op_stage_exp_avg(self, op: Op) -> None:
         self._stage_state(op, 1)
 
-    def op_stage_exp_avg_sq(self, op: Op) -> None:
+    def _op_stage_exp_avg_sq(self, op: Op) -> None:
         self._stage_state(op, 2)
 
     # ------------------------------------------------------------------ host: optimizer
@@ -348,7 +350,7 @@ class Runtime:
     def _part_stage(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         return self.ram.part_stages[slot][: numel * dtype.itemsize].view(dtype)
 
-    def op_clip(self, op: Op) -> None:
+    def _op_clip(self, op: Op) -> None:
         """Loss, global norm and clipping factor of the step, checked before any state changes."""
         data = self._steps[op.step]
         losses = self._losses.double().cpu()
@@ -376,7 +378,7 @@ class Runtime:
         """Learning rate with which the gradient of `step` is applied."""
         return learning_rate(self.config, step)
 
-    def op_update(self, op: Op) -> None:
+    def _op_update(self, op: Op) -> None:
         buffer, memory = self.plan.buffers[op.block], self.ram.buffers[op.block]
         start, end = buffer.part(op.index)
         numel = end - start
@@ -406,7 +408,7 @@ class Runtime:
         assert self.store is not None
         return self.store
 
-    def op_read_state(self, op: Op) -> Future[Any]:
+    def _op_read_state(self, op: Op) -> Future[Any]:
         buffer = self.plan.buffers[op.block]
         start, end = buffer.part(op.index)
         stage = self.ram.state_stages[op.slots["stage"]]
@@ -418,12 +420,12 @@ class Runtime:
             futures.append(self._nvme.read(op.block, "gradient", op.index, stage[3][: end - start]))
         return gather(futures)
 
-    def op_read_weights(self, op: Op) -> Future[Any]:
+    def _op_read_weights(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["stage"], end - start, self._dtype)
         return self._nvme.read(op.block, "weights", op.index, stage)
 
-    def op_write_state(self, op: Op) -> Future[Any]:
+    def _op_write_state(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self.ram.state_stages[op.slots["stage"]]
         return gather(
@@ -433,17 +435,17 @@ class Runtime:
             ]
         )
 
-    def op_write_weights(self, op: Op) -> Future[Any]:
+    def _op_write_weights(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["weights"], end - start, self._dtype)
         return self._nvme.write(op.block, "weights", op.index, stage)
 
-    def op_write_gradient(self, op: Op) -> Future[Any]:
+    def _op_write_gradient(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["stage"], end - start, self._gradient_dtype)
         return self._nvme.write(op.block, "gradient", op.index, stage)
 
-    def op_checkpoint_state(self, op: Op) -> Future[Any]:
+    def _op_checkpoint_state(self, op: Op) -> Future[Any]:
         state = self.ram.buffers[op.block].state
         assert state is not None
         start, end = self.plan.buffers[op.block].part(op.index)
@@ -460,23 +462,22 @@ class Runtime:
             op.block, kind, op.index, self._part_stage(op.slots["stage"], end - start, torch.float32)
         )
 
-    def op_checkpoint_master(self, op: Op) -> Future[Any]:
+    def _op_checkpoint_master(self, op: Op) -> Future[Any]:
         return self._checkpoint_part(op, "master")
 
-    def op_checkpoint_exp_avg(self, op: Op) -> Future[Any]:
+    def _op_checkpoint_exp_avg(self, op: Op) -> Future[Any]:
         return self._checkpoint_part(op, "exp_avg")
 
-    def op_checkpoint_exp_avg_sq(self, op: Op) -> Future[Any]:
+    def _op_checkpoint_exp_avg_sq(self, op: Op) -> Future[Any]:
         return self._checkpoint_part(op, "exp_avg_sq")
 
-    def op_commit(self, op: Op) -> None:
+    def _op_commit(self, op: Op) -> None:
         self._nvme.commit(self._commit_meta(op.step, self._steps[op.step]))
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:
     """A future that is done when all of `futures` are, with the first exception among them."""
 
- 
     result: Future[None] = Future()
     lock = threading.Lock()
     left = len(futures)

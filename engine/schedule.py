@@ -634,7 +634,11 @@ class ScheduleBuilder:
                 slots[role] = loaded[role]
         flags: list[str] = []
         # kind, layer of the activation that this task produces
-        produces = {"forward": ("x", task.layer + 1), "head": ("dy", task.layer - 1), "backward": ("dy", task.layer - 1)}
+        produces = {
+            "forward": ("x", task.layer + 1),
+            "head": ("dy", task.layer - 1),
+            "backward": ("dy", task.layer - 1),
+        }
         kind, layer = produces[task.mode]
         output = self._hidden.take((kind, layer, chunk.index, self._step)) if layer >= 0 else None
         if output is not None:
@@ -667,9 +671,7 @@ class ScheduleBuilder:
             if chunk.local == self._kv_slots - 1:
                 flags.append("zero:dkv")
         action = {"forward": f"{block.role}_forward", "head": "head", "backward": f"{block.role}_backward"}[task.mode]
-        self._emit(
-            "compute", action, block.name, chunk.index, reads=reads, writes=writes, slots=slots, flags=flags
-        )
+        self._emit("compute", action, block.name, chunk.index, reads=reads, writes=writes, slots=slots, flags=flags)
         self._store(task, slots, output, kind, layer)
         for role in ("x", "dy"):
             if role in loaded:

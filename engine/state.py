@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.memory import GpuMemory, RamMemory
 from engine.plan import STATE_KINDS, Plan
+from storage.arena import empty_aligned
 from storage.layout import FlatLayout, part_ranges
 from storage.nvme import ArraySpec, NvmeStore
 
@@ -48,11 +49,11 @@ def fill_store(
     specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
     for name, tensors in buffers:
         layout = layouts[name]
-        flat = torch.zeros(layout.numel)
+        flat = empty_aligned(layout.numel, torch.float32).zero_()
         for param, view in layout.views(flat).items():
             view.copy_(tensors[param])
         ranges = part_ranges(layout.numel, specs[name, "master"].part_numel)
-        zeros = torch.zeros(max(end - start for start, end in ranges))
+        zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()
         for part, (start, end) in enumerate(ranges):
             futures = [store.write(name, "master", part, flat[start:end])]
             futures += [store.write(name, kind, part, zeros[: end - start]) for kind in STATE_KINDS[1:]]
@@ -63,7 +64,8 @@ def fill_store(
 
 def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype) -> None:
     """Bring the committed generation to where the plan wants it: resident state, and weights on every tier."""
-    stage = torch.empty(plan.part_numel)
+    stage = empty_aligned(plan.part_numel, torch.float32)
+    rounded = empty_aligned(plan.part_numel, compute_dtype)
     for buffer in plan.buffers.values():
         resident = gpu.buffers[buffer.name] if buffer.state == "gpu" else ram.buffers[buffer.name]
         weights = gpu.buffers[buffer.name].weights if buffer.weights == "gpu" else ram.buffers[buffer.name].weights
@@ -80,13 +82,13 @@ def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, co
             if weights is not None:
                 weights[start:end].copy_(rows)
             else:
-                store.write(buffer.name, "weights", part, rows.to(compute_dtype)).result()
+                store.write(buffer.name, "weights", part, rounded[: end - start].copy_(rows)).result()
 
 
 def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:
     """Master weights, float32, of one buffer of the committed generation, by parameter name."""
     spec = next(spec for spec in store.arrays() if (spec.buffer, spec.kind) == (name, "master"))
-    flat = torch.empty(layout.numel)
+    flat = empty_aligned(layout.numel, torch.float32)
     for part, (start, end) in enumerate(part_ranges(layout.numel, spec.part_numel)):
         store.read(name, "master", part, flat[start:end]).result()
     return layout.views(flat)

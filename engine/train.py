@@ -190,7 +190,11 @@ class Session:
 
 def run_meta(step: int, tokens: int, cursor: dict[str, Any]) -> dict[str, Any]:
     """The manifest's record of a run at the end of `step`. Training draws no random numbers after initialisation."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
     return {"step": step, "tokens": tokens, "cursor": cursor, "versions": versions}
 
 
@@ -273,8 +277,8 @@ def open_session(
     spec = model_spec(config, data)
     loader = make_loader(prepared.corpus, spec, data, train)
     _describe(observer, spec, prepared, loader, device)
-    _refuse_unless_exact(spec)
     plan = plan_run(spec, data, train, budgets, storage, device)
+    _refuse_unless_exact(spec)
     nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     folder = state_folder(run_dir, storage.nvme)
     store, constants = _open_state(folder, spec, plan, model, train, loader, nvme_budget, resume)
@@ -293,7 +297,9 @@ def open_session(
 
 def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
     corpus = data.corpus.info
-    observer.on_message(f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}")
+    observer.on_message(
+        f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
+    )
     split = f", {loader.num_split_documents:,} longer than the context and split" if loader.num_split_documents else ""
     observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
 
@@ -417,4 +423,3 @@ def export(
         )
     finally:
         store.close()
-

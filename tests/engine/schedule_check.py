@@ -27,5 +27,6 @@ def races(ops: Iterable[Op]) -> Iterator[str]:
         for resource, writing in accesses:
             for other, wrote in touched.get(resource, ()):
                 if other != i and (writing or wrote) and not before >> other & 1:
-                    yield f"op {op.id} ({op.action}) and op {items[other].id} ({items[other].action}) race on {resource}"
+                    first = items[other]
+                    yield f"op {op.id} ({op.action}) and op {first.id} ({first.action}) race on {resource}"
             touched.setdefault(resource, []).append((i, writing))

@@ -1,0 +1,197 @@
+"""The schedule: whatever the plan, every access is ordered, slots are never shared, and the peak is the plan's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_check import races
+
+from engine.plan import BlockShape, BufferShape, Plan, Problem, cut_chunks, make_plan
+from engine.schedule import LANES, Op, ScheduleBuilder
+from storage.errors import BudgetError
+
+KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
+
+
+def problem(
+    *,
+    layers: int = 3,
+    tied: bool = False,
+    own_head: bool = True,
+    edge: int = 8,
+    micro_batches: int = 2,
+    rows: int = 1,
+    row_tokens: int = 256,
+    chunk_tokens: int = 64,
+    chunk_per_row: bool = False,
+    without_attention: frozenset[int] = frozenset(),
+    gpu_budget: int = 10**9,
+    ram_budget: int = 10**9,
+) -> Problem:
+    """A small model with one page of parameters per layer and `edge` pages in embedding and head."""
+    blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
+    for i in range(layers):
+        attends = i not in without_attention
+        blocks.append(
+            BlockShape(
+                name=f"layers.{i}",
+                role="layer",
+                buffers=(f"layers.{i}",),
+                out_bytes_per_token=HEADS * HEAD_DIM * 2 * attends,
+                lse_bytes_per_token=HEADS * 4 * attends,
+                kv_bytes_per_token=2 * KV_DIM * 2 * attends,
+                kv_numel_per_token=2 * KV_DIM * attends,
+            )
+        )
+    head = ("head",) if own_head else ()
+    blocks.append(BlockShape(name="head", role="head", buffers=(*head, "embed") if tied or not own_head else head))
+    sizes = {"embed": edge * 2048} | {f"layers.{i}": 4 * 2048 for i in range(layers)}
+    if own_head:
+        sizes["head"] = 2048 if tied else edge * 2048
+    return Problem(
+        blocks=tuple(blocks),
+        buffers=tuple(BufferShape(name=n, numel=s, part_numel=min(s, 4096)) for n, s in sizes.items()),
+        hidden_size=HIDDEN,
+        compute_bytes=2,
+        gradient_bytes=4,
+        micro_batches=micro_batches,
+        rows=rows,
+        row_tokens=row_tokens,
+        chunk_tokens=chunk_tokens,
+        chunk_per_row=chunk_per_row,
+        workspace_bytes=1000,
+        gpu_budget=gpu_budget,
+        ram_budget=ram_budget,
+    )
+
+
+problems = st.builds(
+    problem,
+    layers=st.integers(1, 5),
+    tied=st.booleans(),
+    own_head=st.booleans(),
+    edge=st.sampled_from([1, 4, 9]),
+    micro_batches=st.integers(1, 3),
+    rows=st.integers(1, 2),
+    row_tokens=st.integers(3, 100),
+    chunk_tokens=st.integers(3, 120),
+    chunk_per_row=st.booleans(),
+    without_attention=st.frozensets(st.integers(0, 4), max_size=2),
+    gpu_budget=st.integers(200_000, 3_000_000),
+    ram_budget=st.integers(200_000, 3_000_000),
+)
+
+
+def some_plan(shape: Problem) -> Plan:
+    """A plan for `shape`; where a budget is too small, one for the budget that the refusal asks for."""
+    for _ in range(3):
+        try:
+            return make_plan(shape)
+        except BudgetError as refusal:
+            need = int(str(refusal).split("give at least ")[1].split(" bytes")[0])
+            field = "gpu_budget" if "budgets.gpu" in str(refusal) else "ram_budget"
+            assert need > getattr(shape, field)
+            shape = Problem(**{n: getattr(shape, n) for n in Problem.__slots__} | {field: need})
+    raise AssertionError("the budgets that the refusals ask for are refused")
+
+
+def steps_of(plan: Plan, steps: int = 3) -> list[Op]:
+    builder = ScheduleBuilder(plan)
+    ops: list[Op] = []
+    for step in range(1, steps + 1):
+        ops += builder.step(step, commit_previous=step % 2 == 0)
+    return ops + builder.finish(commit=True)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems)
+def test_every_access_is_ordered_whatever_the_plan(shape: Problem) -> None:
+    plan = some_plan(shape)
+    for tier in plan.tiers.values():
+        assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
+    ops = steps_of(plan)
+    assert [op.id for op in ops] == list(range(len(ops)))
+    assert {op.lane for op in ops} <= set(LANES)
+    assert list(races(ops)) == []
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems)
+def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> None:
+    """Replays the ops and follows what each slot, region and part on disk holds."""
+    plan = some_plan(shape)
+    limits = {
+        ("gpu.weights", "layer"): plan.weight_slots["layer"],
+        ("gpu.weights", "edge"): plan.weight_slots["edge"],
+        ("gpu.gradient", "layer"): plan.gradient_slots["layer"],
+        ("gpu.gradient", "edge"): plan.gradient_slots["edge"],
+        ("ram.state_stage",): plan.state_stages,
+        ("ram.part_stage",): plan.part_stages,
+    }
+    version = dict.fromkeys(plan.buffers, 0)
+    held: dict[tuple[str | int, ...], tuple[str, int]] = {}
+    computed: Counter[tuple[int, str, str, int]] = Counter()
+    updated: Counter[tuple[int, str]] = Counter()
+    for op in steps_of(plan):
+        for resource in (*op.reads, *op.writes):
+            for prefix, limit in limits.items():
+                if resource[: len(prefix)] == prefix and len(resource) == len(prefix) + 1:
+                    assert int(resource[-1]) < limit
+        if op.action.startswith("update"):
+            updated[op.step, op.block] += 1
+            last = op.action == "update_on_gpu" or op.index == plan.buffers[op.block].num_parts - 1
+            version[op.block] += last
+        if op.action in ("load_weights", "load_weights_part"):
+            held["gpu.weights", plan.buffers[op.block].pool, op.slots[op.block]] = (op.block, version[op.block])
+        if op.lane == "compute" and op.action.endswith(("forward", "backward", "head")):
+            computed[op.step, op.action, op.block, op.index] += 1
+            block = next(b for b in plan.blocks if b.name == op.block)
+            for name in block.buffers:
+                buffer = plan.buffers[name]
+                # One update of the waiting gradient lies between any two steps.
+                assert version[name] == op.step - 1
+                if buffer.weights != "gpu":
+                    assert held["gpu.weights", buffer.pool, op.slots[name]] == (name, op.step - 1)
+    chunks = len(plan.chunks)
+    assert set(computed.values()) == {1}
+    assert len(computed) == 3 * chunks * (2 * (len(plan.blocks) - 1) + 1)
+    for buffer in plan.buffers.values():
+        parts = 1 if buffer.state == "gpu" else buffer.num_parts
+        assert [updated[step, buffer.name] for step in (1, 2, 3)] == [parts] * 3
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())
+def test_chunks_cover_each_micro_batch_once(
+    micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool
+) -> None:
+    chunks = cut_chunks(micro_batches, rows, row_tokens, chunk_tokens, per_row)
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    for m in range(micro_batches):
+        mine = [chunk for chunk in chunks if chunk.micro_batch == m]
+        assert [t for chunk in mine for t in range(chunk.start, chunk.end)] == list(range(rows * row_tokens))
+        assert [chunk.local for chunk in mine] == list(range(len(mine)))
+        width = row_tokens if per_row else chunk_tokens
+        assert all(chunk.end - chunk.start <= width for chunk in mine)
+
+
+def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
+    roomy = make_plan(problem())
+    assert {b.state for b in roomy.buffers.values()} == {"gpu"}
+    floor = some_plan(problem(gpu_budget=1)).tiers["gpu"].peak_bytes
+    in_ram = make_plan(problem(gpu_budget=floor))
+    assert {b.state for b in in_ram.buffers.values()} == {"ram"}
+    ram_floor = some_plan(problem(gpu_budget=floor, ram_budget=1)).tiers["ram"].peak_bytes
+    on_disk = make_plan(problem(gpu_budget=floor, ram_budget=ram_floor))
+    assert {b.state for b in on_disk.buffers.values()} == {"nvme"}
+    mixed = make_plan(problem(gpu_budget=floor, ram_budget=ram_floor + 300_000))
+    assert {b.weights for b in mixed.buffers.values()} == {"ram"}, "weights cross twice a step and so come first"
+    assert "nvme" in {b.state for b in mixed.buffers.values()}
+
+
+@pytest.mark.parametrize("tier", ["gpu", "ram"])
+def test_a_budget_below_one_working_set_is_refused_with_the_need(tier: str) -> None:
+    with pytest.raises(BudgetError, match=rf"budgets\.{tier}.*give at least \d+ bytes"):
+        make_plan(problem(**{f"{tier}_budget": 1000}))

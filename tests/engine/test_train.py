@@ -1,0 +1,267 @@
+"""Training end to end on tiny models: equal to plain PyTorch, to itself under any placement, delay or interruption."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.optimizer import learning_rate
+from engine.schedule import Op
+from engine.train import Session, train, train_step
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
+
+
+def run(session: Session, steps: int) -> list[float]:
+    """`steps` steps and the commit; the losses."""
+    losses = [train_step(session).loss for _ in range(steps)]
+    session.finish()
+    return losses
+
+
+def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same steps in plain PyTorch: transformers' model, autograd, AdamW, clip_grad_norm_. Losses and weights."""
+    config, spec, t = session.spec.config, session.spec, session.config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    start = tiny.parameters(session.store, spec)
+    model.load_state_dict(start, strict=False)
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for p in model.parameters():
+        groups[p.ndim > 1].append(p)
+    adamw = torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": t.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        betas=(t.beta1, t.beta2),
+        eps=t.eps,
+    )
+    losses = []
+    for step in range(1, steps + 1):
+        micro_batches = session.loader.next_step()
+        targets = sum(m.num_targets for m in micro_batches)
+        total = 0.0
+        for m in micro_batches:
+            bounds = [*m.documents, len(m.ids)]
+            for first, last in itertools.pairwise(bounds):
+                logits = model(input_ids=m.ids[None, first:last]).logits[0]
+                labels = m.labels[first:last]
+                loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets
+                loss.backward()
+                total += loss.item()
+        if t.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(t, step)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(total)
+    return losses, {names[id(p)]: p.detach() for p in model.parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ten_steps_equal_plain_pytorch(tmp_path: Path, tied: bool) -> None:
+    settings: dict[str, Any] = {
+        "m": tiny.model(tie_embeddings=tied),
+        "t": tiny.training(steps=10, warmup_steps=3, clip_norm=0.5, lr=3e-3),
+        "gpu": tiny.FLOOR,
+        "ram": tiny.FLOOR,
+    }
+    with tiny.session(tmp_path / "plain", **settings) as reference:
+        expected_losses, expected = plain_training(reference, 10)
+    with tiny.session(tmp_path / "run", **settings) as session:
+        losses = run(session, 10)
+        weights = tiny.parameters(session.store, session.spec)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert set(weights) == set(expected)
+    for name, tensor in weights.items():
+        error = (tensor - expected[name]).norm() / expected[name].norm()
+        assert error <= 1e-5, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+def test_placement_changes_no_bit(tmp_path: Path, gradient_dtype: str) -> None:
+    """GPU-resident buffers keep float32 gradients, so with bfloat16 waiting gradients only RAM and NVMe compare."""
+    digests = set()
+    for i, (gpu, ram) in enumerate(TIERS if gradient_dtype == "float32" else TIERS[1:3]):
+        t = tiny.training(gradient_dtype=gradient_dtype)
+        with tiny.session(tmp_path / str(i), t=t, gpu=gpu, ram=ram) as session:
+            run(session, 3)
+            digests.add(tiny.digest(session.store))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+def test_random_delays_change_no_bit(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
+    """Sixty runs of two steps with the ops of every lane delayed at random."""
+    digests = set()
+    for seed in range(60):
+        with tiny.session(tmp_path, t=tiny.training(chunk_tokens=20), gpu=gpu, ram=ram) as session:
+            _delay(session, random.Random(f"{gpu} {ram} {seed}"))
+            train_step(session)
+            train_step(session)
+            session.executor.submit(session.builder.finish(commit=False))
+            session.executor.drain()
+            digests.add(tiny.live_digest(session))
+    assert len(digests) == 1
+
+
+def _delay(session: Session, chance: random.Random) -> None:
+    perform = session.runtime.perform
+    slow_lane = chance.choice(["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"])
+
+    def delayed(op: Op) -> Any:
+        if chance.random() < (0.3 if op.lane == slow_lane else 0.03):
+            time.sleep(chance.random() * 2e-3)
+        return perform(op)
+
+    session.executor._perform = delayed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk_tokens": 96},
+        {"chunk_tokens": 24},
+        {"chunk_tokens": 6},
+        {"chunk_tokens": 13},
+        {"sequences_per_micro_batch": 1, "chunk_tokens": 13},
+    ],
+)
+def test_chunking_is_exact_through_the_engine(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Loss and gradient norm of a step do not depend on how it is cut."""
+    batch = {"sequences_per_step": 2, "sequences_per_micro_batch": 2}
+    with tiny.session(tmp_path / "whole", t=tiny.training(**batch, chunk_tokens=96)) as session:
+        whole = train_step(session)
+    with tiny.session(tmp_path / "cut", t=tiny.training(**(batch | changes))) as session:
+        cut = train_step(session)
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+
+
+def test_a_resumed_run_continues_bit_for_bit_on_other_tiers(tmp_path: Path) -> None:
+    with tiny.session(tmp_path / "straight") as session:
+        losses = run(session, 4)
+        expected = tiny.digest(session.store)
+    with tiny.session(tmp_path / "parts", gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        first = run(session, 1)
+    with tiny.session(tmp_path / "parts", gpu="1GiB") as session:
+        assert session.step == 1
+        second = run(session, 3)
+        assert tiny.digest(session.store) == expected
+    assert first + second == losses
+
+
+def test_a_generation_is_committed_every_so_many_steps(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, s=tiny.storage(checkpoint_every=2), ram=tiny.FLOOR) as session:
+        for _ in range(4):
+            train_step(session)
+        session.executor.drain()
+        assert session.store.meta["step"] == 2, "step 4's update has not been asked for yet"
+        session.finish()
+        assert session.store.meta["step"] == 4
+
+
+def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, ram=tiny.FLOOR) as session:
+        run(session, 1)
+        perform = session.runtime.perform
+
+        def broken_update(op: Op) -> Any:
+            if op.action.startswith("update"):
+                raise RuntimeError("the lane broke")
+            return perform(op)
+
+        train_step(session)
+        session.executor._perform = broken_update
+        started = time.perf_counter()
+        with pytest.raises(RuntimeError, match="the lane broke") as caught:
+            train_step(session)
+        assert time.perf_counter() - started < 1.0
+        assert any(entry.name == "broken_update" for entry in caught.traceback)
+        assert "lane" in caught.value.__notes__[0]
+    with tiny.session(tmp_path) as session:
+        assert session.step == 1
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_generation(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, t=tiny.training(steps=6)) as session:
+        run(session, 2)
+        before = tiny.digest(session.store)
+        head = next(view for name, view in _weights(session).items() if name == "lm_head.weight")
+        head[0, 0] = float("nan")
+        with pytest.raises(UserError, match=r"step 3: the loss of chunk \d+ .* is not finite"):
+            train_step(session)
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        assert store.meta["step"] == 2
+        assert tiny.digest(store) == before
+
+
+def _weights(session: Session) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, memory in session.gpu.buffers.items():
+        assert memory.weights is not None
+        found |= session.layouts[name].views(memory.weights)
+    return found
+
+
+def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
+    parts: dict[str, Any] = {
+        "model": tiny.model(),
+        "data": tiny.data(),
+        "train": tiny.training(),
+        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
+        "storage": tiny.storage(),
+    }
+    return train(run_dir=folder, observer=observer, resume=resume, **(parts | changes))
+
+
+def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+    result = train_run(tmp_path / "a", observer)
+    assert (result.steps, result.stopped) == (4, False)
+    assert [m.step for m in observer.metrics] == [1, 2, 3, 4]
+    assert result.tokens == sum(m.tokens for m in observer.metrics) == 4 * 2 * 47
+    assert result.first_loss == observer.metrics[0].loss
+    for tier in ("gpu", "ram", "nvme"):
+        assert 0 < result.tiers[tier]["peak_bytes"] <= result.tiers[tier]["budget_bytes"]
+    for lane, totals in result.lanes.items():
+        mine = [span for span in observer.spans if span.lane == lane]
+        assert totals["bytes"] == sum(span.bytes for span in mine)
+        assert 0 <= totals["busy_s"] <= sum(span.end_s - span.start_s for span in mine) + 1e-9
+
+    stopped = train_run(tmp_path / "b", tiny.Silent(stop_after=2))
+    assert (stopped.steps, stopped.stopped) == (2, True)
+    rest = tiny.Silent()
+    train_run(tmp_path / "b", rest, resume=True)
+    assert [m.loss for m in rest.metrics] == [m.loss for m in observer.metrics[2:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budgets": tiny.BudgetConfig(gpu="1KiB", ram="1GiB")}, r"budgets\.gpu: .* give at least \d+ bytes"),
+        ({"budgets": tiny.BudgetConfig(gpu="1GiB", ram="1KiB")}, r"budgets\.ram: .* give at least \d+ bytes"),
+        ({"budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB", nvme="1KiB")}, r"budgets\.nvme: .*1,024"),
+        ({"model": tiny.model(model_type="t5")}, "encoder-decoder|not a causal"),
+        ({"model": tiny.model(model_type="qwen33")}, "unknown architecture 'qwen33'"),
+        ({"model": tiny.model(max_position=16)}, "max_position_embeddings"),
+        ({"train": tiny.training(device="cuda")}, "no CUDA device"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    if "device" in message and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(UserError, match=message):
+        train_run(tmp_path, tiny.Silent(), **changes)
+    assert not (tmp_path / "state" / "manifest.json").exists()

@@ -1,0 +1,187 @@
+"""A tiny model's training session on any mix of tiers, and everything it holds, for the engine's tests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.events import Span, StepMetrics
+from engine.model import ModelSpec, initialize
+from engine.plan import STATE_KINDS, Plan
+from engine.prepare import layouts, make_config, make_loader, model_config, plan_run, prepare_data
+from engine.state import fill_store, read_parameters, state_arrays
+from engine.train import Session, run_meta
+from storage.errors import BudgetError
+from storage.nvme import ArraySpec, NvmeStore
+
+CPU = torch.device("cpu")
+FLOOR = "floor"
+"""As a budget: the least that the planner accepts."""
+
+
+class Silent:
+    """An observer that keeps the metrics."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.metrics: list[StepMetrics] = []
+        self.spans: list[Span] = []
+        self.plan: dict[str, Any] = {}
+        self._stop_after = stop_after
+
+    def on_plan(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+
+    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+        self.metrics.append(metrics)
+        self.spans += spans
+
+    def on_spans(self, spans: list[Span]) -> None:
+        self.spans += spans
+
+    def on_message(self, text: str) -> None:
+        pass
+
+    def should_stop(self) -> bool:
+        return self._stop_after is not None and len(self.metrics) >= self._stop_after
+
+
+def model(**changes: Any) -> ModelConfig:
+    """A Qwen3-shaped model of some 50,000 parameters."""
+    shape: dict[str, Any] = {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 300,
+    }
+    return ModelConfig(**(shape | changes))
+
+
+def data(**changes: Any) -> DataConfig:
+    """Random tokens in short sequences."""
+    return DataConfig(**({"source": "random", "sequence_length": 48, "max_documents": 40} | changes))
+
+
+def training(**changes: Any) -> TrainConfig:
+    """Eager float32 steps, so that every difference counts."""
+    settings: dict[str, Any] = {
+        "steps": 4,
+        "sequences_per_step": 2,
+        "chunk_tokens": 16,
+        "compute_dtype": "float32",
+        "compile": "off",
+        "lr": 1e-2,
+        "device": "cpu",
+    }
+    return TrainConfig(**(settings | changes))
+
+
+def storage(**changes: Any) -> StorageConfig:
+    """Parts of two pages, so that even a tiny buffer has several."""
+    return StorageConfig(**({"chunk_bytes": "16KiB", "checkpoint_every": 1000} | changes))
+
+
+@cache
+def _spec(config_json: str) -> ModelSpec:
+    return ModelSpec.from_config(make_config(json.loads(config_json), "test"))
+
+
+def spec_of(config: PretrainedConfig) -> ModelSpec:
+    """The model taken apart, once per config."""
+    return _spec(config.to_json_string(use_diff=False))
+
+
+def plan_of(spec: ModelSpec, d: DataConfig, t: TrainConfig, s: StorageConfig, gpu: str | int, ram: str | int) -> Plan:
+    """The plan within budgets, of which FLOOR takes the least that is accepted."""
+    sizes: dict[str, str | int] = {"gpu": 1 if gpu == FLOOR else gpu, "ram": 1 if ram == FLOOR else ram}
+    for _ in range(3):
+        try:
+            return plan_run(spec, d, t, BudgetConfig(**sizes), s, CPU)
+        except BudgetError as refusal:
+            tier = "gpu" if "budgets.gpu" in str(refusal) else "ram"
+            if (gpu if tier == "gpu" else ram) != FLOOR:
+                raise
+            sizes[tier] = int(str(refusal).split("give at least ")[1].split(" bytes")[0])
+    raise AssertionError("refused what the refusal asked for")
+
+
+def make_store(folder: Path, spec: ModelSpec, plan: Plan, cursor: dict[str, Any], seed: int = 0) -> NvmeStore:
+    """A store whose first generation is the model's own initialisation."""
+    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None)
+    buffers = ((name, initialize(spec, name, seed)) for name in spec.buffers)
+    fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor))
+    return store
+
+
+def session(
+    folder: Path,
+    *,
+    m: ModelConfig | None = None,
+    d: DataConfig | None = None,
+    t: TrainConfig | None = None,
+    s: StorageConfig | None = None,
+    gpu: str | int = "1GiB",
+    ram: str | int = "1GiB",
+) -> Session:
+    """A session at the last generation in `folder`, or at a new first one."""
+    m, d, t, s = m or model(), d or data(), t or training(), s or storage()
+    corpus = prepare_data(m, d, folder / "data").corpus
+    spec = spec_of(model_config(m, d, m.vocab_size))
+    plan = plan_of(spec, d, t, s, gpu, ram)
+    loader = make_loader(corpus, spec, d, t)
+    root = folder / "state"
+    if (root / "manifest.json").exists():
+        store = NvmeStore.open(root)
+    else:
+        store = make_store(root, spec, plan, loader.cursor, t.seed)
+    return Session(spec=spec, plan=plan, store=store, loader=loader, constants={}, train=t, storage=s, device=CPU)
+
+
+def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
+    """All master weights of the committed generation, by name."""
+    found: dict[str, Tensor] = {}
+    for name, layout in layouts(spec).items():
+        found |= read_parameters(store, name, layout)
+    return found
+
+
+def digest(store: NvmeStore) -> str:
+    """A hash of every byte of the committed generation."""
+    total = hashlib.sha256()
+    for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
+        for part in range(len(array.parts())):
+            total.update(_stored(store, array, part).numpy().tobytes())
+    return total.hexdigest()
+
+
+def live_digest(session: Session) -> str:
+    """A hash of the state as training left it, on whatever tier, committed or not."""
+    total = hashlib.sha256()
+    for array in sorted(session.store.arrays(), key=lambda array: (array.buffer, array.kind)):
+        tier = session.plan.buffers[array.buffer].state
+        memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
+        for part, (start, end) in enumerate(array.parts()):
+            if memory is None:
+                rows = _stored(session.store, array, part)
+            else:
+                assert memory.state is not None
+                rows = memory.state[STATE_KINDS.index(array.kind)][start:end]
+            total.update(rows.numpy().tobytes())
+    return total.hexdigest()
+
+
+def _stored(store: NvmeStore, array: ArraySpec, part: int) -> Tensor:
+    start, end = array.parts()[part]
+    rows = torch.empty(end - start)
+    store.read(array.buffer, array.kind, part, rows).result()
+    return rows
