@@ -159,9 +159,8 @@ def export_folder(
     if origin is not None:
         _export_like(out_dir, spec, read_buffer, origin)
     else:
-        _export_fresh(
-            out_dir, spec, read_buffer, initial_constants(spec) | dict(constants), FLOAT_DTYPES[dtype], tokenizer
-        )
+        values = dict(constants) if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
+        _export_fresh(out_dir, spec, read_buffer, values, FLOAT_DTYPES[dtype], tokenizer)
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
             if (tokenizer.folder / name).is_file():
