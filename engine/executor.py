@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.events import Span
-from engine.schedule import LANES, Op
+from engine.ops import LANES, Op
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 

@@ -23,9 +23,9 @@ from engine.config import TrainConfig
 from engine.data import MicroBatch
 from engine.memory import GpuMemory, RamMemory
 from engine.model import AttentionShape
+from engine.ops import WHOLE, Op
 from engine.optimizer import AdamW, Scalars, clip_coefficient, learning_rate, scalars
 from engine.plan import STATE_KINDS, Chunk, Plan
-from engine.schedule import WHOLE, Op
 from storage.errors import UserError
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore

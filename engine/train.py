@@ -29,6 +29,7 @@ from engine.events import Observer, Span, StepMetrics
 from engine.executor import Executor
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.model import ModelSpec, initialize
+from engine.ops import LANES
 from engine.optimizer import AdamW, can_compile
 from engine.plan import Plan
 from engine.prepare import (
@@ -43,7 +44,7 @@ from engine.prepare import (
     resolve_device,
 )
 from engine.runtime import Runtime, StepData
-from engine.schedule import LANES, ScheduleBuilder
+from engine.schedule import ScheduleBuilder
 from engine.state import fill_store, load_memory, read_parameters, scratch_arrays, state_arrays, state_folder
 from storage.errors import UserError
 from storage.layout import FlatLayout

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from engine.schedule import Op, Resource
+from engine.ops import Op, Resource
 
 
 def races(ops: Iterable[Op]) -> Iterator[str]:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import races
 
+from engine.ops import LANES, Op
 from engine.plan import BlockShape, BufferShape, Plan, Problem, cut_chunks, make_plan
-from engine.schedule import LANES, Op, ScheduleBuilder
+from engine.schedule import ScheduleBuilder
 from storage.errors import BudgetError
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32

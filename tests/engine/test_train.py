@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.ops import Op
 from engine.optimizer import learning_rate
-from engine.schedule import Op
 from engine.train import Session, train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore

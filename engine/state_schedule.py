@@ -1,0 +1,249 @@
+"""The part of the schedule that moves state: weights to the compute device, gradients away, updates, generations."""
+
+from __future__ import annotations
+
+from engine.ops import WHOLE, Emitter, Resource, Slots
+from engine.plan import FP32, STATE_KINDS, BlockShape, BufferPlan, Plan, Pool
+
+
+class StateSchedule:
+    """Emits the ops on flat buffers. What it returns are the resources that compute ops read and write."""
+
+    def __init__(self, plan: Plan, emitter: Emitter) -> None:
+        self._plan = plan
+        self._emit = emitter.emit
+        self.waiting: int | None = None
+        """Step whose gradient waits for the optimizer."""
+        self._version = dict.fromkeys(plan.buffers, 0)
+        pools: tuple[Pool, ...] = ("layer", "edge")
+        self._weights = {pool: Slots(f"gpu.weights.{pool}", plan.weight_slots[pool]) for pool in pools}
+        self._gradients = {pool: Slots(f"gpu.gradient.{pool}", plan.gradient_slots[pool]) for pool in pools}
+        self._stages = Slots("ram.state_stage", plan.state_stages)
+        self._part_stages = Slots("ram.part_stage", plan.part_stages)
+        self.weight_slot: dict[str, int] = {}
+        """Slot of each buffer whose weights are on the compute device for now."""
+        self.gradient_slot: dict[str, int] = {}
+        """Slot in which a buffer's gradient is being summed; WHOLE where it is resident."""
+
+    # ------------------------------------------------------------------ weights
+
+    def weights(self, name: str) -> Resource:
+        """Where the weights of buffer `name` are on the compute device."""
+        buffer = self._plan.buffers[name]
+        if buffer.weights == "gpu":
+            return ("gpu.weights", name)
+        return ("gpu.weights", buffer.pool, self.weight_slot[name])
+
+    def fetch(self, block: BlockShape) -> None:
+        """Bring the weights of all buffers of `block` to the compute device, unless they are there, and pin them."""
+        for name in block.buffers:
+            buffer = self._plan.buffers[name]
+            if buffer.weights == "gpu":
+                continue
+            pool = self._weights[buffer.pool]
+            content = (name, self._version[name])
+            slot = pool.find(content)
+            if slot is None:
+                slot = pool.take(content)
+                self._load(buffer, slot)
+            self.weight_slot[name] = slot
+
+    def release(self, block: BlockShape) -> None:
+        """Unpin what `fetch` pinned; it stays until its slot is wanted."""
+        for name in block.buffers:
+            buffer = self._plan.buffers[name]
+            if buffer.weights != "gpu":
+                self._weights[buffer.pool].release(self.weight_slot[name], keep=True)
+
+    def _load(self, buffer: BufferPlan, slot: int) -> None:
+        name, item = buffer.name, self._plan.problem.compute_bytes
+        target: list[Resource] = [("gpu.weights", buffer.pool, slot)]
+        if buffer.weights == "ram":
+            size = buffer.numel * item
+            reads: list[Resource] = [("ram.weights", name)]
+            self._emit("h2d", "load_weights", name, reads=reads, writes=target, nbytes=size, slots={name: slot})
+            return
+        for part in range(buffer.num_parts):
+            start, end = buffer.part(part)
+            size = (end - start) * item
+            stage = self._part_stages.take((name, part))
+            staged: list[Resource] = [("ram.part_stage", stage)]
+            reads = [("nvme.weights", name, part)]
+            slots = {"stage": stage, name: slot}
+            self._emit("nvme_read", "read_weights", name, part, reads=reads, writes=staged, nbytes=size, slots=slots)
+            self._emit("h2d", "load_weights_part", name, part, reads=staged, writes=target, nbytes=size, slots=slots)
+            self._part_stages.release(stage)
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradient(self, name: str) -> Resource:
+        """Where the gradient of buffer `name` is being summed."""
+        buffer = self._plan.buffers[name]
+        if buffer.gradient == "gpu":
+            return ("gpu.gradient", name)
+        return ("gpu.gradient", buffer.pool, self.gradient_slot[name])
+
+    def open_gradient(self, name: str) -> bool:
+        """Make sure that `name` has a place for its gradient in this step; True when it is new and must be zeroed."""
+        if name in self.gradient_slot:
+            return False
+        buffer = self._plan.buffers[name]
+        self.gradient_slot[name] = WHOLE if buffer.gradient == "gpu" else self._gradients[buffer.pool].take(name)
+        return True
+
+    def close_gradient(self, name: str) -> None:
+        """The gradient of `name` is complete: take its norm and move it to where it waits."""
+        buffer = self._plan.buffers[name]
+        source = [self.gradient(name)]
+        slot = self.gradient_slot.pop(name)
+        self._emit("compute", "norm", name, reads=source, writes=[("gpu.norms",)], slots={name: slot})
+        if buffer.gradient == "gpu":
+            return
+        item = self._plan.problem.gradient_bytes
+        if buffer.gradient == "ram":
+            size, waiting = buffer.numel * item, [("ram.gradient", name)]
+            self._emit("d2h", "store_gradient", name, reads=source, writes=waiting, nbytes=size, slots={name: slot})
+        for part in range(buffer.num_parts if buffer.gradient == "nvme" else 0):
+            start, end = buffer.part(part)
+            size = (end - start) * item
+            stage = self._part_stages.take((name, part))
+            staged: list[Resource] = [("ram.part_stage", stage)]
+            file: list[Resource] = [("nvme.gradient", name, part)]
+            slots = {"stage": stage, name: slot}
+            self._emit("d2h", "store_gradient_part", name, part, reads=source, writes=staged, nbytes=size, slots=slots)
+            self._emit("nvme_write", "write_gradient", name, part, reads=staged, writes=file, nbytes=size, slots=slots)
+            self._part_stages.release(stage)
+        self._gradients[buffer.pool].release(slot)
+
+    # ------------------------------------------------------------------ optimizer
+
+    def update(self, name: str, *, write_through: bool) -> None:
+        """Apply the waiting gradient to `name` part by part, write back what lives on NVMe, all of it on request."""
+        if self.waiting is None:
+            return
+        step, buffer = self.waiting, self._plan.buffers[name]
+        self._version[name] += 1
+        if buffer.state == "gpu":
+            reads: list[Resource] = [("gpu.gradient", name), ("ram.clip",)]
+            writes: list[Resource] = [("gpu.state", name), ("gpu.weights", name)]
+            self._emit("compute", "update_on_gpu", name, reads=reads, writes=writes, step=step)
+        else:
+            for part in range(buffer.num_parts):
+                self._update_part(buffer, part, step)
+        if write_through and buffer.state != "nvme":
+            for part in range(buffer.num_parts):
+                self._write_through(buffer, part, step)
+
+    def _update_part(self, buffer: BufferPlan, part: int, step: int) -> None:
+        name = buffer.name
+        start, end = buffer.part(part)
+        numel = end - start
+        state_bytes = len(STATE_KINDS) * numel * FP32
+        reads: list[Resource] = [("ram.clip",)]
+        writes: list[Resource] = []
+        slots: dict[str, int] = {}
+        staged: list[Resource] = []
+        if "nvme" in (buffer.state, buffer.gradient):
+            slots["stage"] = self._stages.take((name, part))
+            staged = [("ram.state_stage", slots["stage"])]
+            files: list[Resource] = []
+            size = 0
+            if buffer.state == "nvme":
+                files.append(("nvme.state", name, part))
+                size += state_bytes
+            if buffer.gradient == "nvme":
+                files.append(("nvme.gradient", name, part))
+                size += numel * self._plan.problem.gradient_bytes
+            self._emit(
+                "nvme_read", "read_state", name, part, reads=files, writes=staged, nbytes=size, slots=slots, step=step
+            )
+            reads += staged
+            if buffer.state == "nvme":
+                writes += staged
+        if buffer.gradient == "ram":
+            reads.append(("ram.gradient", name))
+        if buffer.state == "ram":
+            writes.append(("ram.state", name))
+        if buffer.weights == "ram":
+            writes.append(("ram.weights", name))
+        else:
+            slots["weights"] = self._part_stages.take((name, part))
+            writes.append(("ram.part_stage", slots["weights"]))
+        self._emit("optimizer", "update", name, part, reads=reads, writes=writes, slots=slots, step=step)
+        if buffer.state == "nvme":
+            self._emit(
+                "nvme_write",
+                "write_state",
+                name,
+                part,
+                reads=[*staged, ("generation",)],
+                writes=[("nvme.state", name, part)],
+                nbytes=state_bytes,
+                slots=slots,
+                step=step,
+            )
+        if "weights" in slots:
+            self._weights_leave(buffer, part, slots, step)
+            self._part_stages.release(slots["weights"])
+        if "stage" in slots:
+            self._stages.release(slots["stage"])
+
+    def _weights_leave(self, buffer: BufferPlan, part: int, slots: dict[str, int], step: int) -> None:
+        """New weights of a part go from their stage to NVMe or to their place on the compute device."""
+        start, end = buffer.part(part)
+        on_nvme = buffer.weights == "nvme"
+        self._emit(
+            "nvme_write" if on_nvme else "h2d",
+            "write_weights" if on_nvme else "load_resident_part",
+            buffer.name,
+            part,
+            reads=[("ram.part_stage", slots["weights"])],
+            writes=[("nvme.weights", buffer.name, part) if on_nvme else ("gpu.weights", buffer.name)],
+            nbytes=(end - start) * self._plan.problem.compute_bytes,
+            slots=slots,
+            step=step,
+        )
+
+    # ------------------------------------------------------------------ generations
+
+    def commit(self) -> None:
+        """Commit the generation whose state has been written."""
+        if self.waiting is not None:
+            self._emit("nvme_write", "commit", "all", writes=[("generation",)], step=self.waiting)
+
+    def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
+        """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""
+        name = buffer.name
+        start, end = buffer.part(part)
+        size = (end - start) * FP32
+        if buffer.state == "ram":
+            self._emit(
+                "nvme_write",
+                "checkpoint_state",
+                name,
+                part,
+                reads=[("ram.state", name), ("generation",)],
+                writes=[("nvme.state", name, part)],
+                nbytes=len(STATE_KINDS) * size,
+                step=step,
+            )
+            return
+        for kind in STATE_KINDS:
+            slots = {"stage": self._part_stages.take((name, kind, part))}
+            staged: list[Resource] = [("ram.part_stage", slots["stage"])]
+            resident: list[Resource] = [("gpu.state", name)]
+            self._emit(
+                "d2h", "stage_" + kind, name, part, reads=resident, writes=staged, nbytes=size, slots=slots, step=step
+            )
+            self._emit(
+                "nvme_write",
+                "checkpoint_" + kind,
+                name,
+                part,
+                reads=[*staged, ("generation",)],
+                writes=[("nvme.state", name, part, kind)],
+                nbytes=size,
+                slots=slots,
+                step=step,
+            )
+            self._part_stages.release(slots["stage"])
