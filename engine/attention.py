@@ -283,12 +283,48 @@ def penstock_attention(
     return out[None], None
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """transformers' mask interface: causality, windows and documents are handled in the attention itself."""
-    return None
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """A causal mask that hides old keys: all but the last `size` (sliding), or those of earlier blocks of `size` tokens
+    counted from the document's start (chunked)."""
+
+    kind: Literal["sliding", "chunked"]
+    size: int
+
+
+_show_patterns = False
+
+
+@contextmanager
+def mask_patterns() -> Iterator[None]:
+    """Inside the block a model's layers are given MaskPattern objects as masks, for reading; outside None."""
+    global _show_patterns
+    _show_patterns = True
+    try:
+        yield
+    finally:
+        _show_patterns = False
+
+
+def mask_pattern(
+    *args: Any, mask_function: Callable[..., Tensor] | None = None, local_size: int | None = None, **kwargs: Any
+) -> MaskPattern | None:
+    """transformers' mask interface. No mask is made: attention itself handles causality, windows and documents."""
+    if not _show_patterns or local_size is None or mask_function is None:
+        return None
+    zero = torch.tensor(0)
+    # Of the first query that no longer sees key 0, only a sliding window shows key 1.
+    sees_next = bool(mask_function(zero, zero, torch.tensor(local_size), torch.tensor(1)))
+    return MaskPattern("sliding" if sees_next and local_size > 1 else "chunked", local_size)
+
+
+def split_documents(documents: Sequence[int], end: int, chunk: int) -> list[int]:
+    """Starts of the blocks of `chunk` tokens of each document; a chunked mask is these taken for documents."""
+    stops = [*documents[1:], end]
+    return [block for start, stop in zip(documents, stops, strict=True) for block in range(start, stop, chunk)]
 
 
 def register() -> None:
     """Make `attn_implementation="penstock"` known to transformers; harmless to repeat."""
     AttentionInterface.register(NAME, penstock_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, mask_pattern)

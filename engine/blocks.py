@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -261,11 +261,21 @@ class ModelRunner:
         if state is None:
             output = run(x[None], *call.args, **call.kwargs)
         else:
-            handler = attention.backward_handler(state) if backward else attention.forward_handler(state)
-            with attention.use(handler):
+            with attention.use(self._handler(index, state, backward)):
                 output = run(x[None], *call.args, **call.kwargs)
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y[0]
+
+    def _handler(self, index: int, state: AttentionState, backward: bool) -> attention.Handler:
+        shape = self.spec.attention[index]
+        assert shape is not None, "state given for a layer without attention"
+        window = shape.window
+        if shape.chunk is not None:
+            blocks = attention.split_documents(state.documents, state.k.shape[0], shape.chunk)
+            state = replace(state, documents=blocks)
+        handle = attention.backward_handler(state) if backward else attention.forward_handler(state)
+        # A layer that leaves its window to the mask does not pass it on.
+        return lambda q, k, v, call: handle(q, k, v, call if call.window else replace(call, window=window))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -39,13 +39,18 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Attention of one layer; `window` counts the visible keys including the query's own, None sees all."""
+    """Attention of one layer.
+
+    `window` counts the visible keys including the query's own, None sees all; with `chunk` a token sees only the keys
+    of its own block of so many tokens, counted from the document's start.
+    """
 
     heads: int
     kv_heads: int
     qk_dim: int
     v_dim: int
     window: int | None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)

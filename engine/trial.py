@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
 from engine import attention, skeleton
-from engine.attention import AttentionCall
+from engine.attention import AttentionCall, MaskPattern
 from engine.recompute import unread_linear
 from storage.errors import UserError
 
@@ -208,36 +208,53 @@ def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=q.dtype)
 
 
+Shape = tuple[int, int, int, int, int | None, int | None]
+"""heads, kv_heads, qk_dim, v_dim, window, chunk."""
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, MaskPattern):
+        return None
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
 class _Captured(BaseException):
     """Leaves a layer at its attention call, with heads, kv_heads, qk_dim, v_dim and window as args."""
 
 
 def attention_shapes(
     model: PreTrainedModel, structures: list[int], attends: list[bool], returns: list[int]
-) -> list[tuple[int, int, int, int, int | None] | None]:
-    """Per layer of `model` (on meta) heads, kv_heads, qk_dim, v_dim and window of its attention; None without.
+) -> list[Shape | None]:
+    """Per layer of `model` (on meta) heads, kv_heads, qk_dim, v_dim, window and chunk of its attention; None without.
 
     `structures[i]` is the first layer with the structure of layer i.
     """
     frame = skeleton.Skeleton(model, device=torch.device("cpu"), dtype=torch.float32, returns=returns)
-    with torch.no_grad():
+    with torch.no_grad(), attention.mask_patterns():
         calls = frame.calls(torch.arange(2))
-    shapes: list[tuple[int, int, int, int, int | None] | None] = []
+    shapes: list[Shape | None] = []
     for index, layer in enumerate(frame.layers):
-        if structures[index] != index or not attends[index]:
-            shapes.append(shapes[structures[index]] if structures[index] != index else None)
+        if not attends[index]:
+            shapes.append(None)
+            continue
+        leaves = pytree.tree_leaves((calls[index].args, calls[index].kwargs))
+        sizes = {leaf.kind: leaf.size for leaf in leaves if isinstance(leaf, MaskPattern)}
+        known = shapes[structures[index]] if structures[index] != index else None
+        if known is not None:
+            shapes.append((*known[:4], known[4] or sizes.get("sliding"), sizes.get("chunked")))
             continue
 
         def capture(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             raise _Captured(q.shape[1], k.shape[1], q.shape[2], v.shape[2], call.window)
 
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (calls[index].args, calls[index].kwargs))
+        args, kwargs = pytree.tree_map(_on_meta, (calls[index].args, calls[index].kwargs))
         x = torch.empty(1, 2, model.config.get_text_config(decoder=True).hidden_size, device="meta")
         try:
             with attention.use(capture), torch.no_grad():
                 type(layer).forward(layer, x, *args, **kwargs)
         except _Captured as found:
-            shapes.append(found.args)
+            heads, kv_heads, qk_dim, v_dim, window = found.args
+            shapes.append((heads, kv_heads, qk_dim, v_dim, window or sizes.get("sliding"), sizes.get("chunked")))
         else:
             raise AssertionError(f"layer {index} attends in the shrunk model only")
     return shapes

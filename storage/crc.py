@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from crc32c import crc32c
+import numpy as np
+import tensorstore as ts
+
+try:
+    from crc32c import crc32c
+except ImportError:  # a machine on which nothing may be installed: slower, the same checksum
+    crc32c = None
 
 _POLYNOMIAL = 0x82F63B78  # reflected
 _MASK = 0xFFFFFFFF
@@ -15,8 +21,26 @@ def checksum(data: memoryview, num_zeros: int) -> int:
 
     A chunk file ends in padding; its zeros are accounted for by algebra and never gathered with the data.
     """
-    crc: int = crc32c(data)
+    crc: int = crc32c(data) if crc32c is not None else through_tensorstore(data)
     return crc if num_zeros == 0 else _apply(_zeros_operator(num_zeros), crc ^ _MASK) ^ _MASK
+
+
+def through_tensorstore(data: memoryview) -> int:
+    """CRC-32C of `data`, at least one byte, as tensorstore's codec computes it: a copy and a quarter of the speed."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "memory"},
+        "store_data_equal_to_fill_value": True,
+        "metadata": {
+            "shape": [len(data)],
+            "data_type": "uint8",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [len(data)]}},
+            "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        },
+    }
+    array = ts.open(spec, create=True, context=ts.Context()).result()
+    array.write(np.frombuffer(data, dtype=np.uint8)).result()
+    return int.from_bytes(array.kvstore["c/0"][-4:], "little")
 
 
 # Feeding a zero bit is a linear map of the 32-bit register over GF(2), kept as its images of the 32 single bits;

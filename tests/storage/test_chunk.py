@@ -9,12 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import chunk
-from storage.crc import checksum
+from storage.crc import checksum, through_tensorstore
 
 
 @given(st.binary(max_size=5000), st.integers(0, 20000))
 def test_zeros_need_not_exist(data: bytes, num_zeros: int) -> None:
     assert checksum(memoryview(data), num_zeros) == crc32c(data + bytes(num_zeros))
+
+
+@pytest.mark.parametrize("data", [b"x", bytes(50), bytes(range(256)) * 17])
+def test_the_checksum_is_the_same_without_the_crc32c_package(data: bytes) -> None:
+    assert through_tensorstore(memoryview(data)) == crc32c(data)
 
 
 def test_known_value() -> None:
