@@ -8,9 +8,11 @@ import numpy as np
 import tensorstore as ts
 
 try:
-    from crc32c import crc32c
+    import crc32c
 except ImportError:  # a machine on which nothing may be installed: slower, the same checksum
-    crc32c = None
+    HAVE_CRC32C = False
+else:
+    HAVE_CRC32C = True
 
 _POLYNOMIAL = 0x82F63B78  # reflected
 _MASK = 0xFFFFFFFF
@@ -21,7 +23,7 @@ def checksum(data: memoryview, num_zeros: int) -> int:
 
     A chunk file ends in padding; its zeros are accounted for by algebra and never gathered with the data.
     """
-    crc: int = crc32c(data) if crc32c is not None else through_tensorstore(data)
+    crc: int = crc32c.crc32c(data) if HAVE_CRC32C else through_tensorstore(data)
     return crc if num_zeros == 0 else _apply(_zeros_operator(num_zeros), crc ^ _MASK) ^ _MASK
 
 
@@ -40,7 +42,9 @@ def through_tensorstore(data: memoryview) -> int:
     }
     array = ts.open(spec, create=True, context=ts.Context()).result()
     array.write(np.frombuffer(data, dtype=np.uint8)).result()
-    return int.from_bytes(array.kvstore["c/0"][-4:], "little")
+    store = array.kvstore
+    assert store is not None
+    return int.from_bytes(store["c/0"][-4:], "little")
 
 
 # Feeding a zero bit is a linear map of the 32-bit register over GF(2), kept as its images of the 32 single bits;
