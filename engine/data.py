@@ -38,11 +38,12 @@ class MicroBatch:
 class DataLoader:
     """An endless stream of optimizer steps' batches from a tokenised corpus.
 
-    Documents come in an order shuffled by (seed, epoch) and are laid end to end into rows of `sequence_length`
-    tokens. A document that crosses a row's end goes on in the next row as a document of its own: positions restart
-    and attention does not reach back, but no token and no target is lost. Nothing is padded, except with
-    `one_document_per_row` (models that carry a state from token to token): then a row holds one document or a piece
-    of one, followed by end-of-text padding that is not trained on.
+    Documents longer than a row are cut into pieces of a row's length, each a document of its own: positions restart
+    and attention does not reach back, but no token and no target is lost. Documents and pieces come in an order
+    shuffled by (seed, epoch), so that consecutive steps do not read one long document, and are laid end to end into
+    rows of `sequence_length` tokens; one that crosses a row's end goes on in the next row as a document of its own.
+    Nothing is padded, except with `one_document_per_row` (models that carry a state from token to token): then a row
+    holds one document or piece, followed by end-of-text padding that is not trained on.
 
     `num_split_documents` counts the corpus's documents that are longer than a row and so cannot be seen whole.
 
@@ -68,16 +69,24 @@ class DataLoader:
         self._micro_batches = sequences_per_step // sequences_per_micro_batch
         self._seed = seed
         self._one_document_per_row = one_document_per_row
-        self.num_split_documents = int((np.diff(corpus.starts) > sequence_length).sum())
+        lengths = np.diff(corpus.starts)
+        self.num_split_documents = int((lengths > sequence_length).sum())
+        counts = -(-lengths // sequence_length)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        number = np.arange(len(first)) - first
+        self._starts = np.repeat(corpus.starts[:-1], counts) + number * sequence_length
+        """First token of each piece."""
+        self._document_stops = np.repeat(corpus.starts[1:], counts)
+        """End of the document that each piece is cut from."""
         self._start_epoch(0)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._index = 0  # of the current document in this epoch's order
+        self._index = 0  # of the current piece in this epoch's order
         self._offset = 0  # tokens of it already given out
         # Sorting raw generator words keeps the order the same in every numpy release.
         seed = np.random.SeedSequence([self._seed, epoch])
-        words = np.random.PCG64(seed).random_raw(self._corpus.info.num_documents)
+        words = np.random.PCG64(seed).random_raw(len(self._starts))
         self._order = np.argsort(words, kind="stable")
 
     @property
@@ -87,7 +96,7 @@ class DataLoader:
             "corpus": self._corpus.info.content,
             "seed": self._seed,
             "epoch": self._epoch,
-            "document": self._index,
+            "piece": self._index,
             "offset": self._offset,
         }
 
@@ -101,7 +110,7 @@ class DataLoader:
         if cursor["seed"] != self._seed:
             raise UserError(f"data.seed: {self._seed}, but the run so far used {cursor['seed']}; set it back")
         self._start_epoch(cursor["epoch"])
-        self._index = cursor["document"]
+        self._index = cursor["piece"]
         self._offset = cursor["offset"]
 
     def next_step(self) -> list[MicroBatch]:
@@ -139,11 +148,12 @@ class DataLoader:
         while filled < length:
             if self._index == len(self._order):
                 self._start_epoch(self._epoch + 1)
-            document = self._order[self._index]
-            start = int(self._corpus.starts[document]) + self._offset
-            stop = int(self._corpus.starts[document + 1])
+            piece = self._order[self._index]
+            document_stop = int(self._document_stops[piece])
+            stop = min(int(self._starts[piece]) + self._sequence_length, document_stop)
+            start = int(self._starts[piece]) + self._offset
             count = min(length - filled, stop - start)
-            targets = min(count, stop - start - 1)
+            targets = min(count, document_stop - start - 1)
             ids[filled : filled + count] = self._corpus.tokens[start : start + count]
             labels[filled : filled + targets] = self._corpus.tokens[start + 1 : start + 1 + targets]
             positions[filled:] = np.arange(length - filled)
