@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -157,7 +157,7 @@ def export_folder(
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
     if origin is not None:
-        _export_like(out_dir, spec, read_buffer, origin)
+        _export_like(out_dir, spec, read_buffer, origin, skip=TOKENIZER_FILES if tokenizer is not None else ())
     else:
         values = dict(constants) if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
         _export_fresh(out_dir, spec, read_buffer, values, FLOAT_DTYPES[dtype], tokenizer)
@@ -167,7 +167,7 @@ def export_folder(
                 shutil.copyfile(tokenizer.folder / name, out_dir / name)
 
 
-def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Path) -> None:
+def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Path, skip: Collection[str]) -> None:
     reader = CheckpointReader(origin)
     layout = CheckpointLayout(spec, reader)
     tensors = [(name, *reader.tensors[name]) for name in layout.kept]
@@ -185,7 +185,7 @@ def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin
                 for name, tensor in layout.plan.revert(conversion, values).items():
                     writer.write(name, tensor.to(dtypes[name]))
     for file in sorted(origin.iterdir()):
-        if file.suffix in _COPIED_SUFFIXES and not file.name.endswith(".index.json"):
+        if file.suffix in _COPIED_SUFFIXES and file.name not in skip and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out_dir / file.name)
     atomic_write(out_dir / "config.json", _config_like(spec.config, origin / "config.json"))
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,33 @@ def test_parameters_are_those_that_transformers_loads(tmp_path):
     for _, tensors in import_blocks(CheckpointReader(tmp_path), spec):
         for name, tensor in tensors.items():
             assert torch.equal(tensor, loaded[name].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_import_holds_one_buffer_at_a_time(tmp_path, monkeypatch, dtype):
+    random_model("mixtral", dtype=dtype, num_hidden_layers=8).save_pretrained(tmp_path)
+    spec = spec_of(tmp_path)
+    reader = CheckpointReader(tmp_path)
+    names: list[str] = []
+    alive: dict[str, int] = {}
+    peak = 0
+    read = CheckpointReader.read
+
+    def tracked_read(self, name):
+        nonlocal peak
+        tensor = read(self, name)
+        names.append(name)
+        alive[name] = tensor.nbytes
+        weakref.finalize(tensor.untyped_storage(), alive.pop, name)
+        peak = max(peak, sum(alive.values()))
+        return tensor
+
+    monkeypatch.setattr(CheckpointReader, "read", tracked_read)
+    for _, tensors in import_blocks(reader, spec):
+        del tensors
+    assert len(names) == len(reader.tensors)
+    largest = max(sum(param.numel for param in params) for params in spec.buffers.values()) * dtype.itemsize
+    assert peak <= 2 * largest < sum(p.numel for ps in spec.buffers.values() for p in ps) * dtype.itemsize / 3
 
 
 @pytest.mark.parametrize("head", ["absent", "present", "alone"])
