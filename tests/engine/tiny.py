@@ -132,6 +132,7 @@ def session(
     s: StorageConfig | None = None,
     gpu: str | int = "1GiB",
     ram: str | int = "1GiB",
+    device: torch.device = CPU,
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one."""
     m, d, t, s = m or model(), d or data(), t or training(), s or storage()
@@ -144,7 +145,7 @@ def session(
         store = NvmeStore.open(root)
     else:
         store = make_store(root, spec, plan, loader.cursor, t.seed)
-    return Session(spec=spec, plan=plan, store=store, loader=loader, constants={}, train=t, storage=s, device=CPU)
+    return Session(spec=spec, plan=plan, store=store, loader=loader, constants={}, train=t, storage=s, device=device)
 
 
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
