@@ -1,4 +1,4 @@
-"""Training on CUDA: the lanes as streams give what the same steps give on CPU, on any tiers, however they are delayed."""
+"""Training on CUDA: lanes as streams give what the same steps give on CPU, on any tiers, however they are delayed."""
 
 import random
 import time
@@ -62,7 +62,7 @@ def delayed(perform: Callable[[Op], Any], chance: random.Random) -> Callable[[Op
 
 @pytest.mark.parametrize(("gpu", "ram"), TIERS)
 def test_delays_on_streams_and_hosts_change_nothing(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
-    """Without deterministic kernels embedding gradients may differ in their last bit, so weights are compared closely."""
+    """Not to the bit: without deterministic kernels a gradient may differ in its last one."""
     results = []
     for seed in range(10):
         with tiny.session(tmp_path / "run", gpu=gpu, ram=ram, device=CUDA) as session:
