@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Hashable
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -90,11 +91,29 @@ def _structures(config: PretrainedConfig) -> list[Hashable]:
 def _with_layers(config: PretrainedConfig, total: int, count: int) -> PretrainedConfig:
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
+    overrides = _take_overrides(text)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == total:
             setattr(text, name, value[:count])
     text.num_hidden_layers = count
+    _put_overrides(text, {index: fields for index, fields in overrides.items() if int(index) < count})
     return small
+
+
+def _take_overrides(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]:
+    """Remove and return the fields that single layers of a heterogeneous config have for themselves."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    overrides: dict[int | str, dict[str, Any]] = {
+        int(index): dict(fields) for index, fields in config.to_dict()["per_layer_config"].items()
+    }
+    config.per_layer_config = None
+    return overrides
+
+
+def _put_overrides(config: PretrainedConfig, overrides: dict[int | str, dict[str, Any]]) -> None:
+    if overrides:
+        config.per_layer_config = overrides
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -102,6 +121,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _shrink_fields(config: PretrainedConfig) -> None:
+    overrides = _take_overrides(config)
     before = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
@@ -129,6 +149,11 @@ def _shrink_fields(config: PretrainedConfig) -> None:
             else:
                 config.head_dim = HIDDEN // small_heads if head_dim * heads == hidden else 2 * HIDDEN // small_heads
     _shrink_rotary(config)
+    for fields in overrides.values():
+        for name, value in fields.items():
+            if isinstance(value, int) and isinstance(before.get(name), int) and value > 1:
+                fields[name] = max(1, getattr(config, name) * value // before[name])
+    _put_overrides(config, overrides)
 
 
 def _shrink_rotary(config: PretrainedConfig) -> None:
