@@ -148,6 +148,11 @@ def _shrink_fields(config: PretrainedConfig) -> None:
                 config.head_dim = config.qk_head_dim
             else:
                 config.head_dim = HIDDEN // small_heads if head_dim * heads == hidden else 2 * HIDDEN // small_heads
+    if isinstance(before.get("mamba_d_ssm"), int):
+        config.mamba_n_heads = config.mamba_d_ssm // config.mamba_d_head
+    if heads is None and {"expand", "num_heads", "head_dim"} <= before.keys():
+        config.head_dim = 16
+        config.num_heads = config.expand * HIDDEN // config.head_dim
     _shrink_rotary(config)
     for fields in overrides.values():
         for name, value in fields.items():

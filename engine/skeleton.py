@@ -38,15 +38,26 @@ class _Stop(BaseException):
 
 
 def build(config: PretrainedConfig, device: str = "meta", experts: str | None = None) -> PreTrainedModel:
-    """The model of `config` in float32 and eval mode, with Penstock's attention; on meta it takes no memory."""
+    """The model of `config` in float32 and eval mode, with Penstock's attention; on meta it takes no memory.
+
+    Raises UserError for a model that has its own attention only.
+    """
     attention.register()
     config = copy.deepcopy(config)
     config.use_cache = False
     kwargs = {} if experts is None else {"experts_implementation": experts}
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, dtype=torch.float32, **kwargs
-        )
+    try:
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, dtype=torch.float32, **kwargs
+            )
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        # Older models look their attention up in a table of their own.
+        raise UserError(
+            f"model type '{config.model_type}': its attention does not go through transformers' attention interface"
+        ) from error
     model.eval()
     return model
 

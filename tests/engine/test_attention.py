@@ -169,6 +169,10 @@ def test_chunks_equal_whole_attention(
         torch.testing.assert_close(computed, expected_grad)
 
 
+def test_chunked_masks_are_documents_of_their_own() -> None:
+    assert attention.split_documents([0, 10, 13], 20, 4) == [0, 4, 8, 10, 13, 17]
+
+
 def test_what_would_be_computed_wrongly_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     q = torch.zeros(1, 2, 3, 4)

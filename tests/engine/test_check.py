@@ -61,8 +61,23 @@ def test_default_config_passes(model_type: str) -> None:
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2, "num_hidden_layers": 4}),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}),
         ("mixtral", {"sliding_window": 1024}),
+        ("llama4_text", {}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0}),
+        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+        ("mamba2", {}),
     ],
-    ids=["biases tied", "dynamic rope", "longrope", "mixed windows", "yarn", "moe window"],
+    ids=[
+        "biases tied",
+        "dynamic rope",
+        "longrope",
+        "mixed windows",
+        "yarn",
+        "moe window",
+        "chunked attention",
+        "layers of different widths, badly conditioned",
+        "learned positions",
+        "no attention",
+    ],
 )
 def test_variants_pass(model_type: str, fields: dict[str, Any]) -> None:
     result = check_model(CONFIG_MAPPING[model_type](**fields))
@@ -115,6 +130,7 @@ def test_error_while_streaming_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "not causal"),
         ("gpt2", {}, "resid_pdrop is 0.1"),
         ("vit", {"hidden_dropout_prob": 0.0}, "not a causal language model"),
+        ("gptj", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "attention interface"),
         ("gemma3n_text", {"num_hidden_layers": 5, "num_kv_shared_layers": 0}, "beside its hidden state"),
     ],
 )

@@ -83,6 +83,11 @@ def test_windows_and_wide_heads_are_read_from_the_layers() -> None:
     assert list(deepseek.constants) == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (3, 4)]
 
 
+def test_chunked_attention_is_read_from_the_mask() -> None:
+    spec = ModelSpec.from_config(CONFIG_MAPPING["llama4_text"](num_hidden_layers=4))
+    assert [(s.chunk, s.window) for s in spec.attention if s] == [(8192, None)] * 3 + [(None, None)]
+
+
 def test_layers_that_carry_state_are_found() -> None:
     spec = ModelSpec.from_config(Qwen3NextConfig(num_hidden_layers=4))
     assert spec.recurrent
