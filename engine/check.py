@@ -206,7 +206,9 @@ def reference_gradients(
         loss.backward()
         total += loss.item()
     zero = torch.zeros(())
-    return total, {n: (zero.expand(p.shape) if p.grad is None else p.grad) for n, p in model.named_parameters()}
+    return total, {
+        n: (zero.expand(p.shape) if p.grad is None else p.grad) for n, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def chunk_ranges(spec: ModelSpec, stream: Stream, chunk_tokens: int) -> list[tuple[int, int]]:

@@ -70,7 +70,7 @@ class ModelSpec:
     """Parameters of each flat buffer by their state-dict names. A parameter that embedding and head share is in "embed"
     only; a head without parameters of its own has no buffer."""
     constants: dict[str, tuple[int, ...]]
-    """Persistent buffers (not trained, part of the checkpoint) and their shapes."""
+    """Persistent buffers and parameters that the model never trains (both part of the checkpoint), and their shapes."""
     attention: tuple[AttentionShape | None, ...]
     """Per layer; None for a layer without attention."""
     recurrent: bool
@@ -95,7 +95,7 @@ class ModelSpec:
         model = _build(config)
         prefix, layers = skeleton.find_layers(model)
         small, stand_ins = _shrunk(config)
-        trial = run_trial(small)
+        trial = _tried(small)
         returns = [trial.returns[i] for i in stand_ins]
         attends = [trial.attends[i] for i in stand_ins]
         structures = _structures(layers)
@@ -198,10 +198,17 @@ def initialize(spec: ModelSpec, buffer: str, seed: int) -> dict[str, Tensor]:
 
 
 def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
-    """Initial values of the persistent buffers, by the model's own initialiser."""
+    """Initial values of the constants, by the model's own initialiser.
+
+    Raises UserError naming a constant that only a checkpoint can give.
+    """
     model = _build(spec.config)
     skeleton.materialise_buffers(model, model, torch.device("cpu"))
-    return {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
+    constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
+    for name, tensor in constants.items():
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise UserError(f"model type '{spec.model_type}': transformers does not initialise the buffer {name}")
+    return constants
 
 
 def _structures(layers: nn.ModuleList) -> list[int]:
@@ -217,6 +224,18 @@ def _shrunk(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
     except Exception as error:
         raise UserError(
             f"model type '{config.model_type}': no small copy could be made for the self-check: {error}"
+        ) from error
+
+
+def _tried(small: PretrainedConfig) -> Trial:
+    try:
+        return run_trial(small)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"model type '{small.model_type}': a small copy does not run with Penstock's attention: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -69,21 +69,22 @@ def unread_linear(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tenso
         for name, module in layer.named_modules()
         if type(module) is nn.Linear
     ]
-    y = run(layer)
+    with torch.no_grad():
+        run(layer)
     for hook in hooks:
         hook.remove()
     if not order or order.count(order[-1]) > 1:
         return None
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+    # Copied before any run under grad: a layer may keep what it computed last, which then could not be copied.
+    twin = for_backward(layer, order[-1])
 
-    def gradients(module: nn.Module, output: Tensor) -> list[Tensor]:
-        wanted = [x, *module.parameters()]
-        grads = torch.autograd.grad(output, wanted, dy, allow_unused=True)
+    def gradients(module: nn.Module) -> list[Tensor]:
+        y, wanted = run(module), [x, *module.parameters()]
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+        grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
         return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, grads, strict=True)]
 
-    expected = gradients(layer, y)
-    twin = for_backward(layer, order[-1])
-    computed = gradients(twin, run(twin))
+    expected, computed = gradients(layer), gradients(twin)
     same = all(
         functional.mse_loss(a, b).sqrt() <= 1e-5 * b.square().mean().sqrt()
         for a, b in zip(computed, expected, strict=True)

@@ -59,7 +59,17 @@ def build(config: PretrainedConfig, device: str = "meta", experts: str | None = 
             f"model type '{config.model_type}': its attention does not go through transformers' attention interface"
         ) from error
     model.eval()
+    _untrained_to_buffers(model)
     return model
+
+
+def _untrained_to_buffers(model: nn.Module) -> None:
+    """Make buffers of the parameters that the model itself does not train, such as routers' balancing biases."""
+    for part in model.modules():
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None and not parameter.requires_grad:
+                del part._parameters[key]
+                part.register_buffer(key, parameter.detach())
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -124,7 +134,8 @@ def adopt_index(template: nn.Module, layer: nn.Module) -> None:
 def materialise_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
     """Give the meta buffers of `module` their initial values on `device`, by the model's own initialiser.
 
-    Raises UserError naming a float buffer that the initialiser does not set.
+    A persistent float buffer that it does not set is NaN, to be given by a checkpoint. Raises UserError naming any
+    other float buffer that it does not set.
     """
     for name, part in module.named_modules():
         buffers = {key: b for key, b in part.named_buffers(recurse=False) if b.is_meta}
@@ -138,7 +149,7 @@ def materialise_buffers(model: PreTrainedModel, module: nn.Module, device: torch
         for key in buffers:
             value = part._buffers[key]
             assert value is not None
-            if value.is_floating_point() and value.isnan().any():
+            if value.is_floating_point() and value.isnan().any() and key in part._non_persistent_buffers_set:
                 raise UserError(
                     f"model type '{model.config.model_type}': transformers does not initialise the buffer {name}.{key}"
                 )

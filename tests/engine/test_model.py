@@ -88,6 +88,15 @@ def test_chunked_attention_is_read_from_the_mask() -> None:
     assert [(s.chunk, s.window) for s in spec.attention if s] == [(8192, None)] * 3 + [(None, None)]
 
 
+def test_parameters_that_the_model_never_trains_are_constants() -> None:
+    config = shrink(CONFIG_MAPPING["ernie4_5_moe"]())[0]
+    spec = ModelSpec.from_config(config)
+    name = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
+    assert name in spec.constants
+    assert all(param.name != name for params in spec.buffers.values() for param in params)
+    assert torch.equal(initial_constants(spec)[name], torch.zeros(spec.constants[name]))
+
+
 def test_layers_that_carry_state_are_found() -> None:
     spec = ModelSpec.from_config(Qwen3NextConfig(num_hidden_layers=4))
     assert spec.recurrent
