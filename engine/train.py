@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from engine.data import DataLoader
 from engine.events import Observer, Span, StepMetrics
 from engine.executor import Executor
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.model import ModelSpec, initialize
+from engine.model import ModelSpec, initial_constants, initialize
 from engine.ops import LANES
 from engine.optimizer import AdamW, can_compile
 from engine.plan import Plan
@@ -279,7 +279,7 @@ def open_session(
     loader = make_loader(prepared.corpus, spec, data, train)
     _describe(observer, spec, prepared, loader, device)
     plan = plan_run(spec, data, train, budgets, storage, device)
-    _refuse_unless_exact(spec)
+    _refuse_unless_exact(spec, observer)
     nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     folder = state_folder(run_dir, storage.nvme)
     store, constants = _open_state(folder, spec, plan, model, train, loader, nvme_budget, resume)
@@ -298,6 +298,8 @@ def open_session(
 
 def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
     corpus = data.corpus.info
+    if device.type == "cpu":
+        observer.on_message("no GPU: computing on CPU, and the gpu tier is ordinary memory")
     observer.on_message(
         f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
     )
@@ -305,11 +307,12 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
     observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
 
 
-def _refuse_unless_exact(spec: ModelSpec) -> None:
+def _refuse_unless_exact(spec: ModelSpec, observer: Observer) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
     result = check_model(spec.config)
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
+    observer.on_message(f"self-check: streamed gradients are transformers' own (relative error {result.max_rel_error:.1e})")
 
 
 def _open_state(
@@ -334,15 +337,11 @@ def _open_state(
             constants = weights.read_constants(reader, spec)
             buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
         else:
-            buffers = _initialized(spec, train.seed)
+            constants = initial_constants(spec)
+            buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
         save_file(constants, constants_file)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor))
     return store, load_file(constants_file)
-
-
-def _initialized(spec: ModelSpec, seed: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    for name in spec.buffers:
-        yield name, initialize(spec, name, seed)
 
 
 def _run(session: Session, observer: Observer) -> TrainResult:
