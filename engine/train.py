@@ -312,7 +312,7 @@ def _refuse_unless_exact(spec: ModelSpec, observer: Observer) -> None:
     result = check_model(spec.config)
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
-    observer.on_message(f"self-check: streamed gradients are transformers' own (relative error {result.max_rel_error:.1e})")
+    observer.on_message(f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})")
 
 
 def _open_state(
