@@ -34,8 +34,8 @@ CASES = {
     "nvme": "Penstock, master weights and moments on NVMe",
 }
 BUDGETS: dict[str, dict[str, str]] = {
-    "ram": {"gpu": "8GiB", "ram": "8GiB"},
-    "nvme": {"gpu": "400MiB", "ram": "930MiB"},
+    "ram": {"gpu": "400MiB", "ram": "8GiB"},
+    "nvme": {"gpu": "400MiB", "ram": "700MiB"},
 }
 
 
