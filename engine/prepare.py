@@ -51,10 +51,10 @@ def resolve_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
 
 
-def read_config(path: Path) -> PretrainedConfig:
-    """The transformers config of a model folder or of a JSON file; code that a folder brings along is never run.
+def read_config(path: Path, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The transformers config of a model folder or of a JSON file, with `overrides` replacing fields of it.
 
-    Raises UserError naming the file when it is missing, is not JSON, or names an unknown architecture.
+    Code that a folder brings along is never run. Raises UserError naming the file when it is missing, is not JSON, or names an unknown architecture.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -65,7 +65,7 @@ def read_config(path: Path) -> PretrainedConfig:
         raise UserError(f"{file}: not JSON ({error})") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise UserError(f"{file}: has no 'model_type'; is it the config.json of a transformers model?")
-    return make_config(values, str(file))
+    return make_config(values | (overrides or {}), str(file))
 
 
 def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
@@ -90,7 +90,7 @@ def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -
         given = [name for name in _SHAPE_FIELDS if getattr(model, name) is not None]
         if given:
             raise UserError(f"model.{given[0]}: the shape comes from model.path {folder}; leave model.{given[0]} out")
-        return read_config(folder)
+        return read_config(folder, model.overrides)
     vocabulary = model.vocab_size or vocab_size
     if vocabulary is None:
         raise UserError("model.vocab_size: there is no tokenizer to take it from; set it")

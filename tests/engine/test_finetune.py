@@ -1,0 +1,78 @@
+"""Fine-tuning from a Hugging Face folder: import, train, commit, export, load in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from test_train import train_run
+from transformers import AutoModelForCausalLM
+
+from engine.config import ModelConfig
+from engine.prepare import layouts, model_config
+from engine.train import export
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny bfloat16 checkpoint as transformers saves it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = model_config(tiny.model(tie_embeddings=True), tiny.data(), 300)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def export_of(run_dir: Path, model: ModelConfig, out_dir: Path) -> None:
+    export(
+        run_dir,
+        model=model,
+        data=tiny.data(),
+        train=tiny.training(),
+        storage=tiny.storage(),
+        out_dir=out_dir,
+    )
+
+
+def test_a_stopped_fresh_import_exports_byte_equal_and_a_trained_one_loads(tmp_path: Path, model_folder: Path) -> None:
+    model = ModelConfig(path=str(model_folder))
+    train_run(tmp_path / "run", tiny.Silent(stop_after=1), model=model, train=tiny.training(lr=1e-30))
+    export_of(tmp_path / "run", model, tmp_path / "same")
+    before, after = load_file(model_folder / "model.safetensors"), load_file(tmp_path / "same" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+    train_run(tmp_path / "tuned", tiny.Silent(), model=model)
+    export_of(tmp_path / "tuned", model, tmp_path / "out")
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert tuned.lm_head.weight is tuned.model.embed_tokens.weight
+    assert not torch.equal(tuned.lm_head.weight, before["model.embed_tokens.weight"].float())
+    store = NvmeStore.open(tmp_path / "tuned" / "state")
+    spec = tiny.spec_of(tuned.config)
+    assert set(store.meta) >= {"step", "cursor", "versions"}
+    for name, tensor in tiny.parameters(store, spec).items():
+        assert torch.equal(tuned.state_dict()[name], tensor.bfloat16().float()), name
+    assert set(layouts(spec)) == {array.buffer for array in store.arrays()}
+    store.close()
+
+
+def test_overrides_reach_a_folder_s_config(model_folder: Path) -> None:
+    config = model_config(ModelConfig(path=str(model_folder), overrides={"rms_norm_eps": 0.125}), tiny.data(), None)
+    assert config.rms_norm_eps == 0.125
+
+
+def test_a_folder_with_a_missing_tensor_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    tensors = load_file(model_folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    (broken / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
+        train_run(tmp_path / "run", tiny.Silent(), model=ModelConfig(path=str(broken)))
+    assert not (tmp_path / "run" / "state" / "manifest.json").exists()
