@@ -54,7 +54,8 @@ def resolve_device(config: TrainConfig) -> torch.device:
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
     """The transformers config of a model folder or of a JSON file, with `overrides` replacing fields of it.
 
-    Code that a folder brings along is never run. Raises UserError naming the file when it is missing, is not JSON, or names an unknown architecture.
+    Code that a folder brings along is never run. Raises UserError naming the file when it is missing, is not JSON, or
+    names an unknown architecture.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
