@@ -31,7 +31,7 @@ class AfterConfig:
     export: bool = False
     """Write a Hugging Face folder to export/ in the run directory."""
     sample_prompt: str | None = None
-    """Text that plain transformers continues from the exported folder, greedily; none prints no sample."""
+    """Text that plain transformers continues from the exported folder; none prints no sample."""
     sample_tokens: int = 60
     """Tokens to generate after the prompt."""
 

@@ -33,7 +33,7 @@ recipe = Recipe(
     ),
     budgets=BudgetConfig(gpu="256MiB", ram="224MiB", nvme="2GiB"),
     storage=StorageConfig(chunk_bytes="4MiB", checkpoint_every=30),
-    after=AfterConfig(export=True, sample_prompt="def read(self, path):\n", sample_tokens=60),
+    after=AfterConfig(export=True, sample_prompt="def read(self, path):\n    ", sample_tokens=60),
 )
 
 if __name__ == "__main__":
