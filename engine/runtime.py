@@ -66,7 +66,7 @@ class Runtime:
         attention: Sequence[AttentionShape | None],
         runner: ModelRunner,
         adamw: AdamW,
-        store: NvmeStore | None,
+        store: NvmeStore,
         gpu: GpuMemory,
         ram: RamMemory,
         config: TrainConfig,
@@ -403,11 +403,6 @@ class Runtime:
 
     # ------------------------------------------------------------------ host: NVMe
 
-    @property
-    def _nvme(self) -> NvmeStore:
-        assert self.store is not None
-        return self.store
-
     def _op_read_state(self, op: Op) -> Future[Any]:
         buffer = self.plan.buffers[op.block]
         start, end = buffer.part(op.index)
@@ -415,22 +410,22 @@ class Runtime:
         futures = []
         if buffer.state == "nvme":
             for kind, tensor in zip(STATE_KINDS, stage, strict=False):
-                futures.append(self._nvme.read(op.block, kind, op.index, tensor[: end - start]))
+                futures.append(self.store.read(op.block, kind, op.index, tensor[: end - start]))
         if buffer.gradient == "nvme":
-            futures.append(self._nvme.read(op.block, "gradient", op.index, stage[3][: end - start]))
+            futures.append(self.store.read(op.block, "gradient", op.index, stage[3][: end - start]))
         return gather(futures)
 
     def _op_read_weights(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["stage"], end - start, self._dtype)
-        return self._nvme.read(op.block, "weights", op.index, stage)
+        return self.store.read(op.block, "weights", op.index, stage)
 
     def _op_write_state(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self.ram.state_stages[op.slots["stage"]]
         return gather(
             [
-                self._nvme.write(op.block, kind, op.index, tensor[: end - start])
+                self.store.write(op.block, kind, op.index, tensor[: end - start])
                 for kind, tensor in zip(STATE_KINDS, stage, strict=False)
             ]
         )
@@ -438,12 +433,12 @@ class Runtime:
     def _op_write_weights(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["weights"], end - start, self._dtype)
-        return self._nvme.write(op.block, "weights", op.index, stage)
+        return self.store.write(op.block, "weights", op.index, stage)
 
     def _op_write_gradient(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["stage"], end - start, self._gradient_dtype)
-        return self._nvme.write(op.block, "gradient", op.index, stage)
+        return self.store.write(op.block, "gradient", op.index, stage)
 
     def _op_checkpoint_state(self, op: Op) -> Future[Any]:
         state = self.ram.buffers[op.block].state
@@ -451,14 +446,14 @@ class Runtime:
         start, end = self.plan.buffers[op.block].part(op.index)
         return gather(
             [
-                self._nvme.write(op.block, kind, op.index, tensor[start:end])
+                self.store.write(op.block, kind, op.index, tensor[start:end])
                 for kind, tensor in zip(STATE_KINDS, state, strict=True)
             ]
         )
 
     def _checkpoint_part(self, op: Op, kind: str) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
-        return self._nvme.write(
+        return self.store.write(
             op.block, kind, op.index, self._part_stage(op.slots["stage"], end - start, torch.float32)
         )
 
@@ -472,7 +467,7 @@ class Runtime:
         return self._checkpoint_part(op, "exp_avg_sq")
 
     def _op_commit(self, op: Op) -> None:
-        self._nvme.commit(self._commit_meta(op.step, self._steps[op.step]))
+        self.store.commit(self._commit_meta(op.step, self._steps[op.step]))
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:
