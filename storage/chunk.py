@@ -81,10 +81,10 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
         os.close(fd)
 
 
-def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool) -> None:
+def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expected: int | None = None) -> None:
     """Read the first `out.size` bytes of chunk file `path` into `out` uint8 and check the checksum.
 
-    `out.size` is the part's payload, as it was written. ChunkError on a missing, truncated or damaged file (`out` then
+    `out.size` is the part's payload, as it was written; `expected` is the CRC-32C that the manifest records, where known. ChunkError on a missing, truncated or damaged file (`out` then
     holds garbage), OSError on a failing disk.
     """
     direct = direct and _is_aligned(out)
@@ -105,6 +105,10 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool) -> No
     found = checksum(out.data, form.stored_bytes - out.size)
     if found != stored:
         raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file says {stored:08x}")
+    if expected is not None and found != expected:
+        raise ChunkError(
+            f"stale: whole, but of another generation (CRC-32C {found:08x}, the manifest says {expected:08x})"
+        )
 
 
 _local = threading.local()
