@@ -84,31 +84,68 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
 def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expected: int | None = None) -> None:
     """Read the first `out.size` bytes of chunk file `path` into `out` uint8 and check the checksum.
 
-    `out.size` is the part's payload, as it was written; `expected` is the CRC-32C that the manifest records, where known. ChunkError on a missing, truncated or damaged file (`out` then
-    holds garbage), OSError on a failing disk.
+    `out.size` is the part's payload, as it was written; `expected` is the CRC-32C that the manifest records, where
+    known. ChunkError on a missing, truncated, damaged or stale file (`out` then holds garbage), OSError on a failing
+    disk. Direct I/O falls back to the page cache where the file system or the address of `out` does not allow it.
     """
-    direct = direct and _is_aligned(out)
+    fd = _open_chunk(path, form, direct=direct and _is_aligned(out))
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-    except FileNotFoundError as error:
-        raise ChunkError("the file is missing") from error
-    try:
-        size = os.fstat(fd).st_size
-        if size != form.file_bytes:
-            raise ChunkError(f"the file has {size:,} bytes and should have {form.file_bytes:,}")
-        _pread(fd, out.data, 0)
         block = _last_block()
-        _pread(fd, block if direct else block[-_CRC_BYTES:], form.file_bytes - (BLOCK_BYTES if direct else _CRC_BYTES))
-        stored = int.from_bytes(block[-_CRC_BYTES:], "little")
+        if out.size + BLOCK_BYTES == form.file_bytes:  # a whole part: one request for payload and checksum
+            _pread(fd, [out.data, block], 0)
+        else:
+            _pread(fd, [out.data], 0)
+            _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
     finally:
         os.close(fd)
+    stored = int.from_bytes(block[-_CRC_BYTES:], "little")
+    if bytes(block[max(out.size - form.file_bytes, -BLOCK_BYTES) : -_CRC_BYTES]).strip(b"\0"):
+        raise ChunkError("checksum mismatch: the padding behind the payload is not zero")
     found = checksum(out.data, form.stored_bytes - out.size)
     if found != stored:
         raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file says {stored:08x}")
-    if expected is not None and found != expected:
+    require_expected(stored, expected)
+
+
+def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool) -> int:
+    """The CRC-32C at the end of chunk file `path`, for readers that move the payload by other means.
+
+    ChunkError on a missing or truncated file, OSError on a failing disk.
+    """
+    fd = _open_chunk(path, form, direct=direct)
+    try:
+        block = _last_block()
+        _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
+    finally:
+        os.close(fd)
+    return int.from_bytes(block[-_CRC_BYTES:], "little")
+
+
+def require_expected(stored: int, expected: int | None) -> None:
+    """Raise ChunkError unless the file's checksum `stored` is the one that the manifest records, where known."""
+    if expected is not None and stored != expected:
         raise ChunkError(
-            f"stale: whole, but of another generation (CRC-32C {found:08x}, the manifest says {expected:08x})"
+            f"stale: whole, but of another generation (CRC-32C {stored:08x}, the manifest says {expected:08x})"
         )
+
+
+def _open_chunk(path: Path, form: ChunkFormat, *, direct: bool) -> int:
+    """Open chunk file `path` for reading, direct where its file system allows, and check its size."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        try:
+            fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            fd = os.open(path, flags)  # no direct I/O on this file system
+    except FileNotFoundError as error:
+        raise ChunkError("the file is missing") from error
+    size = os.fstat(fd).st_size
+    if size != form.file_bytes:
+        os.close(fd)
+        raise ChunkError(f"the file has {size:,} bytes and should have {form.file_bytes:,}")
+    return fd
 
 
 _local = threading.local()
@@ -132,9 +169,16 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _pread(fd: int, out: memoryview, offset: int) -> None:
+def _pread(fd: int, out: list[memoryview], offset: int) -> None:
+    """Fill the views of `out` one after the other from the file's bytes at `offset`."""
+    out = [view for view in out if view]
     while out:
-        count = os.preadv(fd, [out], offset)
+        count = os.preadv(fd, out, offset)
         if count == 0:
             raise ChunkError("the file ended while it was read")
-        out, offset = out[count:], offset + count
+        offset += count
+        while out and count >= len(out[0]):
+            count -= len(out[0])
+            out = out[1:]
+        if count:
+            out = [out[0][count:], *out[1:]]

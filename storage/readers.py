@@ -1,14 +1,30 @@
-"""How chunk files reach memory: one protocol, several readers."""
+"""How chunk files reach memory: one protocol, three readers.
+
+`direct` is our own direct I/O into host memory (storage.chunk), the default there: it was measured at two to four times
+tensorstore's speed for a tenth of its CPU time (docs/decisions/nvme-io.md). `kvikio` reads into CUDA tensors with no
+host memory of ours in between. `tensorstore` reads the same files as the zarr3 chunks that they are.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
+import tensorstore as ts
 import torch
 
 from storage import chunk
+from storage.errors import UserError
+
+CHOICES = ("auto", "kvikio", "direct", "tensorstore")
 
 
 class Reader(Protocol):
@@ -16,6 +32,8 @@ class Reader(Protocol):
 
     name: str
     """direct, tensorstore or kvikio."""
+    checks_payload: bool
+    """Whether a flipped bit in the payload is found by the read itself; if not, `penstock scrub` finds it."""
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         """Read the payload of chunk file `path` into `out` uint8 [payload bytes], contiguous; returns when it is there.
@@ -41,10 +59,200 @@ class DirectReader:
     """Our own direct I/O into host memory: no copy, checksum in hardware."""
 
     name = "direct"
+    checks_payload = True
 
-    def __init__(self, *, direct: bool) -> None:
+    def __init__(self, *, direct: bool = True) -> None:
+        """`direct` False reads through the page cache; a file system without direct I/O is read so in any case."""
         self._direct = direct
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         """See Reader; direct where `out` starts at a 4 KiB address."""
         chunk.read_chunk(path, out.numpy(), form, direct=self._direct, expected=expected)
+
+
+class TensorstoreReader:
+    """tensorstore's zarr3 driver: any zarr3 reader's view of the files. Its `crc32c` codec checks the payload.
+
+    tensorstore reads a chunk file into memory of its own, decodes it and copies what was asked for.
+    """
+
+    name = "tensorstore"
+    checks_payload = True
+
+    def __init__(self) -> None:
+        self._context = ts.Context(
+            {
+                "file_io_concurrency": {"limit": 32},  # requests in flight; one chunk file is one request
+                "file_io_mode": {"mode": "direct"},  # possible because every file is a whole number of blocks
+                "cache_pool": {"total_bytes_limit": 0},  # a chunk is read once, and would count against no budget
+            }
+        )
+        self._arrays: dict[Path, ts.TensorStore] = {}
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        """See Reader. `path` is c.P.0 in the folder of an array, beside its zarr.json."""
+        stored = chunk.stored_checksum(path, form, direct=True)
+        array = self._array(path.parent, form)
+        part = int(path.name.split(".")[1])
+        target = out.numpy().view(array.dtype.numpy_dtype)
+        with _errors():
+            ts.array(target).write(array[part, : target.size]).result()
+        chunk.require_expected(stored, expected)  # the codec has compared the payload with `stored`
+
+    def _array(self, folder: Path, form: chunk.ChunkFormat) -> ts.TensorStore:
+        with self._lock:
+            array = self._arrays.get(folder)
+        if array is None:
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": f"{folder}/"},
+                "fill_missing_data_reads": False,
+            }
+            with _errors():
+                array = ts.open(spec, open=True, read=True, context=self._context).result()
+        shape = array.chunk_layout.read_chunk.shape or ()
+        if len(shape) != 2 or (shape[1] or 0) * array.dtype.numpy_dtype.itemsize != form.stored_bytes:
+            raise chunk.ChunkError(f"{folder / 'zarr.json'} describes another array")
+        with self._lock:
+            self._arrays[folder] = array
+        return array
+
+
+class KvikioReader:
+    """kvikio's CuFile: from the drive into CUDA memory, by GPUDirect Storage where the machine has it.
+
+    Elsewhere kvikio's compatibility mode reads into small pinned buffers of its own and copies from there. A read
+    returns when the data has arrived, on whatever stream; the caller sees to it that `out` is free.
+    The payload's checksum is not computed, since the data never passes through the CPU; the checksum that the file
+    ends in is compared with the manifest's, so that a stale file is found. A flipped bit is found by a scrub.
+    """
+
+    name = "kvikio"
+    checks_payload = False
+
+    num_threads = 16
+    """Tasks in flight (for each drive): the queue depth that an NVMe drive wants with tasks of this size."""
+    task_bytes = 4 << 20
+    """Most bytes of one task, and size of the pinned buffer that it passes through in compatibility mode."""
+
+    def __init__(self) -> None:
+        """Raises whatever importing kvikio raises where it is missing or finds no CUDA."""
+        # Only from the environment, and read once, when the library is loaded.
+        os.environ.setdefault("KVIKIO_THREAD_POOL_PER_BLOCK_DEVICE", "1")
+        self._kvikio: ModuleType = _import_kvikio()
+        self._kvikio.defaults.set(
+            {
+                "num_threads": self.num_threads,
+                "task_size": self.task_bytes,
+                "bounce_buffer_size": self.task_bytes,
+                "auto_direct_io_read": True,
+            }
+        )
+
+    @property
+    def gpudirect(self) -> bool:
+        """Whether data goes from drive to GPU without passing through host memory."""
+        return not self._kvikio.defaults.is_compat_mode_preferred()
+
+    def pinned_bytes(self, num_drives: int) -> int:
+        """Pinned host memory that kvikio may take for itself, beside any arena; 0 with GPUDirect."""
+        return 0 if self.gpudirect else num_drives * self.num_threads * self.task_bytes
+
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        """See Reader; `out` may also be host memory, which needs CUDA all the same."""
+        stored = chunk.stored_checksum(path, form, direct=True)
+        if expected is not None and stored != expected:
+            raise chunk.ChunkError(
+                f"stale or damaged: it ends in CRC-32C {stored:08x}, and the manifest says {expected:08x}"
+            )
+        buffer: Any = out if out.is_cuda else out.numpy()
+        try:
+            with self._kvikio.CuFile(str(path), "r") as file:
+                count = file.pread(buffer, out.numel(), 0).get()
+        except RuntimeError as error:  # kvikio's only type, whatever failed
+            raise OSError(errno.EIO, f"kvikio: {_first_line(error)}", str(path)) from error
+        if count != out.numel():
+            raise chunk.ChunkError(f"the read ended after {count:,} of {out.numel():,} bytes")
+
+
+def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -> Readers:
+    """The readers for a run on `device` whose chunk files lie in existing `folders`.
+
+    `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where a small file written to
+    each folder comes back through it; where not, reads pass through host memory and `warning` says why. Host memory
+    (which is also what a CPU computes on) is read with `tensorstore` where that is chosen, else with `direct`: kvikio
+    checks no payload. UserError on an unknown choice.
+    """
+    if choice not in CHOICES:
+        raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
+    host: Reader = TensorstoreReader() if choice == "tensorstore" else DirectReader()
+    if device.type == "cpu":
+        warning = "storage.reader: kvikio reads into CUDA memory, and this run computes on the CPU; using direct"
+        return Readers(host, host, warning if choice == "kvikio" else None)
+    if choice not in ("auto", "kvikio"):
+        return Readers(host, None)
+    try:
+        reader = KvikioReader()
+        for folder in folders:
+            _probe(reader, device, folder)
+    except Exception as error:  # a missing package, library, driver or permission: each has its own type
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
+        return Readers(
+            host, None, f"kvikio is not used, reads to the GPU pass through host memory ({host.name}): {reason}{hint}"
+        )
+    return Readers(host, reader)
+
+
+def _import_kvikio() -> ModuleType:
+    import kvikio
+    import kvikio.defaults
+
+    module: ModuleType = kvikio
+    return module
+
+
+_PROBE_BYTES = 1 << 20
+
+
+def _probe(reader: Reader, device: torch.device, folder: Path) -> None:
+    """Write a chunk file to `folder`, read it into memory of `device` and compare; raises what goes wrong."""
+    data = torch.arange(_PROBE_BYTES, dtype=torch.int32).to(torch.uint8)
+    form = chunk.ChunkFormat(_PROBE_BYTES)
+    path = folder / f".probe-{os.getpid()}.tmp"
+    try:
+        chunk.write_chunk(path, data.numpy(), form, direct=False)
+        out = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the zeros must not arrive after the data
+        reader.read(path, out, form, None)
+        if not torch.equal(out.cpu(), data):
+            raise OSError(errno.EIO, "a probe file came back with other bytes", str(path))
+    finally:
+        path.unlink(missing_ok=True)
+
+
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Translate tensorstore's errors: damage is a ChunkError, what the operating system refused an OSError."""
+    try:
+        yield
+    except ValueError as error:  # its only type for failing reads; the message starts with a status
+        text = _first_line(error).split(" [tensorstore_spec=")[0]
+        status = text.split(":")[0]
+        if code := _OS_ERROR.search(str(error)):
+            raise OSError(int(code[1]), text) from error
+        if status == "NOT_FOUND":
+            raise chunk.ChunkError(f"missing ({text})") from error
+        if status in ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"):
+            kind = "checksum mismatch" if "Digest mismatch" in text else "damaged"
+            raise chunk.ChunkError(f"{kind} ({text})") from error
+        raise OSError(errno.EIO, text) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]

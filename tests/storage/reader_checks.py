@@ -1,0 +1,187 @@
+"""What every reader must do with the files of one array; run here on host memory, in tests/gpu on CUDA memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from storage import chunk
+from storage.arena import empty_aligned
+from storage.layout import part_ranges
+from storage.readers import Reader
+
+PART_BYTES = 8192
+SIZES_BYTES = [
+    4,
+    2048,
+    4092,
+    4096,
+    4100,
+    PART_BYTES - 4,
+    PART_BYTES,
+    PART_BYTES + 4,
+    3 * PART_BYTES,
+    3 * PART_BYTES + 4096,
+]
+"""Of arrays of float32; bfloat16 arrays have as many elements, so half the bytes."""
+DTYPES = ["float32", "bfloat16"]
+
+
+class Files:
+    """The chunk files of one array, as the store lays them out, and what they hold."""
+
+    def __init__(self, folder: Path, numel: int, dtype: str):
+        self.folder = folder
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        item_bytes = torch_dtype.itemsize
+        part_numel = PART_BYTES // item_bytes
+        self.form = chunk.ChunkFormat(min(numel, part_numel) * item_bytes if numel <= part_numel else PART_BYTES)
+        stored_numel, rest = divmod(self.form.stored_bytes, item_bytes)
+        assert rest == 0
+        self.parts = part_ranges(numel, part_numel)
+        self.values = torch.rand(numel, generator=torch.Generator().manual_seed(numel)).to(torch_dtype)
+        folder.mkdir(parents=True, exist_ok=True)
+        metadata = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [len(self.parts), self.form.part_bytes // item_bytes],
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, stored_numel]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "fill_value": 0,
+        }
+        (folder / "zarr.json").write_text(json.dumps(metadata))
+        for part in range(len(self.parts)):
+            chunk.write_chunk(self.path(part), self.payload(part).numpy(), self.form, direct=True)
+
+    def path(self, part: int) -> Path:
+        return self.folder / f"c.{part}.0"
+
+    def payload(self, part: int) -> torch.Tensor:
+        start, stop = self.parts[part]
+        return self.values[start:stop].view(torch.uint8)
+
+    def crc(self, part: int) -> int:
+        return int.from_bytes(self.path(part).read_bytes()[-4:], "little")
+
+
+def _out(nbytes: int, device: str) -> torch.Tensor:
+    out = (
+        torch.empty(nbytes, dtype=torch.uint8, device=device) if device != "cpu" else empty_aligned(nbytes, torch.uint8)
+    )
+    out.fill_(0xAA)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return out
+
+
+def check_contents(reader: Reader, device: str, folder: Path, nbytes: int, dtype: str) -> None:
+    """All parts come back, the last and shorter one too, with and without the manifest's checksum."""
+    files = Files(folder, nbytes // 4, dtype)
+    for part in range(len(files.parts)):
+        for expected in (None, files.crc(part)):
+            out = _out(files.payload(part).numel(), device)
+            reader.read(files.path(part), out, files.form, expected)
+            assert torch.equal(out.cpu(), files.payload(part)), (part, expected)
+
+
+def check_any_address(reader: Reader, device: str, folder: Path) -> None:
+    """Memory that starts at no page boundary is filled as well, and nothing beside it is touched."""
+    files = Files(folder, PART_BYTES // 4, "float32")
+    memory = _out(PART_BYTES + 64, device)
+    reader.read(files.path(0), memory[32 : 32 + PART_BYTES], files.form, None)
+    assert torch.equal(memory[32 : 32 + PART_BYTES].cpu(), files.payload(0))
+    assert set(memory[:32].tolist() + memory[32 + PART_BYTES :].tolist()) == {0xAA}
+
+
+def check_rewritten(reader: Reader, device: str, folder: Path) -> None:
+    """A file that was read before and written since is read anew."""
+    files = Files(folder, PART_BYTES // 4, "float32")
+    out = _out(PART_BYTES, device)
+    reader.read(files.path(0), out, files.form, files.crc(0))
+    files.values.neg_()
+    chunk.write_chunk(files.path(0), files.payload(0).numpy(), files.form, direct=True)
+    reader.read(files.path(0), out, files.form, files.crc(0))
+    assert torch.equal(out.cpu(), files.payload(0))
+
+
+def check_threads(reader: Reader, device: str, folder: Path) -> None:
+    """Eight threads read 32 parts of one array at once."""
+    files = Files(folder, 32 * PART_BYTES // 4, "float32")
+    outs = [_out(PART_BYTES, device) for _ in files.parts]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda part: reader.read(files.path(part), outs[part], files.form, None), range(len(outs))))
+    for part, out in enumerate(outs):
+        assert torch.equal(out.cpu(), files.payload(part))
+
+
+def _flip(position: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[position] ^= 1
+        path.write_bytes(raw)
+
+    return damage
+
+
+def _resize(change: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        raw = path.read_bytes()
+        path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
+
+    return damage
+
+
+PAYLOAD_DAMAGE = {"first byte": _flip(0), "last payload byte": _flip(PART_BYTES - 1)}
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    **{name: (damage, "checksum") for name, damage in PAYLOAD_DAMAGE.items()},
+    "padding": (_flip(PART_BYTES + 7), "checksum"),
+    "checksum": (_flip(-2), "checksum|damaged"),
+    "missing": (Path.unlink, "missing"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes and should have"),
+    "one block short": (_resize(-4096), "bytes and should have"),
+    "one byte short": (_resize(-1), "bytes and should have"),
+    "one block long": (_resize(4096), "bytes and should have"),
+}
+
+
+def check_damage(reader: Reader, device: str, folder: Path, name: str) -> None:
+    """A damaged file is a ChunkError that says what is wrong; the part beside it is still read."""
+    files = Files(folder, 2 * PART_BYTES // 4, "float32")
+    expected = files.crc(1)
+    damage, message = DAMAGE[name]
+    damage(files.path(1))
+    out = _out(PART_BYTES, device)
+    if not reader.checks_payload and name in (*PAYLOAD_DAMAGE, "padding"):
+        reader.read(files.path(1), out, files.form, expected)
+        with pytest.raises(chunk.ChunkError, match="checksum"):  # what a scrub does
+            chunk.read_chunk(files.path(1), np.empty(PART_BYTES, np.uint8), files.form, direct=True, expected=expected)
+    else:
+        with pytest.raises(chunk.ChunkError, match=message):
+            reader.read(files.path(1), out, files.form, expected)
+    reader.read(files.path(0), out, files.form, None)
+    assert torch.equal(out.cpu(), files.payload(0))
+
+
+def check_stale(reader: Reader, device: str, folder: Path) -> None:
+    """A whole file of another generation: only the manifest's checksum tells."""
+    files = Files(folder, PART_BYTES // 4, "float32")
+    out = _out(PART_BYTES, device)
+    with pytest.raises(chunk.ChunkError, match="stale"):
+        reader.read(files.path(0), out, files.form, files.crc(0) ^ 1)
+
+
+def check_device_error(reader: Reader, device: str, folder: Path) -> None:
+    """What the operating system refuses is an OSError, not damage."""
+    files = Files(folder, PART_BYTES // 4, "float32")
+    files.path(0).unlink()
+    files.path(0).symlink_to(files.path(0).name)
+    with pytest.raises(OSError, match="symbolic links"):
+        reader.read(files.path(0), _out(PART_BYTES, device), files.form, None)

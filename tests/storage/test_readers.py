@@ -1,0 +1,158 @@
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import reader_checks as checks
+import torch
+
+from storage import chunk, readers
+from storage.errors import UserError
+from storage.readers import DirectReader, Reader, TensorstoreReader, select_readers
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(params=["direct", "buffered", "tensorstore"])
+def reader(request: pytest.FixtureRequest) -> Reader:
+    if request.param == "tensorstore":
+        return TensorstoreReader()
+    return DirectReader(direct=request.param == "direct")
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+@pytest.mark.parametrize("nbytes", checks.SIZES_BYTES)
+def test_contents(reader: Reader, tmp_path: Path, nbytes: int, dtype: str) -> None:
+    checks.check_contents(reader, "cpu", tmp_path / "a", nbytes, dtype)
+
+
+def test_any_address(reader: Reader, tmp_path: Path) -> None:
+    checks.check_any_address(reader, "cpu", tmp_path / "a")
+
+
+def test_rewritten(reader: Reader, tmp_path: Path) -> None:
+    checks.check_rewritten(reader, "cpu", tmp_path / "a")
+
+
+def test_threads(reader: Reader, tmp_path: Path) -> None:
+    checks.check_threads(reader, "cpu", tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", checks.DAMAGE)
+def test_damage(reader: Reader, tmp_path: Path, name: str) -> None:
+    checks.check_damage(reader, "cpu", tmp_path / "a", name)
+
+
+def test_stale(reader: Reader, tmp_path: Path) -> None:
+    checks.check_stale(reader, "cpu", tmp_path / "a")
+
+
+def test_device_error(reader: Reader, tmp_path: Path) -> None:
+    checks.check_device_error(reader, "cpu", tmp_path / "a")
+
+
+@pytest.mark.parametrize("position", [0, 4000, checks.PART_BYTES - 1, checks.PART_BYTES + 1])
+def test_tensorstore_itself_finds_a_flipped_bit(tmp_path: Path, position: int) -> None:
+    files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
+    raw = bytearray(files.path(0).read_bytes())
+    raw[position] ^= 0x10
+    files.path(0).write_bytes(raw)
+    with pytest.raises(chunk.ChunkError, match="Digest mismatch"):
+        TensorstoreReader().read(files.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), files.form, None)
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"zarr_format": 3}'])
+def test_tensorstore_needs_a_whole_zarr_json(tmp_path: Path, content: str | None) -> None:
+    files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
+    description = files.folder / "zarr.json"
+    description.unlink()
+    if content is not None:
+        description.write_text(content)
+    with pytest.raises(chunk.ChunkError, match=r"zarr\.json|zarr3"):
+        TensorstoreReader().read(files.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), files.form, None)
+
+
+def test_tensorstore_refuses_the_description_of_another_array(tmp_path: Path) -> None:
+    small = checks.Files(tmp_path / "small", 7, "float32")
+    large = checks.Files(tmp_path / "large", checks.PART_BYTES // 4, "float32")
+    os.replace(small.folder / "zarr.json", large.folder / "zarr.json")
+    with pytest.raises(chunk.ChunkError, match=r"zarr\.json describes another array"):
+        TensorstoreReader().read(large.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), large.form, None)
+
+
+def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse_direct(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
+    monkeypatch.setattr(os, "open", refuse_direct)
+    for reader in (DirectReader(), TensorstoreReader()):
+        out = torch.empty(checks.PART_BYTES, dtype=torch.uint8)
+        reader.read(files.path(0), out, files.form, files.crc(0))
+        assert torch.equal(out, files.payload(0))
+
+
+def test_choices_on_cpu(tmp_path: Path) -> None:
+    for choice, name in {"auto": "direct", "direct": "direct", "tensorstore": "tensorstore"}.items():
+        chosen = select_readers(choice, CPU, [tmp_path])
+        assert chosen.host.name == name
+        assert chosen.device is chosen.host  # the gpu tier is ordinary memory
+        assert chosen.warning is None
+    kvikio = select_readers("kvikio", CPU, [tmp_path])
+    assert (kvikio.host.name, kvikio.device) == ("direct", kvikio.host)
+    assert kvikio.warning is not None
+    assert "CPU" in kvikio.warning
+    with pytest.raises(UserError, match=r"storage\.reader: 'fast' is not one of auto, kvikio, direct, tensorstore"):
+        select_readers("fast", CPU, [tmp_path])
+
+
+def test_named_readers_on_cuda_pass_through_host_memory(tmp_path: Path) -> None:
+    for choice in ("direct", "tensorstore"):
+        chosen = select_readers(choice, CUDA, [tmp_path])
+        assert (chosen.host.name, chosen.device, chosen.warning) == (choice, None, None)
+
+
+def test_fallback_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    for choice in ("auto", "kvikio"):
+        chosen = select_readers(choice, CUDA, [tmp_path])
+        assert (chosen.host.name, chosen.device) == ("direct", None)
+        assert chosen.warning is not None
+        assert "pip install 'penstock[gpu]'" in chosen.warning
+        assert "\n" not in chosen.warning
+
+
+class FailingReader:
+    """Stands where kvikio would; fails its probe as kvikio does without libcuda."""
+
+    name = "kvikio"
+    checks_payload = False
+
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        raise RuntimeError("libcuda.so.1: cannot open shared object file\nmore")
+
+
+class WrongReader(FailingReader):
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        out.fill_(1)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(FailingReader, "libcuda.so.1"), (WrongReader, "other bytes")])
+def test_fallback_when_the_probe_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FailingReader], reason: str
+) -> None:
+    monkeypatch.setattr(readers, "KvikioReader", kind)
+    real_zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: real_zeros(*args, **kwargs))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    chosen = select_readers("auto", CUDA, [tmp_path])
+    assert (chosen.host.name, chosen.device) == ("direct", None)
+    assert chosen.warning is not None
+    assert reason in chosen.warning
+    assert "\n" not in chosen.warning
+    assert list(tmp_path.iterdir()) == []
