@@ -171,7 +171,8 @@ class KvikioReader:
             with self._kvikio.CuFile(str(path), "r") as file:
                 count = file.pread(buffer, out.numel(), 0).get()
         except RuntimeError as error:  # kvikio's only type, whatever failed
-            raise OSError(errno.EIO, f"kvikio: {_first_line(error)}", str(path)) from error
+            text = re.sub(r"\S*\.[ch]pp:\d+: ", "", _first_line(error))  # its own source line
+            raise OSError(errno.EIO, f"kvikio: {text}", str(path)) from error
         if count != out.numel():
             raise chunk.ChunkError(f"the read ended after {count:,} of {out.numel():,} bytes")
 
@@ -197,7 +198,7 @@ def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -
         for folder in folders:
             _probe(reader, device, folder)
     except Exception as error:  # a missing package, library, driver or permission: each has its own type
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
         hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
         return Readers(
             host, None, f"kvikio is not used, reads to the GPU pass through host memory ({host.name}): {reason}{hint}"
