@@ -1,0 +1,197 @@
+"""What lies under a folder: its file system, its drives, and what a user should know before storing state there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.chunk import supports_direct
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_SYS_BLOCK = Path("/sys/dev/block")
+_DEV = Path("/dev")
+
+_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_NETWORK = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "coda",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "ncpfs",
+    "nfs",
+    "nfs4",
+    "ocfs2",
+    "orangefs",
+    "panfs",
+    "smb3",
+    "smbfs",
+    "virtiofs",
+    "wekafs",
+}
+_LOCAL_FUSE = {"fuseblk", "fuse.ext2", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs"}
+_LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    point: Path
+    filesystem: str
+    """Type, for example ext4 or nfs4."""
+    source: str
+    """What is mounted: a device, server:/path, or a name without meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The block device that a folder's file system lies on."""
+
+    name: str
+    """The kernel's name, for example nvme0n1p2 or dm-0; the mount's source where there is no block device."""
+    disks: tuple[str, ...]
+    """Whole drives under it, for example nvme0n1; several under RAID or LVM, none under memory and network."""
+    filesystem: str
+    """Type of the file system."""
+    rotational: bool | None
+    """Whether any of the drives is a spinning disk; None where that is not known, as on virtual drives."""
+    model: str | None
+    """Model of the first drive; None where it tells none."""
+
+
+def mount_of(folder: Path) -> Mount:
+    """The mount that `folder` (or its nearest existing parent) lies on."""
+    return _find_mount(_existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
+
+
+def check_folder(folder: Path) -> list[str]:
+    """What makes `folder` a doubtful place for state, one sentence each; empty for a local drive with direct I/O.
+
+    A missing folder is judged by its nearest existing parent. Writes and removes a probe file where it may.
+    """
+    mount = mount_of(folder)
+    kind = mount.filesystem
+    if kind in _MEMORY:
+        return [
+            f"{folder}: {kind} is memory: what is stored here takes RAM beside budgets.ram and is gone after a reboot; "
+            "give a folder on a drive"
+        ]
+    warnings = []
+    if _is_network(kind):
+        warnings.append(
+            f"{folder}: {kind} is a network file system: locks and durability are the server's word, and the "
+            "network's speed is the limit; a local drive is safer and faster"
+        )
+    if kind in _LAYERED:
+        warnings.append(
+            f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
+            "drive under it; mount a folder of the host and give that"
+        )
+    if not _has_direct(_existing(folder)):
+        warnings.append(
+            f"{folder}: no direct I/O on this {kind}: reads and writes go through the page cache, which takes memory "
+            "that budgets.ram does not count, and are slower"
+        )
+    device = device_of(folder)
+    if device.rotational:
+        warnings.append(
+            f"{folder}: on a spinning disk ({device.model or device.name}); expect a few percent of an SSD's speed"
+        )
+    return warnings
+
+
+def device_of(folder: Path) -> Device:
+    """The device under `folder` (or its nearest existing parent), followed through partitions and volumes to drives."""
+    place = _existing(folder)
+    mount = mount_of(place)
+    block = _block_folder(os.stat(place).st_dev)
+    if block is None and mount.source.startswith(f"{_DEV}/"):  # btrfs: files have a device number of their own
+        try:
+            block = _block_folder(os.stat(mount.source).st_rdev)
+        except OSError:
+            block = None
+    if block is None:
+        return Device(mount.source, (), mount.filesystem, None, None)
+    disks = _disks(block)
+    flags = [flag for disk in disks if (flag := _rotational(disk)) is not None]
+    models = [text for disk in disks if (text := _read(disk / "device" / "model")) is not None]
+    return Device(
+        name=block.name,
+        disks=tuple(disk.name for disk in disks),
+        filesystem=mount.filesystem,
+        rotational=any(flags) if flags else None,
+        model=models[0] if models else None,
+    )
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.resolve()
+    while not os.path.isdir(folder):  # False where a parent may not be looked into
+        folder = folder.parent
+    return folder
+
+
+def _find_mount(folder: Path, mountinfo: str) -> Mount:
+    """The mount with the longest path that holds `folder`; of several on one path the last, which hides the others."""
+    best = Mount(Path("/"), "unknown", "unknown")
+    for line in mountinfo.splitlines():
+        fields, _, tail = line.partition(" - ")
+        point = Path(_unescape(fields.split()[4]))
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
+            filesystem, source = tail.split()[:2]
+            best = Mount(point, filesystem, _unescape(source))
+    return best
+
+
+def _unescape(text: str) -> str:
+    """Undo mountinfo's octal escapes of space, tab, newline and backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _is_network(kind: str) -> bool:
+    return kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
+
+
+def _has_direct(folder: Path) -> bool:
+    try:
+        return supports_direct(folder)
+    except OSError:
+        return True  # not writable: reported by whoever wants to write there, with the reason
+
+
+def _block_folder(number: int) -> Path | None:
+    """The folder below /sys of block device `number`; None where it is no block device (memory, network, layers)."""
+    link = _SYS_BLOCK / f"{os.major(number)}:{os.minor(number)}"
+    return link.resolve() if link.exists() else None
+
+
+def _disks(block: Path) -> list[Path]:
+    """The whole drives under block device folder `block`: a partition's disk, the members of a RAID or LVM volume."""
+    if (block / "partition").exists():
+        return _disks(block.parent)
+    members = sorted((block / "slaves").iterdir()) if (block / "slaves").is_dir() else []
+    if not members:
+        return [block]
+    found = [disk for member in members for disk in _disks(member.resolve())]
+    return list(dict.fromkeys(found))
+
+
+def _rotational(disk: Path) -> bool | None:
+    if disk.name.startswith(("vd", "xvd")):  # virtual drives claim to spin, whatever is under them
+        return None
+    text = _read(disk / "queue" / "rotational")
+    return None if text is None else text == "1"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
