@@ -1,0 +1,145 @@
+"""The tools are executables on PATH that print what smartctl and nvme-cli print; the drives are named, not there."""
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage import wear
+from storage.filesystem import Device
+from storage.wear import Wear, percentage_used, wear_of
+
+SMARTCTL_NVME = {
+    "json_format_version": [1, 0],
+    "smartctl": {"version": [7, 4], "exit_status": 0},
+    "device": {"name": "/dev/nvme0n1", "type": "nvme", "protocol": "NVMe"},
+    "model_name": "Samsung SSD 990 PRO 4TB",
+    "nvme_smart_health_information_log": {
+        "critical_warning": 0,
+        "temperature": 41,
+        "available_spare": 100,
+        "percentage_used": 3,
+        "data_units_read": 91234567,
+        "data_units_written": 123456789,
+        "power_on_hours": 4321,
+    },
+    "endurance_used": {"current_percent": 3},
+}
+SMARTCTL_SATA = {
+    "device": {"name": "/dev/sda", "type": "sat", "protocol": "ATA"},
+    "logical_block_size": 512,
+    "endurance_used": {"current_percent": 12},
+    "ata_smart_attributes": {
+        "revision": 1,
+        "table": [
+            {"id": 9, "name": "Power_On_Hours", "raw": {"value": 8123, "string": "8123"}},
+            {"id": 241, "name": "Total_LBAs_Written", "raw": {"value": 2000000, "string": "2000000"}},
+        ],
+    },
+}
+SMARTCTL_REFUSED = {
+    "smartctl": {
+        "exit_status": 2,
+        "messages": [{"string": "Smartctl open device: /dev/nvme0n1 failed: Permission denied", "severity": "error"}],
+    }
+}
+NVME_CLI = {"critical_warning": 0, "temperature": 314, "percent_used": 104, "data_units_written": "1,000"}
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Put an executable on an otherwise empty PATH that prints `answer`, after `seconds`, and exits with `code`."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setattr(wear, "_EXTRA_PATH", str(tools))
+
+    def install(tool: str, answer: object, *, code: int = 0, seconds: float = 0) -> None:
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        script = tools / tool
+        calls = f'echo "$@" >> {tmp_path}/{tool}.calls'
+        script.write_text(f"#!/bin/sh\n{calls}\n/bin/sleep {seconds}\necho {shlex.quote(text)}\nexit {code}\n")
+        script.chmod(0o755)
+
+    return install
+
+
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def disks(*names: str) -> None:
+        monkeypatch.setattr(wear, "device_of", lambda folder: Device("fs", names, "ext4", False, None))
+
+    disks("nvme0n1")
+    return disks
+
+
+def test_no_tool(tmp_path: Path, install: Install, disks: object) -> None:
+    assert wear_of(tmp_path) == []
+    assert percentage_used(tmp_path) is None
+
+
+def test_smartctl_nvme(tmp_path: Path, install: Install, disks: object) -> None:
+    install("smartctl", SMARTCTL_NVME)
+    assert wear_of(tmp_path) == [Wear("nvme0n1", 3.0, 123456789 * 512_000)]  # 63.2 TB
+    assert percentage_used(tmp_path) == 3.0
+    assert (tmp_path / "smartctl.calls").read_text().splitlines()[0] == "-j -a /dev/nvme0n1"
+
+
+def test_a_worn_drive_makes_smartctl_exit_with_a_code(tmp_path: Path, install: Install, disks: object) -> None:
+    install("smartctl", SMARTCTL_NVME, code=8)
+    assert percentage_used(tmp_path) == 3.0
+
+
+def test_smartctl_sata(tmp_path: Path, install: Install, disks: Callable[..., None]) -> None:
+    disks("sda")
+    install("smartctl", SMARTCTL_SATA)
+    assert wear_of(tmp_path) == [Wear("sda", 12.0, 2000000 * 512)]
+
+
+def test_nvme_cli_where_smartctl_may_not(tmp_path: Path, install: Install, disks: object) -> None:
+    install("smartctl", SMARTCTL_REFUSED, code=2)
+    install("nvme", NVME_CLI)
+    assert wear_of(tmp_path) == [Wear("nvme0n1", 104.0, 1000 * 512_000)]  # past its rated life
+    assert (tmp_path / "nvme.calls").read_text() == "smart-log /dev/nvme0n1 -o json\n"
+
+
+def test_the_most_worn_of_several(tmp_path: Path, install: Install, disks: Callable[..., None]) -> None:
+    disks("sda", "nvme0n1")
+    install("smartctl", SMARTCTL_REFUSED, code=2)
+    install("nvme", NVME_CLI)
+    assert percentage_used(tmp_path) == 104.0
+    assert [item.disk for item in wear_of(tmp_path)] == ["nvme0n1"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "not json", "[1]", "null", SMARTCTL_REFUSED, {"nvme_smart_health_information_log": "soon"}]
+    + [{"nvme_smart_health_information_log": {"percentage_used": value}} for value in (None, "n/a", True, [3])]
+    + [{"ata_smart_attributes": {"table": [7, {"name": "Total_LBAs_Written"}]}}],
+)
+def test_odd_answers_are_absent(tmp_path: Path, install: Install, disks: object, answer: object) -> None:
+    install("smartctl", answer, code=1)
+    install("nvme", answer, code=1)
+    assert wear_of(tmp_path) == []
+
+
+def test_a_drive_that_hangs_costs_a_moment(
+    tmp_path: Path, install: Install, disks: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wear, "_TIMEOUT_S", 0.2)
+    install("smartctl", SMARTCTL_NVME, seconds=4)
+    start = time.monotonic()
+    assert percentage_used(tmp_path) is None
+    assert time.monotonic() - start < 2
+
+
+def test_no_drive(tmp_path: Path, install: Install, disks: Callable[..., None]) -> None:
+    disks()
+    install("smartctl", SMARTCTL_NVME)
+    assert percentage_used(tmp_path) is None
+    assert not (tmp_path / "smartctl.calls").exists()
