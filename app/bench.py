@@ -163,6 +163,12 @@ class _StepClock:
     def on_message(self, text: str) -> None:
         print(text, file=sys.stderr)
 
+    def checkpoint_requests(self) -> list[str]:
+        return []
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+        pass
+
     def should_stop(self) -> bool:
         return False
 

@@ -30,6 +30,9 @@ bench_cli = typer.Typer(
 )
 cli.add_typer(bench_cli, name="bench")
 
+CheckpointOption = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation.")
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name below runs/.")]
 
 
@@ -67,14 +70,73 @@ def train(
         run_training(run, resume=False)
 
 
-@cli.command(epilog="Example: penstock resume runs/quickstart-20260101-120000")
-def resume(run: RunArgument) -> None:
-    """Go on with a stopped, failed or crashed run from its last committed generation."""
+@cli.command(epilog="Example: penstock resume runs/quickstart-20260101-120000 --set budgets.ram=32GiB")
+def resume(
+    run: RunArgument,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a field of budgets, storage, train or after; may be repeated. Drives, budgets and device may "
+            "be others than before.",
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = None,
+) -> None:
+    """Go on with a stopped, failed or crashed run from its last committed generation, or from a checkpoint."""
     from app.launch import run_training
+    from app.recipe import change_run
     from app.rundir import RunDir, find_run
 
     with RunDir.open(find_run(run)) as directory:
-        run_training(directory, resume=True)
+        directory.change_recipe(change_run(directory.recipe, overrides or [], Path.cwd()))
+        run_training(directory, resume=True, checkpoint=checkpoint)
+
+
+@cli.command(epilog="Example: penstock checkpoint runs/quickstart-20260101-120000 before-annealing")
+def checkpoint(
+    run: RunArgument,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name to give; none lists checkpoints.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the checkpoint instead.")] = False,
+) -> None:
+    """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation."""
+    from app.checkpoints import delete_checkpoint_of, list_checkpoints_of, make_checkpoint
+    from app.rundir import find_run
+
+    path = find_run(run)
+    if name is None:
+        for info in list_checkpoints_of(path):
+            typer.echo(f"{info.name}  step {info.meta['step']:,}, generation {info.generation}")
+    elif delete:
+        delete_checkpoint_of(path, name)
+        typer.echo(f"checkpoint {name} deleted")
+    else:
+        typer.echo(f"checkpoint {name}: step {make_checkpoint(path, name):,}")
+
+
+@cli.command(epilog="Example: penstock scrub runs/quickstart-20260101-120000")
+def scrub(run: RunArgument) -> None:
+    """Read a run's whole state, checkpoints included, and compare it with its checksums."""
+    from app.checkpoints import scrub_run
+    from app.rundir import find_run
+
+    typer.echo(scrub_run(find_run(run)))
+
+
+@cli.command(epilog="Example: penstock lanes runs/quickstart-20260101-120000 --steps 10:20")
+def lanes(
+    run: RunArgument,
+    steps: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Steps to look at; default all but the first.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show how busy each lane and the drive were, and how long computing waited for them."""
+    from app.lanes import lanes_report
+    from app.rundir import find_run
+
+    typer.echo(lanes_report(find_run(run), steps, as_json=as_json))
 
 
 @cli.command(epilog="Example: penstock check ~/models/Qwen3-8B --json")
@@ -105,13 +167,14 @@ def check(
 def export(
     run: RunArgument,
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Folder to make; must be new or empty.")],
+    checkpoint: CheckpointOption = None,
 ) -> None:
-    """Write a run's last committed generation as a Hugging Face folder."""
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder."""
     from app.launch import export_run
     from app.rundir import RunDir, find_run
 
     with RunDir.open(find_run(run)) as directory:
-        export_run(directory, out_dir)
+        export_run(directory, out_dir, checkpoint)
     typer.echo(f"exported to {out_dir}")
 
 
@@ -157,6 +220,27 @@ def bench_step_command(
     from app.bench import bench_step
 
     bench_step(json=as_json)
+
+
+@bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")
+def bench_storage_command(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Folders on the drives to measure.")],
+    size: Annotated[str, typer.Option(metavar="SIZE", help="State to write and read on each round.")] = "2GiB",
+    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Chunk file; training's is 32MiB.")] = "32MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; raw and Penstock take turns in each.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the NVMe tier against raw direct I/O on the same drives, in one run."""
+    from app.bench_storage import bench_storage
+    from engine.config import parse_bytes
+
+    bench_storage(
+        paths,
+        json=as_json,
+        size_bytes=parse_bytes(size, "--size"),
+        chunk_bytes=parse_bytes(chunk, "--chunk"),
+        rounds=rounds,
+    )
 
 
 def run_recipe(path: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from app.checkpoints import CheckpointRequests, find_checkpoint
 from app.progress import Display, print_summary, run_console
 from app.recipe import Recipe
 from app.rundir import RunDir, RunLog, read_info, read_jsonl
@@ -95,7 +96,9 @@ class StopSignals:
 class _RunObserver:
     """Passes the engine's events to the run's log and to the terminal."""
 
-    def __init__(self, log: RunLog, display: Display, signals: StopSignals) -> None:
+    def __init__(self, run: RunDir, log: RunLog, display: Display, signals: StopSignals) -> None:
+        self._run = run
+        self._requests = CheckpointRequests(run.path)
         self._log = log
         self._display = display
         self._signals = signals
@@ -109,6 +112,7 @@ class _RunObserver:
 
     def on_plan(self, plan: dict[str, Any]) -> None:
         self._signals.interrupts_main = False
+        self._run.save_recipe()
         self._display.plan(plan)
         self._log.set_state("running")
 
@@ -129,22 +133,31 @@ class _RunObserver:
     def on_message(self, text: str) -> None:
         self._display.message(text)
 
+    def checkpoint_requests(self) -> list[str]:
+        return self._requests.take()
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+        self._requests.answer(name, step, error)
+        self._display.message(f"checkpoint {name}: step {step}" if error is None else f"no checkpoint {name}: {error}")
+
     def should_stop(self) -> bool:
         return self._signals.requested.is_set()
 
 
-def run_training(run: RunDir, *, resume: bool) -> None:
+def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) -> None:
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
-    Everything that a reader of the run directory may want is written on the way. Errors leave state `failed` behind
-    and are raised again.
+    A resumed run goes on from its last generation, or from that of `checkpoint`. Everything that a reader of the run
+    directory may want is written on the way. Errors leave state `failed` behind and are raised again.
     """
     recipe = run.recipe
     info = read_info(run.path)
-    if resume and info.state == "finished":
+    step = info.step if resume else 0
+    if checkpoint is not None:
+        step = find_checkpoint(run.path, checkpoint).meta["step"]
+    elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
     console = run_console()
-    step = info.step if resume else 0
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(console, recipe.train.steps, step)
 
@@ -158,9 +171,9 @@ def run_training(run: RunDir, *, resume: bool) -> None:
 
     display.message(f"run directory {run.path}")
     with StopSignals(on_first, on_abort) as signals:
-        observer = _RunObserver(log, display, signals)
+        observer = _RunObserver(run, log, display, signals)
         try:
-            result = _train(recipe, run.path, observer, resume)
+            result = _train(recipe, run.path, observer, resume, checkpoint)
             log.drain()
             summary, last_losses = _summary(run.path, result)
             run.write_summary(summary)
@@ -189,7 +202,7 @@ def run_training(run: RunDir, *, resume: bool) -> None:
             display.message(f"the prompt, and {recipe.after.sample_tokens} tokens by transformers:\n\n{text}\n")
 
 
-def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool) -> TrainResult:
+def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
     from engine.train import train  # loads torch: seconds
 
     return train(
@@ -201,6 +214,7 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool) -> 
         run_dir=path,
         observer=observer,
         resume=resume,
+        checkpoint=checkpoint,
     )
 
 
@@ -217,12 +231,13 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "step_s_median": statistics.median(line["step_s"] for line in lines) if lines else None,
         "tiers": result.tiers,
         "lanes": result.lanes,
+        "drives": result.drives,
     }
     return summary, losses[-_LAST_STEPS:]
 
 
-def export_run(run: RunDir, folder: Path) -> None:
-    """Write the run's last committed generation as a Hugging Face folder.
+def export_run(run: RunDir, folder: Path, checkpoint: str | None = None) -> None:
+    """Write the run's last committed generation, or a checkpoint's, as a Hugging Face folder.
 
     Raises UserError when `folder` already holds something.
     """
@@ -238,6 +253,7 @@ def export_run(run: RunDir, folder: Path) -> None:
         train=recipe.train,
         storage=recipe.storage,
         out_dir=folder,
+        checkpoint=checkpoint,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -92,6 +91,8 @@ def _type_name(hint: Any) -> str:
         return "none"
     if typing.get_origin(hint) is dict:
         return "a JSON object"
+    if typing.get_origin(hint) is list:
+        return 'a list of texts such as ["a", "b"]'
     return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 
@@ -116,6 +117,9 @@ def _checked(value: Any, hint: Any, key: str) -> Any:
         elif typing.get_origin(member) is dict:
             if isinstance(value, dict):
                 return _checked_json(value, key)
+        elif typing.get_origin(member) is list:
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                return list(value)
         elif member is float:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 if not math.isfinite(value):
@@ -202,12 +206,6 @@ def from_json(text: str, where: str = "recipe.json") -> Recipe:
     return from_dict(tree, where)
 
 
-def recipe_hash(recipe: Recipe) -> str:
-    """SHA-256 of the recipe's canonical JSON, in hex: equal exactly for equal recipes."""
-    text = json.dumps(to_dict(recipe), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def fields() -> list[RecipeField]:
     """Every settable field of a recipe, in order; the help text is the docstring under the field."""
     found = [RecipeField("name", str, None, "Short name; run directories start with it.")]
@@ -263,11 +261,12 @@ def _parse(text: str, hint: Any, key: str) -> Any:
                 return float(word)
             except ValueError:
                 continue
-        if typing.get_origin(member) is dict:
+        is_list = typing.get_origin(member) is list
+        if typing.get_origin(member) is dict or (is_list and word.startswith("[")):
             try:
                 return json.loads(text)
             except json.JSONDecodeError as error:
-                raise UserError(f"{key}: '{text}' is not a JSON object ({error})") from None
+                raise UserError(f"{key}: '{text}' is not {_type_name(member)} ({error})") from None
         if member is str or typing.get_origin(member) is Literal:
             return text
     raise UserError(f"{key}: '{text}' must be {_type_name(hint)}")
@@ -305,14 +304,32 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return from_dict(tree)
 
 
+def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
+    """The recipe with which a run goes on: `overrides` applied, their relative paths taken from `folder`.
+
+    Raises UserError for a change of name, model or data: the run's state and its place in the data belong to these.
+    """
+    changed = resolve_paths(apply_overrides(recipe, overrides), folder)
+    for section in ("name", "model", "data"):
+        if getattr(changed, section) != getattr(recipe, section):
+            raise UserError(f"--set {section}: a run keeps its {section}; start a new run to change it")
+    return changed
+
+
 def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
     """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere."""
     tree = to_dict(recipe)
     for section, name in (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme")):
         value = tree[section][name]
-        if value is not None:
-            tree[section][name] = str((folder / Path(value).expanduser()).resolve())
+        if isinstance(value, list):
+            tree[section][name] = [_absolute(folder, item) for item in value]
+        elif value is not None:
+            tree[section][name] = _absolute(folder, value)
     return from_dict(tree)
+
+
+def _absolute(folder: Path, path: str) -> str:
+    return str((folder / Path(path).expanduser()).resolve())
 
 
 def load_recipe(path: str | Path) -> Recipe:

@@ -7,6 +7,7 @@ spans.jsonl     one line per finished op   (engine.events.Span)
 status.json     state, pid, step, total_steps, heartbeat (Unix seconds); `error` when failed
 summary.json    figures of the finished run
 run.lock        locked while a process works on the run
+requests/       checkpoints asked of a running run (app.checkpoints)
 data/           tokenizer and tokens
 state/          the NVMe tier
 export/         the Hugging Face folder, where the recipe asks for it
@@ -169,6 +170,15 @@ class RunDir:
         """Lock the directory of an existing run. Raises UserError when it is no run or is in use."""
         recipe = read_recipe(path)
         return cls(path.resolve(), recipe, RunLock(path))
+
+    def change_recipe(self, recipe: Recipe) -> None:
+        """Take `recipe` for this process; `save_recipe` makes it the run's own."""
+        self.recipe = recipe
+
+    def save_recipe(self) -> None:
+        """Write recipe.json, atomically, if the recipe has changed."""
+        if read_recipe(self.path) != self.recipe:
+            atomic_write(self.path / "recipe.json", to_json(self.recipe))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, atomically."""

@@ -5,6 +5,9 @@ Validation here looks at values only: it opens no file and needs no device.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -184,14 +187,42 @@ class BudgetConfig:
 class StorageConfig:
     """Where the state lives and how often a generation is committed."""
 
-    nvme: str | None = None
-    """Folder of the NVMe tier; none takes state/ in the run directory."""
+    nvme: str | list[str] | None = None
+    """Folder of the NVMe tier, or a list of folders on several drives to stripe over; none takes state/ in the run
+    directory."""
+    reader: Literal["auto", "kvikio", "direct", "tensorstore"] = "auto"
+    """What reads chunk files: kvikio straight into GPU memory, direct by our own direct I/O into RAM, or tensorstore;
+    auto takes kvikio for the GPU where it works and direct for RAM."""
     chunk_bytes: str | int = "32MiB"
     """Size of one chunk file of fp32 state (bf16 weights take half of it)."""
     checkpoint_every: int = 50
     """Steps between committed generations; a crash resumes from the last one."""
+    keep_last: int = 1
+    """Committed generations to keep: the newest, and as checkpoints named step-N those before it."""
+    keep_every: int | None = None
+    """Keep the generation of every so many steps for good, as checkpoint step-N; none keeps no such."""
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.chunk_bytes, "storage.chunk_bytes")
         _require(size % 8192 == 0, f"storage.chunk_bytes: {size} is not a multiple of 8 KiB")
         _require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")
+        _require(self.keep_last >= 1, f"storage.keep_last: {self.keep_last} must be at least 1, the newest generation")
+        every = self.keep_every
+        _require(
+            every is None or (every >= 1 and every % self.checkpoint_every == 0),
+            f"storage.keep_every: {every} is not a multiple of storage.checkpoint_every {self.checkpoint_every}: "
+            "only committed generations can be kept",
+        )
+        _require(self.nvme != [], "storage.nvme: the list is empty; name a folder, or leave it out")
+
+    @property
+    def drives(self) -> list[str]:
+        """The folders of `nvme`, as given; empty for the default place."""
+        return [self.nvme] if isinstance(self.nvme, str) else list(self.nvme or ())
+
+
+def config_digest(*configs: Any) -> str:
+    """SHA-256, in hex, of config sections: equal exactly for equal values."""
+    trees = [dataclasses.asdict(config) for config in configs]
+    text = json.dumps(trees, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 
@@ -36,6 +36,10 @@ class StepMetrics:
     """Trained tokens: those that carry a loss, padding and document ends excluded."""
     step_s: float
     tokens_per_s: float
+    nvme_read_bytes: dict[str, int] = field(default_factory=dict)
+    """Drive folder -> bytes read from it since the step before."""
+    nvme_written_bytes: dict[str, int] = field(default_factory=dict)
+    """Drive folder -> bytes written to it since the step before."""
 
 
 class Observer(Protocol):
@@ -52,6 +56,13 @@ class Observer(Protocol):
 
     def on_message(self, text: str) -> None:
         """A line worth showing to the user."""
+
+    def checkpoint_requests(self) -> list[str]:
+        """Names of checkpoints asked for since the last call; each is made of the step that just ended."""
+        ...
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+        """A checkpoint that was asked for exists, or could not be made for the reason in `error`."""
 
     def should_stop(self) -> bool:
         """True asks the run to finish its step, commit and return."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.plan import ALIGNMENT, HIDDEN_SLOTS, SAVED_SLOTS, STATE_KINDS, Plan, Pool
-from storage.arena import HostArena
+from storage.arena import HostArena, empty_aligned
 
 POOLS: tuple[Pool, ...] = ("layer", "edge")
 
@@ -29,6 +29,8 @@ class DeviceArena:
         """uint8 [nbytes]; counts as whole pages."""
         self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
         assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
+        if self._device.type == "cpu":
+            return empty_aligned(nbytes, torch.uint8)  # direct reads end here
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
@@ -69,9 +71,9 @@ class RamMemory:
     arena: HostArena
     buffers: dict[str, BufferMemory] = field(default_factory=dict)
     x: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(block, chunk) -> the block's input [tokens, hidden]."""
-    dx: dict[int, Tensor] = field(default_factory=dict)
-    """chunk -> gradient of the running block's output [tokens, hidden]."""
+    """(block, chunk) -> the layer's input [tokens, hidden], saved for its backward."""
+    stream: dict[int, Tensor] = field(default_factory=dict)
+    """chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
     saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(block, chunk) -> log-sum-exp and attention output, uint8."""
     kv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -80,6 +82,8 @@ class RamMemory:
     """master, exp_avg, exp_avg_sq (float32) and gradient of one part."""
     part_stages: list[Tensor] = field(default_factory=list)
     """One part of any kind, uint8."""
+    activation_stages: list[Tensor] = field(default_factory=list)
+    """One saved activation on its way to or from NVMe, uint8."""
 
 
 def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -> GpuMemory:
@@ -138,14 +142,18 @@ def allocate_ram(plan: Plan, *, pin: bool, compute_dtype: torch.dtype, gradient_
         tokens = chunk.end - chunk.start
         shape = (tokens, problem.hidden_size)
         hidden = tokens * problem.hidden_size
-        ram.dx[chunk.index] = typed(f"dx.{chunk.index}", hidden, compute_dtype).view(shape)
-        for i, block in enumerate(plan.blocks[1:], start=1):
+        ram.stream[chunk.index] = typed(f"stream.{chunk.index}", hidden, compute_dtype).view(shape)
+        for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
+            if block.role != "layer" or key in plan.spilled:
+                continue
             suffix = f"{block.name}.{chunk.index}"
             ram.x[key] = typed(f"x.{suffix}", hidden, compute_dtype).view(shape)
             if block.kv_bytes_per_token:
                 ram.saved[key] = ram.arena.slot(f"saved.{suffix}", tokens * block.saved_bytes_per_token)
                 ram.kv[key] = ram.arena.slot(f"kv.{suffix}", tokens * block.kv_bytes_per_token)
+    stage_bytes = plan.activation_stage_bytes
+    ram.activation_stages = [ram.arena.slot(f"act.{i}", stage_bytes) for i in range(plan.activation_stages)]
     part = plan.part_numel
     for i in range(plan.state_stages):
         master, first, second = (typed(f"stage.{i}.{k}", part, torch.float32) for k in range(3))

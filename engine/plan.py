@@ -6,7 +6,7 @@ command line read the result; nothing else decides a size or a place.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from storage.errors import BudgetError
@@ -81,6 +81,8 @@ class Problem:
     """Temporaries of the largest compute op: activations of one layer, gradients before they are summed, logits."""
     gpu_budget: int
     ram_budget: int
+    device_reads: bool = True
+    """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +145,11 @@ class Plan:
     """RAM slots that hold one part of master, exp_avg, exp_avg_sq (and gradient) on its way to or from NVMe."""
     part_stages: int
     """RAM slots that hold one part of weights or gradient on its way."""
+    activation_stages: int
+    """RAM slots that hold one saved activation on its way to or from NVMe."""
+    activation_stage_bytes: int
+    spilled: frozenset[tuple[int, int]]
+    """(block, chunk) whose saved activations live on NVMe between forward and backward."""
     tiers: dict[str, TierPlan]
 
     @property
@@ -159,6 +166,16 @@ class Plan:
     def max_chunk_tokens(self) -> int:
         """Tokens of the longest chunk."""
         return max(chunk.end - chunk.start for chunk in self.chunks)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of saved activations on NVMe at the turn from forward to backward."""
+        return sum(self.record_bytes(*record) for record in self.spilled)
+
+    def record_bytes(self, block: int, chunk: int) -> int:
+        """Bytes that backward of a layer's chunk needs saved, see _record_bytes."""
+        c = self.chunks[chunk]
+        return sum(_record_bytes(self.problem, self.blocks[block], c.end - c.start))
 
     @property
     def part_numel(self) -> int:
@@ -180,10 +197,12 @@ class Plan:
             ],
             "chunks": len(self.chunks),
             "chunk_tokens": self.max_chunk_tokens,
+            "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "weight_slots": dict(self.weight_slots),
             "gradient_slots": dict(self.gradient_slots),
             "state_stages": self.state_stages,
             "part_stages": self.part_stages,
+            "activation_stages": self.activation_stages,
             "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
         }
 
@@ -204,13 +223,36 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def _record_bytes(problem: Problem, block: BlockShape, tokens: int) -> tuple[int, int, int]:
+    """Bytes, in whole pages, of what a layer's backward needs of a chunk: input, attention output, keys and values."""
+    hidden = problem.hidden_size * problem.compute_bytes
+    sizes = (hidden, block.saved_bytes_per_token, block.kv_bytes_per_token)
+    hidden_bytes, saved, kv = (_aligned(tokens * size) for size in sizes)
+    return hidden_bytes, saved, kv
+
+
 def gib(nbytes: int) -> str:
     """`nbytes` for people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
+@dataclass(slots=True)
+class _RamPlacement:
+    """What place_ram decides."""
+
+    tiers: dict[str, dict[str, Tier]]
+    """Buffer -> kind -> tier, for buffers not on the GPU."""
+    parts: dict[str, int]
+    """Bytes of RAM by use."""
+    state_stages: int = 0
+    part_stages: int = 0
+    activation_stages: int = 0
+    activation_stage_bytes: int = 0
+    spilled: set[tuple[int, int]] = field(default_factory=set)
+
+
 class _Planner:
-    """Fills the GPU's budget with whole buffers, then RAM's with weights, gradients and state, in that order."""
+    """Fills the GPU's budget with whole buffers, then RAM's with activations, weights, gradients and state."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = p = problem
@@ -263,17 +305,20 @@ class _Planner:
             "workspace": p.workspace_bytes,
         }
 
-    def ram_activations(self) -> int:
+    def stream_bytes(self) -> int:
+        """The chunks of one block boundary: the hidden states going up, their gradients coming down."""
+        hidden = self.problem.hidden_size * self.problem.compute_bytes
+        return sum(_aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
+
+    def records(self) -> dict[tuple[int, int], int]:
+        """(block, chunk) -> bytes of its saved activations, in the order in which backward wants them."""
         p = self.problem
-        hidden = p.hidden_size * p.compute_bytes
-        total = 0
-        for chunk in self.chunks:
-            n = chunk.end - chunk.start
-            total += _aligned(n * hidden)
-            for block in p.blocks[1:]:
-                total += _aligned(n * hidden) + _aligned(n * block.saved_bytes_per_token)
-                total += _aligned(n * block.kv_bytes_per_token)
-        return total
+        return {
+            (i, chunk.index): sum(_record_bytes(p, block, chunk.end - chunk.start))
+            for i, block in reversed(list(enumerate(p.blocks)))
+            if block.role == "layer"
+            for chunk in reversed(self.chunks)
+        }
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
         """Bytes of one state stage and of one part stage."""
@@ -298,11 +343,16 @@ class _Planner:
                 resident.add(buffer.name)
         return resident
 
-    def place_ram(self, resident: set[str]) -> tuple[dict[str, dict[str, Tier]], dict[str, int], int, int]:
-        """Tier of every kind of the buffers not on the GPU, bytes of RAM by use, state and part stages."""
+    def place_ram(self, resident: set[str]) -> _RamPlacement:
+        """Tier of every kind of the buffers not on the GPU and of every saved activation; RAM by use.
+
+        All activations go to RAM where they fit. Where they do not, weights come first: on NVMe each of their bytes
+        would move three times a step (read, read, written), each byte of anything else twice.
+        """
         p = self.problem
         rest = [b for b in p.buffers if b.name not in resident]
-        activations = self.ram_activations()
+        records, stream = self.records(), self.stream_bytes()
+        activations = stream + sum(records.values())
         sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": 3 * FP32}
         everything = sum(_aligned(b.numel * s) for b in rest for s in sizes.values())
         part_stage = self.stage_bytes(False)[1]
@@ -311,38 +361,61 @@ class _Planner:
         if activations + everything + through * part_stage <= p.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
-            return tiers, parts, 0, through
-        state_stage = self.stage_bytes(True)[0]
-        for state_stages, part_stages in ((4, 4), (3, 3), (2, 2)):
-            stages = state_stages * state_stage + part_stages * part_stage
-            if activations + stages <= p.ram_budget * (0.5 if state_stages > 2 else 1.0):
-                break
-        else:
-            need = activations + stages
-            raise BudgetError(
-                f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (activations of "
-                f"the step {gib(activations)}, staging of one part {gib(stages)}); give at least {need} bytes, or "
-                "lower train.sequences_per_step, data.sequence_length or storage.chunk_bytes"
-            )
-        left = p.ram_budget - activations - stages
+            return _RamPlacement(tiers, parts, part_stages=through)
+        placement = self._stages(stream, activations)
+        left = p.ram_budget - sum(placement.parts.values())
+        spilling = placement.activation_stages > 0
+        if spilling:
+            placement.spilled.update(records)
         held = 0
-        tiers = {b.name: {k: "nvme" for k in sizes} for b in rest}
+        for name in rest:
+            placement.tiers[name.name] = dict.fromkeys(sizes, "nvme")
         for kind, size in sizes.items():
             for buffer in rest:
                 need = _aligned(buffer.numel * size)
                 if held + need <= left:
-                    tiers[buffer.name][kind] = "ram"
+                    placement.tiers[buffer.name][kind] = "ram"
                     held += need
-        return tiers, {"activations": activations, "resident blocks": held, "stages": stages}, state_stages, part_stages
+            if kind == "weights" and spilling:
+                for record, need in records.items():
+                    if need > left - held:
+                        break
+                    placement.spilled.remove(record)
+                    placement.parts["activations"] += need
+                    left -= need
+        placement.parts["resident blocks"] = held
+        return placement
+
+    def _stages(self, stream: int, activations: int) -> _RamPlacement:
+        """How many stages there are: as many as half of the budget holds beside the activations, or the least."""
+        p = self.problem
+        state_stage, part_stage = self.stage_bytes(True)[0], self.stage_bytes(False)[1]
+        record = max(max(_record_bytes(p, block, self.max_chunk)) for block in p.blocks if block.role == "layer")
+        least = 2 * (state_stage + part_stage)
+        for spilling in (False, True):
+            held = stream if spilling else activations
+            for each, own in ((4, 9), (3, 6), (2, 4), (2, 2)):
+                staged = each * (state_stage + part_stage)
+                moving = own * record if spilling else 0
+                last = each == 2 and (own == 2 or not spilling)
+                if held + staged + moving <= p.ram_budget * (1.0 if last else 0.5):
+                    parts = {"activations": held + moving, "resident blocks": 0, "stages": staged}
+                    return _RamPlacement({}, parts, each, each, own if spilling else 0, record if spilling else 0)
+        need = stream + 2 * record + least
+        raise BudgetError(
+            f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states of "
+            f"the step {gib(stream)}, staging of one part {gib(least)} and of one chunk {gib(2 * record)}); give at "
+            f"least {need} bytes, or lower train.sequences_per_step, data.sequence_length or storage.chunk_bytes"
+        )
 
     def plan(self) -> Plan:
         p = self.problem
         resident = self.place_gpu()
-        tiers, ram, state_stages, part_stages = self.place_ram(resident)
+        ram = self.place_ram(resident)
         on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
         buffers = {}
         for shape in p.buffers:
-            kinds = on_gpu if shape.name in resident else tiers[shape.name]
+            kinds = on_gpu if shape.name in resident else ram.tiers[shape.name]
             buffers[shape.name] = BufferPlan(
                 name=shape.name,
                 numel=shape.numel,
@@ -361,11 +434,14 @@ class _Planner:
             weight_slots=weights,
             weight_slot_numel=numel,
             gradient_slots=gradients,
-            state_stages=state_stages,
-            part_stages=part_stages,
+            state_stages=ram.state_stages,
+            part_stages=ram.part_stages,
+            activation_stages=ram.activation_stages,
+            activation_stage_bytes=ram.activation_stage_bytes,
+            spilled=frozenset(ram.spilled),
             tiers={
                 "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
-                "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.values()), parts=ram),
+                "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
             },
         )
 

@@ -164,8 +164,13 @@ def plan_run(
     budget: BudgetConfig,
     storage: StorageConfig,
     device: torch.device,
+    *,
+    device_reads: bool = True,
 ) -> Plan:
-    """The plan of a run on this machine. Raises BudgetError when a budget is too small."""
+    """The plan of a run on this machine. Raises BudgetError when a budget is too small.
+
+    `device_reads`: NVMe reads reach the compute device's memory without a stage in RAM.
+    """
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
     gpu_budget, ram_budget = budgets(budget, device)
@@ -188,6 +193,7 @@ def plan_run(
         workspace_bytes=workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type]),
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
+        device_reads=device_reads,
     )
     return make_plan(problem)
 

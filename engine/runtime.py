@@ -71,13 +71,13 @@ class Runtime:
         ram: RamMemory,
         config: TrainConfig,
         logits_bytes: int,
-        commit_meta: Callable[[int, StepData], dict[str, Any]],
+        commit: Callable[[int, StepData], None],
     ) -> None:
         self.plan, self.layouts, self.runner, self.adamw, self.store = plan, layouts, runner, adamw, store
         self.gpu, self.ram, self.config = gpu, ram, config
         self._attention = attention
         self._logits_bytes = logits_bytes
-        self._commit_meta = commit_meta
+        self._commit = commit
         self._device = runner.device
         self._dtype = runner.dtype
         self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
@@ -161,11 +161,11 @@ class Runtime:
         return out, lse
 
     def _kv_regions(self, op: Op) -> list[tuple[Tensor, Tensor]]:
-        """(window rows, RAM copy) of a chunk's keys and of its values."""
+        """(window rows, saved copy) of a chunk's keys and of its values."""
         index = self._blocks[op.block][0]
         shape, chunk = self._attention[index - 1], self.plan.chunks[op.index]
         assert shape is not None
-        raw, start, pairs = self.ram.kv[(index, op.index)], 0, []
+        raw, start, pairs = self._activation("kv", op), 0, []
         for window in self._window(self.gpu.kv, shape):
             rows = window[chunk.start : chunk.end]
             end = start + rows.numel() * self._dtype.itemsize
@@ -267,27 +267,42 @@ class Runtime:
 
     # ------------------------------------------------------------------ links
 
+    def _activation(self, kind: str, op: Op) -> Tensor:
+        """Where an activation of the op's block and chunk is in RAM, uint8: its stage, its own place, or the stream."""
+        if "stage" in op.slots:
+            return self.ram.activation_stages[op.slots["stage"]][: op.nbytes]
+        key = (self._blocks[op.block][0], op.index)
+        saved: dict[tuple[int, int], Tensor] = getattr(self.ram, kind) if kind != "dy" else {}
+        region = saved[key] if key in saved else self.ram.stream[op.index]
+        return region.view(torch.uint8).view(-1)
+
+    def _load_hidden(self, kind: str, op: Op) -> None:
+        slot = self._hidden(op.slots["slot"], self._chunk(op))
+        slot.copy_(self._activation(kind, op).view(self._dtype).view(slot.shape), non_blocking=True)
+
+    def _store_hidden(self, kind: str, op: Op) -> None:
+        slot = self._hidden(op.slots["slot"], self._chunk(op))
+        self._activation(kind, op).view(self._dtype).view(slot.shape).copy_(slot, non_blocking=True)
+
     def _op_load_x(self, op: Op) -> None:
-        index = self._blocks[op.block][0]
-        self._hidden(op.slots["slot"], self._chunk(op)).copy_(self.ram.x[(index, op.index)], non_blocking=True)
+        self._load_hidden("x", op)
 
     def _op_store_x(self, op: Op) -> None:
-        index = self._blocks[op.block][0]
-        self.ram.x[(index, op.index)].copy_(self._hidden(op.slots["slot"], self._chunk(op)), non_blocking=True)
+        self._store_hidden("x", op)
 
     def _op_load_dy(self, op: Op) -> None:
-        self._hidden(op.slots["slot"], self._chunk(op)).copy_(self.ram.dx[op.index], non_blocking=True)
+        self._load_hidden("dy", op)
 
     def _op_store_dy(self, op: Op) -> None:
-        self.ram.dx[op.index].copy_(self._hidden(op.slots["slot"], self._chunk(op)), non_blocking=True)
+        self._store_hidden("dy", op)
 
     def _op_load_saved(self, op: Op) -> None:
-        region = self.ram.saved[(self._blocks[op.block][0], op.index)]
-        self.gpu.saved[op.slots["saved"]][: region.numel()].copy_(region, non_blocking=True)
+        self.gpu.saved[op.slots["saved"]][: op.nbytes].copy_(self._activation("saved", op), non_blocking=True)
 
     def _op_store_saved(self, op: Op) -> None:
-        region = self.ram.saved[(self._blocks[op.block][0], op.index)]
-        region.copy_(self.gpu.saved[op.slots["saved"]][: region.numel()], non_blocking=True)
+        self._activation("saved", op).copy_(self.gpu.saved[op.slots["saved"]][: op.nbytes], non_blocking=True)
+
+    def _op_store_kv(self, op: Op) -> None:
         for window, copy in self._kv_regions(op):
             copy.copy_(window, non_blocking=True)
 
@@ -420,6 +435,36 @@ class Runtime:
         stage = self._part_stage(op.slots["stage"], end - start, self._dtype)
         return self.store.read(op.block, "weights", op.index, stage)
 
+    def _op_read_weights_whole(self, op: Op) -> Future[Any]:
+        """Every part of a buffer's weights at once, straight into their slot on the compute device."""
+        buffer, flat = self.plan.buffers[op.block], self._flat("weights", op.block, op.slots[op.block])
+        bounds = [buffer.part(part) for part in range(buffer.num_parts)]
+        return gather([self.store.read(op.block, "weights", i, flat[a:b]) for i, (a, b) in enumerate(bounds)])
+
+    def _spill(self, kind: str, op: Op) -> Future[Any]:
+        return self.store.spill(f"{kind}.{op.block}.{op.index}", self._activation(kind, op))
+
+    def _unspill(self, kind: str, op: Op) -> Future[Any]:
+        return self.store.unspill(f"{kind}.{op.block}.{op.index}", self._activation(kind, op))
+
+    def _op_spill_x(self, op: Op) -> Future[Any]:
+        return self._spill("x", op)
+
+    def _op_spill_saved(self, op: Op) -> Future[Any]:
+        return self._spill("saved", op)
+
+    def _op_spill_kv(self, op: Op) -> Future[Any]:
+        return self._spill("kv", op)
+
+    def _op_unspill_x(self, op: Op) -> Future[Any]:
+        return self._unspill("x", op)
+
+    def _op_unspill_saved(self, op: Op) -> Future[Any]:
+        return self._unspill("saved", op)
+
+    def _op_unspill_kv(self, op: Op) -> Future[Any]:
+        return self._unspill("kv", op)
+
     def _op_write_state(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self.ram.state_stages[op.slots["stage"]]
@@ -467,7 +512,7 @@ class Runtime:
         return self._checkpoint_part(op, "exp_avg_sq")
 
     def _op_commit(self, op: Op) -> None:
-        self.store.commit(self._commit_meta(op.step, self._steps[op.step]))
+        self._commit(op.step, self._steps[op.step])
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:

@@ -49,6 +49,7 @@ class ScheduleBuilder:
         self._state = StateSchedule(plan, self._emitter)
         self._hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
         self._saved = Slots("gpu.saved", SAVED_SLOTS)
+        self._stages = Slots("ram.activation_stage", plan.activation_stages)
         self._window_chunks = max(chunk.local for chunk in plan.chunks) + 1
         self._window: list[Any] = [None] * self._window_chunks
         """Which (layer, chunk, step) each chunk's place in the K/V window holds."""
@@ -66,6 +67,7 @@ class ScheduleBuilder:
         """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied."""
         self._emitter.step = step
         self._passes(commit_previous)
+        self._state.read_ahead(step)
         self._emit("optimizer", "clip", "all", reads=[("gpu.norms",), ("gpu.losses",)], writes=[("ram.clip",)])
         self._state.waiting = step
         return self._emitter.take()
@@ -138,30 +140,77 @@ class ScheduleBuilder:
         block = self._plan.blocks[task.layer]
         loaded: dict[str, int] = {}
         if block.role != "embed":
-            loaded["x"] = self._load_hidden("x", task.layer, task.chunk)
+            loaded["x"] = self._load_hidden("x", task)
         if task.mode == "backward":
-            loaded["dy"] = self._load_hidden("dy", task.layer, task.chunk)
+            loaded["dy"] = self._load_hidden("dy", task)
             if block.saved_bytes_per_token:
                 loaded["saved"] = self._load_saved(task.layer, task.chunk)
         return loaded
 
-    def _load_hidden(self, kind: str, layer: int, chunk: Chunk) -> int:
-        """Slot with activation `kind` ("x", "dy") of a block's chunk, loaded from RAM unless it is still there."""
+    def _load_hidden(self, kind: str, task: _Task) -> int:
+        """Slot with activation `kind` ("x", "dy") of a block's chunk, loaded unless it is still there."""
+        layer, chunk = task.layer, task.chunk
         content = (kind, layer, chunk.index, self._emitter.step)
         slot = self._hidden.find(content)
         if slot is None:
             slot = self._hidden.take(content)
+            if task.mode == "backward" and kind == "x" and (layer, chunk.index) in self._plan.spilled:
+                stage = self._unspill("x", layer, chunk, self._hidden_bytes(chunk))
+                source: Resource = ("ram.activation_stage", stage)
+                slots = {"slot": slot, "stage": stage}
+            else:
+                source = self._hidden_region(kind, layer, chunk)
+                slots = {"slot": slot}
             self._emit(
                 "h2d",
                 "load_" + kind,
                 self._plan.blocks[layer].name,
                 chunk.index,
-                reads=[_hidden_region(kind, layer, chunk)],
+                reads=[source],
                 writes=[("gpu.hidden", slot)],
                 nbytes=self._hidden_bytes(chunk),
-                slots={"slot": slot},
+                slots=slots,
             )
         return slot
+
+    def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
+        """Where a hidden state waits in RAM: a layer's saved input in its own place, all else in the chunk's stream."""
+        for_layer = kind == "x" and self._plan.blocks[layer].role == "layer"
+        if for_layer and (layer, chunk.index) not in self._plan.spilled:
+            return ("ram.x", layer, chunk.index)
+        return ("ram.stream", chunk.index)
+
+    def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, nbytes: int, slots: dict[str, int]) -> None:
+        """Write a saved activation to NVMe from where it waits in RAM."""
+        self._emit(
+            "nvme_write",
+            "spill_" + kind,
+            self._plan.blocks[layer].name,
+            chunk.index,
+            reads=[source],
+            writes=[("nvme." + kind, layer, chunk.index)],
+            nbytes=nbytes,
+            slots=slots,
+        )
+
+    def _unspill(self, kind: str, layer: int, chunk: Chunk, nbytes: int) -> int:
+        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
+
+        The read lane runs ahead of the computation by as many stages as there are.
+        """
+        stage = self._stages.take((kind, layer, chunk.index))
+        self._stages.release(stage)
+        # Written as well as read: the file goes with its content.
+        self._emit(
+            "nvme_read",
+            "unspill_" + kind,
+            self._plan.blocks[layer].name,
+            chunk.index,
+            writes=[("nvme." + kind, layer, chunk.index), ("ram.activation_stage", stage)],
+            nbytes=nbytes,
+            slots={"stage": stage},
+        )
+        return stage
 
     def _hidden_bytes(self, chunk: Chunk) -> int:
         problem = self._plan.problem
@@ -173,17 +222,22 @@ class ScheduleBuilder:
         slot = self._saved.find(content)
         if slot is None:
             slot = self._saved.take(content)
-            self._emit(
-                "h2d",
-                "load_saved",
-                block.name,
-                chunk.index,
-                reads=[("ram.saved", layer, chunk.index)],
-                writes=[("gpu.saved", slot)],
-                nbytes=(chunk.end - chunk.start) * block.saved_bytes_per_token,
-                slots={"saved": slot},
-            )
+            nbytes = (chunk.end - chunk.start) * block.saved_bytes_per_token
+            self._load_saved_part("saved", layer, chunk, ("gpu.saved", slot), nbytes, {"saved": slot})
         return slot
+
+    def _load_saved_part(
+        self, kind: str, layer: int, chunk: Chunk, target: Resource, nbytes: int, slots: dict[str, int]
+    ) -> None:
+        """Load what forward saved of attention ("saved": output and log-sum-exp, "kv": keys and values)."""
+        source: Resource = ("ram." + kind, layer, chunk.index)
+        if (layer, chunk.index) in self._plan.spilled:
+            slots["stage"] = self._unspill(kind, layer, chunk, nbytes)
+            source = ("ram.activation_stage", slots["stage"])
+        name = self._plan.blocks[layer].name
+        self._emit(
+            "h2d", "load_" + kind, name, chunk.index, reads=[source], writes=[target], nbytes=nbytes, slots=slots
+        )
 
     def _load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its place in the window, unless they are there."""
@@ -192,15 +246,8 @@ class ScheduleBuilder:
         if self._window[chunk.local] == content or not block.kv_bytes_per_token:
             return
         self._window[chunk.local] = content
-        self._emit(
-            "h2d",
-            "load_kv",
-            block.name,
-            chunk.index,
-            reads=[("ram.kv", layer, chunk.index)],
-            writes=[("gpu.kv", chunk.local)],
-            nbytes=(chunk.end - chunk.start) * block.kv_bytes_per_token,
-        )
+        nbytes = (chunk.end - chunk.start) * block.kv_bytes_per_token
+        self._load_saved_part("kv", layer, chunk, ("gpu.kv", chunk.local), nbytes, {})
 
     # ------------------------------------------------------------------ compute
 
@@ -270,32 +317,45 @@ class ScheduleBuilder:
             self._load_window(task.layer - 1, chunks[len(chunks) - self._window_chunks + chunk.local])
 
     def _store_hidden(self, kind: str, layer: int, chunk: Chunk, slot: int) -> None:
+        region, nbytes = self._hidden_region(kind, layer, chunk), self._hidden_bytes(chunk)
         self._emit(
             "d2h",
             "store_" + kind,
             self._plan.blocks[layer].name,
             chunk.index,
             reads=[("gpu.hidden", slot)],
-            writes=[_hidden_region(kind, layer, chunk)],
-            nbytes=self._hidden_bytes(chunk),
+            writes=[region],
+            nbytes=nbytes,
             slots={"slot": slot},
         )
         self._hidden.release(slot, keep=True)
+        if kind == "x" and (layer, chunk.index) in self._plan.spilled:
+            self._spill("x", layer, chunk, region, nbytes, {})
 
     def _store_attention(self, block: BlockShape, task: _Task, slot: int) -> None:
-        chunk = task.chunk
-        self._emit(
-            "d2h",
-            "store_saved",
-            block.name,
-            chunk.index,
-            reads=[("gpu.saved", slot), ("gpu.kv", chunk.local)],
-            writes=[("ram.saved", task.layer, chunk.index), ("ram.kv", task.layer, chunk.index)],
-            nbytes=(chunk.end - chunk.start) * (block.saved_bytes_per_token + block.kv_bytes_per_token),
-            slots={"saved": slot},
+        layer, chunk = task.layer, task.chunk
+        tokens = chunk.end - chunk.start
+        parts: tuple[tuple[str, Resource, int], ...] = (
+            ("saved", ("gpu.saved", slot), tokens * block.saved_bytes_per_token),
+            ("kv", ("gpu.kv", chunk.local), tokens * block.kv_bytes_per_token),
         )
-
-
-def _hidden_region(kind: str, layer: int, chunk: Chunk) -> Resource:
-    """Where an activation waits in RAM: inputs per block and chunk, gradients per chunk."""
-    return ("ram.x", layer, chunk.index) if kind == "x" else ("ram.dx", chunk.index)
+        for kind, source, nbytes in parts:
+            region: Resource = ("ram." + kind, layer, chunk.index)
+            slots = {"saved": slot}
+            spilled = (layer, chunk.index) in self._plan.spilled
+            if spilled:
+                slots["stage"] = self._stages.take((kind, layer, chunk.index))
+                region = ("ram.activation_stage", slots["stage"])
+            self._emit(
+                "d2h",
+                "store_" + kind,
+                block.name,
+                chunk.index,
+                reads=[source],
+                writes=[region],
+                nbytes=nbytes,
+                slots=slots,
+            )
+            if spilled:
+                self._spill(kind, layer, chunk, region, nbytes, slots)
+                self._stages.release(slots["stage"])

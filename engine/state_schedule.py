@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from engine.ops import WHOLE, Emitter, Resource, Slots
 from engine.plan import FP32, STATE_KINDS, BlockShape, BufferPlan, Plan, Pool
 
@@ -22,6 +24,8 @@ class StateSchedule:
         self._part_stages = Slots("ram.part_stage", plan.part_stages)
         self.weight_slot: dict[str, int] = {}
         """Slot of each buffer whose weights are on the compute device for now."""
+        self._ahead: dict[tuple[str, int], int] = {}
+        """(buffer, part) -> state stage into which it has been read before its update's turn."""
         self.gradient_slot: dict[str, int] = {}
         """Slot in which a buffer's gradient is being summed; WHOLE where it is resident."""
 
@@ -62,6 +66,13 @@ class StateSchedule:
             size = buffer.numel * item
             reads: list[Resource] = [("ram.weights", name)]
             self._emit("h2d", "load_weights", name, reads=reads, writes=target, nbytes=size, slots={name: slot})
+            return
+        if self._plan.problem.device_reads:
+            reads = [("nvme.weights", name, part) for part in range(buffer.num_parts)]
+            size = buffer.numel * item
+            self._emit(
+                "nvme_read", "read_weights_whole", name, reads=reads, writes=target, nbytes=size, slots={name: slot}
+            )
             return
         for part in range(buffer.num_parts):
             start, end = buffer.part(part)
@@ -144,19 +155,9 @@ class StateSchedule:
         slots: dict[str, int] = {}
         staged: list[Resource] = []
         if "nvme" in (buffer.state, buffer.gradient):
-            slots["stage"] = self._stages.take((name, part))
+            ahead = self._ahead.pop((name, part), None)
+            slots["stage"] = self._read_state(buffer, part, step) if ahead is None else ahead
             staged = [("ram.state_stage", slots["stage"])]
-            files: list[Resource] = []
-            size = 0
-            if buffer.state == "nvme":
-                files.append(("nvme.state", name, part))
-                size += state_bytes
-            if buffer.gradient == "nvme":
-                files.append(("nvme.gradient", name, part))
-                size += numel * self._plan.problem.gradient_bytes
-            self._emit(
-                "nvme_read", "read_state", name, part, reads=files, writes=staged, nbytes=size, slots=slots, step=step
-            )
             reads += staged
             if buffer.state == "nvme":
                 writes += staged
@@ -187,6 +188,42 @@ class StateSchedule:
             self._part_stages.release(slots["weights"])
         if "stage" in slots:
             self._stages.release(slots["stage"])
+
+    def _read_state(self, buffer: BufferPlan, part: int, step: int) -> int:
+        """Bring what NVMe holds of a part to a stage; its number."""
+        name = buffer.name
+        start, end = buffer.part(part)
+        slots = {"stage": self._stages.take((name, part))}
+        files: list[Resource] = []
+        item = 0
+        if buffer.state == "nvme":
+            files.append(("nvme.state", name, part))
+            item += len(STATE_KINDS) * FP32
+        if buffer.gradient == "nvme":
+            files.append(("nvme.gradient", name, part))
+            item += self._plan.problem.gradient_bytes
+        self._emit(
+            "nvme_read",
+            "read_state",
+            name,
+            part,
+            reads=files,
+            writes=[("ram.state_stage", slots["stage"])],
+            nbytes=(end - start) * item,
+            slots=slots,
+            step=step,
+        )
+        return slots["stage"]
+
+    def read_ahead(self, step: int) -> None:
+        """Fill the state stages with what the next updates need first.
+
+        The drive then works while the step's end is awaited; no state is changed before clipping is known.
+        """
+        staged = [b for b in self._plan.buffers.values() if "nvme" in (b.state, b.gradient)]
+        parts = ((buffer, part) for buffer in staged for part in range(buffer.num_parts))
+        for buffer, part in itertools.islice(parts, self._plan.state_stages):
+            self._ahead[buffer.name, part] = self._read_state(buffer, part, step)
 
     def _weights_leave(self, buffer: BufferPlan, part: int, slots: dict[str, int], step: int) -> None:
         """New weights of a part go from their stage to NVMe or to their place on the compute device."""

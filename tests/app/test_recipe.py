@@ -13,14 +13,14 @@ from app.recipe import (
     AfterConfig,
     Recipe,
     apply_overrides,
+    change_run,
     fields,
     from_json,
     load_recipe,
-    recipe_hash,
     resolve_paths,
     to_json,
 )
-from engine.config import DataConfig, ModelConfig, TrainConfig
+from engine.config import DataConfig, ModelConfig, TrainConfig, config_digest
 from storage.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
@@ -60,13 +60,31 @@ def test_json_is_exact(lr: float, steps: int, prompt: str | None, overrides: dic
     )
     again = from_json(to_json(recipe))
     assert again == recipe
-    assert recipe_hash(again) == recipe_hash(recipe)
+    assert config_digest(again.model, again.train) == config_digest(recipe.model, recipe.train)
 
 
-def test_hash_depends_on_values_not_on_spelling() -> None:
-    base = Recipe(name="x")
-    assert recipe_hash(apply_overrides(base, ["train.lr=1"])) == recipe_hash(apply_overrides(base, ["train.lr=1.0"]))
-    assert recipe_hash(apply_overrides(base, ["train.seed=1"])) != recipe_hash(base)
+def test_digest_depends_on_values_not_on_spelling() -> None:
+    def digest(override: str) -> str:
+        return config_digest(apply_overrides(Recipe(name="x"), [override]).train)
+
+    assert digest("train.lr=1") == digest("train.lr=1.0")
+    assert digest("train.seed=1") != digest("train.seed=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("none", None), ("/mnt/a", "/mnt/a"), ('["/mnt/a", "b"]', ["/mnt/a", "/here/b"]), ("b", "/here/b")],
+)
+def test_one_drive_or_several(text: str, expected: object) -> None:
+    recipe = resolve_paths(apply_overrides(Recipe(name="x"), [f"storage.nvme={text}"]), Path("/here"))
+    assert recipe.storage.nvme == expected
+    assert from_json(to_json(recipe)) == recipe
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[", '["/a", null]', "[]"])
+def test_a_bad_list_of_drives_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=r"storage\.nvme"):
+        apply_overrides(Recipe(name="x"), [f"storage.nvme={text}"])
 
 
 @pytest.mark.parametrize(
@@ -238,3 +256,15 @@ def test_relative_paths_become_absolute(tmp_path: Path) -> None:
     assert resolved.data.tokenizer == "/abs"
     assert resolved.model.path == str(Path.home() / "m")
     assert resolved.storage.nvme is None
+
+
+def test_a_resumed_run_may_change_its_budgets_and_drives(tmp_path: Path) -> None:
+    recipe = Recipe(name="x")
+    changed = change_run(recipe, ["budgets.ram=3GiB", "storage.nvme=fast", "train.lr=1e-5"], tmp_path)
+    assert (changed.budgets.ram, changed.storage.nvme, changed.train.lr) == ("3GiB", str(tmp_path / "fast"), 1e-5)
+
+
+@pytest.mark.parametrize("override", ["name=y", "model.num_layers=3", "data.sequence_length=8"])
+def test_a_resumed_run_keeps_its_model_and_data(tmp_path: Path, override: str) -> None:
+    with pytest.raises(UserError, match="start a new run"):
+        change_run(Recipe(name="x"), [override], tmp_path)

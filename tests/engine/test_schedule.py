@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import races
 
-from engine.ops import LANES, Op
+from engine.ops import LANES, Op, Resource
 from engine.plan import BlockShape, BufferShape, Plan, Problem, cut_chunks, make_plan
 from engine.schedule import ScheduleBuilder
 from storage.errors import BudgetError
@@ -31,6 +31,7 @@ def problem(
     without_attention: frozenset[int] = frozenset(),
     gpu_budget: int = 10**9,
     ram_budget: int = 10**9,
+    device_reads: bool = True,
 ) -> Problem:
     """A small model with one page of parameters per layer and `edge` pages in embedding and head."""
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
@@ -66,6 +67,7 @@ def problem(
         workspace_bytes=1000,
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
+        device_reads=device_reads,
     )
 
 
@@ -82,7 +84,8 @@ problems = st.builds(
     chunk_per_row=st.booleans(),
     without_attention=st.frozensets(st.integers(0, 4), max_size=2),
     gpu_budget=st.integers(200_000, 3_000_000),
-    ram_budget=st.integers(200_000, 3_000_000),
+    ram_budget=st.integers(150_000, 3_000_000),
+    device_reads=st.booleans(),
 )
 
 
@@ -131,6 +134,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
         ("gpu.gradient", "edge"): plan.gradient_slots["edge"],
         ("ram.state_stage",): plan.state_stages,
         ("ram.part_stage",): plan.part_stages,
+        ("ram.activation_stage",): plan.activation_stages,
     }
     version = dict.fromkeys(plan.buffers, 0)
     held: dict[tuple[str | int, ...], tuple[str, int]] = {}
@@ -145,7 +149,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
             updated[op.step, op.block] += 1
             last = op.action == "update_on_gpu" or op.index == plan.buffers[op.block].num_parts - 1
             version[op.block] += last
-        if op.action in ("load_weights", "load_weights_part"):
+        if op.action in ("load_weights", "load_weights_part", "read_weights_whole"):
             held["gpu.weights", plan.buffers[op.block].pool, op.slots[op.block]] = (op.block, version[op.block])
         if op.lane == "compute" and op.action.endswith(("forward", "backward", "head")):
             computed[op.step, op.action, op.block, op.index] += 1
@@ -162,6 +166,41 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
     for buffer in plan.buffers.values():
         parts = 1 if buffer.state == "gpu" else buffer.num_parts
         assert [updated[step, buffer.name] for step in (1, 2, 3)] == [parts] * 3
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems)
+def test_saved_activations_come_back_from_where_they_went(shape: Problem) -> None:
+    """Every region and stage holds, when it is read, the activation that the reader wants; a file is read once."""
+    plan = some_plan(shape)
+    names = {block.name: i for i, block in enumerate(plan.blocks)}
+    held: dict[Resource, tuple[str, int, int, int]] = {}
+    spilled: set[tuple[int, int]] = set()
+    for op in steps_of(plan, 2):
+        kind = op.action.rpartition("_")[2]
+        if kind not in ("x", "saved", "kv"):
+            continue
+        content = (kind, names[op.block], op.index, op.step)
+        if op.action.startswith("store_"):
+            held[op.writes[0]] = content
+        elif op.action.startswith("spill_"):
+            assert held[op.reads[0]] == content
+            held[op.writes[0]] = content
+            spilled.add((content[1], op.index))
+        elif op.action.startswith("unspill_"):
+            assert held.pop(op.writes[0]) == content
+            held[op.writes[1]] = content
+        else:
+            assert held[op.reads[0]] == content, op
+    assert spilled == plan.spilled
+    moved = sum(plan.record_bytes(*record) for record in spilled)
+    assert moved == plan.spill_bytes
+    kept = [record for record in ((i, c.index) for i in names.values() for c in plan.chunks) if record not in spilled]
+    if spilled and kept:
+        last = max(block for block, _ in spilled)
+        assert all(block >= last for block, _ in kept if plan.blocks[block].role == "layer"), (
+            "backward's last spill first"
+        )
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())
@@ -187,9 +226,11 @@ def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
     ram_floor = some_plan(problem(gpu_budget=floor, ram_budget=1)).tiers["ram"].peak_bytes
     on_disk = make_plan(problem(gpu_budget=floor, ram_budget=ram_floor))
     assert {b.state for b in on_disk.buffers.values()} == {"nvme"}
-    mixed = make_plan(problem(gpu_budget=floor, ram_budget=ram_floor + 300_000))
-    assert {b.weights for b in mixed.buffers.values()} == {"ram"}, "weights cross twice a step and so come first"
+    mixed = make_plan(problem(gpu_budget=floor, ram_budget=ram_floor + 500_000))
+    assert {b.weights for b in mixed.buffers.values()} == {"ram"}, "weights cross most often and so come first"
     assert "nvme" in {b.state for b in mixed.buffers.values()}
+    assert len(on_disk.spilled) == 3 * len(on_disk.chunks)
+    assert 0 <= len(mixed.spilled) < len(on_disk.spilled)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "ram"])

@@ -17,8 +17,8 @@ from engine.events import Span, StepMetrics
 from engine.model import ModelSpec, initialize
 from engine.plan import STATE_KINDS, Plan
 from engine.prepare import layouts, make_config, make_loader, model_config, plan_run, prepare_data
+from engine.session import Session, run_identity, run_meta
 from engine.state import fill_store, read_parameters, state_arrays
-from engine.train import Session, run_meta
 from storage.errors import BudgetError
 from storage.nvme import ArraySpec, NvmeStore
 
@@ -47,6 +47,12 @@ class Silent:
         self.spans += spans
 
     def on_message(self, text: str) -> None:
+        pass
+
+    def checkpoint_requests(self) -> list[str]:
+        return []
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         pass
 
     def should_stop(self) -> bool:
@@ -101,12 +107,20 @@ def spec_of(config: PretrainedConfig) -> ModelSpec:
     return _spec(config.to_json_string(use_diff=False))
 
 
-def plan_of(spec: ModelSpec, d: DataConfig, t: TrainConfig, s: StorageConfig, gpu: str | int, ram: str | int) -> Plan:
+def plan_of(
+    spec: ModelSpec,
+    d: DataConfig,
+    t: TrainConfig,
+    s: StorageConfig,
+    gpu: str | int,
+    ram: str | int,
+    device_reads: bool = True,
+) -> Plan:
     """The plan within budgets, of which FLOOR takes the least that is accepted."""
     sizes: dict[str, str | int] = {"gpu": 1 if gpu == FLOOR else gpu, "ram": 1 if ram == FLOOR else ram}
     for _ in range(3):
         try:
-            return plan_run(spec, d, t, BudgetConfig(**sizes), s, CPU)
+            return plan_run(spec, d, t, BudgetConfig(**sizes), s, CPU, device_reads=device_reads)
         except BudgetError as refusal:
             tier = "gpu" if "budgets.gpu" in str(refusal) else "ram"
             if (gpu if tier == "gpu" else ram) != FLOOR:
@@ -115,11 +129,19 @@ def plan_of(spec: ModelSpec, d: DataConfig, t: TrainConfig, s: StorageConfig, gp
     raise AssertionError("refused what the refusal asked for")
 
 
-def make_store(folder: Path, spec: ModelSpec, plan: Plan, cursor: dict[str, Any], seed: int = 0) -> NvmeStore:
+def make_store(
+    folder: Path,
+    spec: ModelSpec,
+    plan: Plan,
+    cursor: dict[str, Any],
+    identity: dict[str, Any],
+    seed: int = 0,
+    drives: list[Path] | None = None,
+) -> NvmeStore:
     """A store whose first generation is the model's own initialisation."""
-    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None)
+    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None, drives=drives)
     buffers = ((name, initialize(spec, name, seed)) for name in spec.buffers)
-    fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor))
+    fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor, identity))
     return store
 
 
@@ -133,19 +155,32 @@ def session(
     gpu: str | int = "1GiB",
     ram: str | int = "1GiB",
     device: torch.device = CPU,
+    device_reads: bool = True,
+    drives: list[Path] | None = None,
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one."""
     m, d, t, s = m or model(), d or data(), t or training(), s or storage()
     corpus = prepare_data(m, d, folder / "data").corpus
     spec = spec_of(model_config(m, d, m.vocab_size))
-    plan = plan_of(spec, d, t, s, gpu, ram)
+    plan = plan_of(spec, d, t, s, gpu, ram, device_reads)
+    identity = run_identity(m, d, t)
     loader = make_loader(corpus, spec, d, t)
     root = folder / "state"
     if (root / "manifest.json").exists():
-        store = NvmeStore.open(root)
+        store = NvmeStore.open(root, drives=drives)
     else:
-        store = make_store(root, spec, plan, loader.cursor, t.seed)
-    return Session(spec=spec, plan=plan, store=store, loader=loader, constants={}, train=t, storage=s, device=device)
+        store = make_store(root, spec, plan, loader.cursor, identity, t.seed, drives)
+    return Session(
+        spec=spec,
+        plan=plan,
+        store=store,
+        loader=loader,
+        constants={},
+        train=t,
+        storage=s,
+        device=device,
+        identity=identity,
+    )
 
 
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:

@@ -1,0 +1,132 @@
+"""Named checkpoints of a run: made offline, or asked of the process that trains it; and the scrub of its state.
+
+A running run holds its state's lock. `requests/NAME.request` asks it for a checkpoint; it answers at the next step
+boundary with `requests/NAME.answer`: {"step": ..., "error": null or a text}.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+
+from app.rundir import RunDir, is_live, read_recipe
+from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
+from storage.disk import atomic_write
+from storage.errors import UserError
+
+_POLL_S = 0.1
+
+
+class CheckpointRequests:
+    """The training process's side of `requests/`."""
+
+    def __init__(self, run_path: Path) -> None:
+        self._folder = run_path / "requests"
+        self._folder.mkdir(exist_ok=True)
+        for leftover in self._folder.iterdir():
+            leftover.unlink()
+        self._taken: set[str] = set()
+
+    def take(self) -> list[str]:
+        """Names asked for since the last call; one system call when there are none."""
+        names = sorted(path.stem for path in self._folder.glob("*.request"))
+        for name in names:
+            (self._folder / f"{name}.request").unlink()
+        self._taken.update(names)
+        return names
+
+    def answer(self, name: str, step: int, error: str | None) -> None:
+        """Tell whoever asked for `name`, if anybody did."""
+        if name in self._taken:
+            self._taken.remove(name)
+            atomic_write(self._folder / f"{name}.answer", json.dumps({"step": step, "error": error}))
+
+
+def make_checkpoint(run_path: Path, name: str) -> int:
+    """Make checkpoint `name` of a run, running or not; the step that it holds.
+
+    Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
+    """
+    from engine.session import AUTOMATIC
+
+    if AUTOMATIC.fullmatch(name):
+        raise UserError(f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every; choose another")
+    if name in (info.name for info in list_checkpoints_of(run_path)):
+        raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
+    if is_live(run_path):
+        return _ask(run_path, name)
+    from engine.state import drive_folders, state_folder
+    from storage.nvme import NvmeStore
+
+    with RunDir.open(run_path) as run:
+        drives = drive_folders(run.path, run.recipe.storage)
+        with closing(NvmeStore.open(state_folder(run.path), drives=drives)) as store:
+            store.checkpoint(name)
+            return int(store.meta["step"])
+
+
+def _ask(run_path: Path, name: str) -> int:
+    folder = run_path / "requests"
+    answer = folder / f"{name}.answer"
+    answer.unlink(missing_ok=True)
+    atomic_write(folder / f"{name}.request", "")
+    while not answer.exists():
+        if not is_live(run_path):
+            (folder / f"{name}.request").unlink(missing_ok=True)
+            raise UserError(f"{run_path}: the run ended before it made the checkpoint; ask again, now that it is over")
+        time.sleep(_POLL_S)
+    content = json.loads(answer.read_text())
+    answer.unlink()
+    if content["error"] is not None:
+        raise UserError(f"checkpoint {name} was not made: {content['error']}")
+    return int(content["step"])
+
+
+def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
+    """The checkpoints of a run, oldest first."""
+    return list_checkpoints(run_path / "state")
+
+
+def find_checkpoint(run_path: Path, name: str) -> CheckpointInfo:
+    """Checkpoint `name` of a run; UserError with the names there are if there is no such."""
+    found = {info.name: info for info in list_checkpoints_of(run_path)}
+    if name not in found:
+        raise UserError(f"{run_path}: no checkpoint '{name}'; it has {', '.join(found) or 'none'}")
+    return found[name]
+
+
+def delete_checkpoint_of(run_path: Path, name: str) -> None:
+    """Delete checkpoint `name`. Raises UserError when there is no such, or while the run is running."""
+    find_checkpoint(run_path, name)
+    with RunDir.open(run_path) as run:
+        delete_checkpoint(run.path / "state", name)
+
+
+def scrub_run(run_path: Path) -> str:
+    """Read the committed generation and every checkpoint of a run; a line saying how much and how fast.
+
+    Raises UserError listing every damaged file, or while the run is running.
+    """
+    from engine.state import drive_folders, state_folder
+    from storage.nvme import NvmeStore
+
+    read_recipe(run_path)
+    started, size, failures = time.perf_counter(), 0, []
+    with RunDir.open(run_path) as run:
+        root = state_folder(run.path)
+        stores = [(root, drive_folders(run.path, run.recipe.storage))]
+        names = [info.name for info in list_checkpoints(root)]
+        stores += [(root / "checkpoints" / name, []) for name in names]
+        for folder, drives in stores:
+            with closing(NvmeStore.open(folder, drives=drives or None)) as store:
+                try:
+                    size += store.verify()
+                except UserError as error:
+                    failures.append(str(error))
+    if failures:
+        raise UserError("\n".join(failures))
+    took_s = time.perf_counter() - started
+    kept = f" and {len(names)} checkpoint{'s' * (len(names) != 1)}" if names else ""
+    return f"the last generation{kept}: {size:,} bytes, all as written ({size / took_s / 1e9:.1f} GB/s)"

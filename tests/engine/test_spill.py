@@ -1,0 +1,132 @@
+"""Saved activations beyond the RAM budget live on NVMe between forward and backward, and change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.ops import Op
+from engine.session import Session
+from engine.train import train_step
+from storage.errors import BudgetError, UserError
+
+LONG: dict[str, Any] = {
+    "m": tiny.model(num_layers=12),
+    "d": tiny.data(sequence_length=512),
+    "t": tiny.training(steps=2, sequences_per_step=1, chunk_tokens=64),
+}
+
+
+def trained(session: Session) -> str:
+    """The digest after all of the session's steps."""
+    while session.step < session.config.steps:
+        train_step(session)
+    session.finish()
+    return tiny.digest(session.store)
+
+
+def saved_bytes(session: Session) -> int:
+    """Saved activations of a step, on whatever tier."""
+    layers = [i for i, block in enumerate(session.plan.blocks) if block.role == "layer"]
+    return sum(session.plan.record_bytes(i, chunk.index) for i in layers for chunk in session.plan.chunks)
+
+
+def spill_files(session: Session) -> list[Path]:
+    return [path for path in (session.store.root / "scratch").rglob("*") if path.is_file() and "spill" in path.parts]
+
+
+def test_activations_of_four_times_the_ram_budget(tmp_path: Path) -> None:
+    with tiny.session(tmp_path / "roomy", **LONG, gpu=tiny.FLOOR) as session:
+        saved = saved_bytes(session)
+        assert not session.plan.spilled
+        expected = trained(session)
+    budget = saved // 4
+    with tiny.session(tmp_path / "tight", **LONG, gpu=tiny.FLOOR, ram=budget) as session:
+        assert session.plan.spill_bytes > saved // 2
+        assert trained(session) == expected
+        assert session.ram.arena.used_bytes <= budget
+        spans = session.executor.take_spans()
+        assert not [path for path in spill_files(session) if path.stat().st_size > 0 and not _left_on_gpu(session, path)]
+    written = sum(span.bytes for span in spans if span.op.startswith("spill_"))
+    read = sum(span.bytes for span in spans if span.op.startswith("unspill_"))
+    payload = sum(span.bytes for span in spans if span.op.startswith(("spill_saved", "spill_kv")))
+    assert written > payload > 0
+    assert read <= written, "what is still on the GPU is not read back"
+
+
+def _left_on_gpu(session: Session, path: Path) -> bool:
+    """Whether the file belongs to the last layer, whose last chunks backward may still find on the GPU."""
+    return f"layers.{len(session.spec.attention) - 1}" in path.name
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    share=st.floats(0.0, 1.0),
+    layers=st.integers(1, 4),
+    sequences=st.integers(1, 2),
+    chunk_tokens=st.sampled_from([16, 33, 64]),
+    device_reads=st.booleans(),
+)
+def test_any_share_of_activations_on_nvme_changes_no_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+    share: float,
+    layers: int,
+    sequences: int,
+    chunk_tokens: int,
+    device_reads: bool,
+) -> None:
+    settings_: dict[str, Any] = {
+        "m": tiny.model(num_layers=layers),
+        "d": tiny.data(sequence_length=96),
+        "t": tiny.training(steps=2, sequences_per_step=sequences, chunk_tokens=chunk_tokens),
+        "gpu": tiny.FLOOR,
+    }
+    folder = tmp_path_factory.mktemp("spill")
+    with tiny.session(folder / "roomy", **settings_) as session:
+        expected = trained(session)
+    with tiny.session(folder / "floor", **settings_, ram=tiny.FLOOR, device_reads=device_reads) as session:
+        floor, everything = session.plan.tiers["ram"].peak_bytes, saved_bytes(session)
+        assert trained(session) == expected
+    ram = floor + int(share * everything)
+    with tiny.session(folder / "some", **settings_, ram=ram, device_reads=device_reads) as session:
+        assert trained(session) == expected
+        assert session.ram.arena.used_bytes <= ram
+
+
+def test_a_damaged_activation_stops_the_run_by_name(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, **LONG, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        perform = session.runtime.perform
+
+        def damaging(op: Op) -> Any:
+            if op.action == "unspill_kv" and op.block == "layers.3" and op.index == 2:
+                (path,) = (p for p in spill_files(session) if "kv.layers.3.2" in p.name)
+                content = bytearray(path.read_bytes())
+                content[5] ^= 4
+                path.write_bytes(content)
+            return perform(op)
+
+        session.executor._perform = damaging
+        with pytest.raises(UserError, match=r"kv\.layers\.3\.2"):
+            train_step(session)
+
+
+def test_less_than_the_stages_is_refused_with_the_need(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"budgets\.ram.*hidden states of the step.*give at least \d+ bytes"):
+        tiny.session(tmp_path, **LONG, ram="64KiB")
+
+
+def test_a_disk_budget_without_room_for_the_spill_is_refused(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, **LONG, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        need = session.plan.spill_bytes
+    store = session.store
+    store = type(store).open(store.root, budget_bytes=store.disk_bytes() + need // 2)
+    try:
+        with pytest.raises(BudgetError, match=r"budgets\.nvme"):
+            store.reserve_spill(need)
+    finally:
+        store.close()
