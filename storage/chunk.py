@@ -60,25 +60,50 @@ def supports_direct(folder: Path) -> bool:
     return True
 
 
-def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> None:
+def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> int:
     """Write `data` uint8 [<= part_bytes] as chunk file `path`, in place where it exists; not synced.
 
-    Overwriting in place keeps the file's extents and so costs no allocation; a torn write can only hit the slot that
-    no committed generation uses. OSError on a full or failing disk.
+    Returns the CRC-32C of payload and padding. Overwriting in place keeps the file's extents and so costs no
+    allocation; a torn write can only hit the slot that no committed generation uses. A file that a checkpoint shares
+    is left to it and replaced by a new one. OSError on a full or failing disk.
     """
-    crc = checksum(data.data, form.stored_bytes - data.size).to_bytes(_CRC_BYTES, "little")
+    crc = checksum(data.data, form.stored_bytes - data.size)
     direct = direct and _is_aligned(data)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
+    fd = _open_own(path, os.O_DIRECT if direct else 0, form.file_bytes)
     try:
         _pwrite(fd, data.data, 0)
         if direct:
             block = _last_block()
-            block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc
+            block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
             _pwrite(fd, block, form.file_bytes - BLOCK_BYTES)
         else:
-            _pwrite(fd, memoryview(crc), form.stored_bytes)
+            _pwrite(fd, memoryview(crc.to_bytes(_CRC_BYTES, "little")), form.stored_bytes)
     finally:
         os.close(fd)
+    return crc
+
+
+def _open_own(path: Path, flags: int, file_bytes: int) -> int:
+    """Open `path` for writing, making it where it is missing; a file with other hard links is replaced by a new one.
+
+    A longer file is cut to `file_bytes`: what would stay behind the checksum would make the chunk unreadable.
+    """
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o644)
+    try:
+        status = os.fstat(fd)
+        if status.st_nlink > 1:
+            os.close(fd)
+            fd = -1
+            os.unlink(path)
+            fd = os.open(path, flags | os.O_EXCL, 0o644)
+        elif status.st_size > file_bytes:
+            os.ftruncate(fd, file_bytes)
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        raise
+    return fd
 
 
 def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expected: int | None = None) -> None:
@@ -166,6 +191,8 @@ def _is_aligned(data: Bytes) -> bool:
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(fd, data, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the drive took no byte")
         data, offset = data[count:], offset + count
 
 

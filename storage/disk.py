@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from storage.errors import UserError
 
@@ -49,9 +50,18 @@ def lock_folder(path: Path) -> int:
     return fd
 
 
+_HINTS = {
+    errno.ENOSPC: "free some space on this disk",
+    errno.EDQUOT: "free some space: your quota on this disk is used up",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.ENOENT: "the folder is gone: is the drive still mounted?",
+    errno.EROFS: "the file system is mounted read-only: look into the kernel's log and check the disk",
+}
+
+
 def disk_error(error: OSError, path: Path, doing: str) -> UserError:
     """The UserError for an operating system error met at `path` while `doing` something ("writing 4,096 bytes")."""
-    hint = "free some space on this disk" if error.errno == errno.ENOSPC else "check the disk and the kernel's log"
+    hint = _HINTS.get(error.errno or 0, "check the disk and the kernel's log")
     return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
 
 
@@ -84,20 +94,96 @@ def sweep_temporaries(path: Path) -> None:
         leftover.unlink()
 
 
+def prepare_file(path: Path, data: bytes) -> Path:
+    """Write and sync `data` as the file that `publish` will make `path`; OSError leaves nothing behind."""
+    temporary = temporary_name(path)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Make the prepared file `path`, durably. After an OSError either content may be the one that stays."""
+    try:
+        os.replace(temporary, path)
+        fsync_dir(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def atomic_write(path: Path, content: bytes | str) -> None:
     """Replace file `path` by `content`, durably: after a crash it holds either the old or the new content, whole.
 
     Raises UserError naming the file when the disk is full or fails; the old content then stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    temporary = temporary_name(path)
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_dir(path.parent)
+        publish(prepare_file(path, data), path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise disk_error(error, path, f"writing {len(data):,} bytes") from error
+
+
+def fsync_ancestors(path: Path) -> None:
+    """Make the entries of the folders above existing folder `path` durable, as far as this user may read them."""
+    device = path.stat().st_dev
+    for folder in path.resolve().parents:
+        if folder.stat().st_dev != device:
+            break  # another file system, and long there
+        try:
+            fsync_dir(folder)
+        except PermissionError:
+            break
+
+
+_FICLONE = 0x40049409
+_NO_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EINVAL}
+_COPY_BYTES = 8 << 20
+
+
+def link_or_copy(source: Path, target: Path) -> Literal["link", "reflink", "copy"]:
+    """Make new file `target` with the content of `source`: a hard link, else a reflink, else a copy; says which.
+
+    A link's data is as durable as the source's; the others are synced here. Folders are the caller's to sync. OSError.
+    """
+    try:
+        os.link(source, target)
+        return "link"
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+    fd_in = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd_out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            made: Literal["reflink", "copy"] = "reflink"
+            try:
+                fcntl.ioctl(fd_out, _FICLONE, fd_in)
+            except OSError:
+                made = "copy"
+                _copy(fd_in, fd_out)
+            os.fsync(fd_out)
+        finally:
+            os.close(fd_out)
+    finally:
+        os.close(fd_in)
+    return made
+
+
+def _copy(fd_in: int, fd_out: int) -> None:
+    offset = 0
+    while data := os.pread(fd_in, _COPY_BYTES, offset):
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(fd_out, rest, offset)
+            rest, offset = rest[count:], offset + count

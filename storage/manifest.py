@@ -1,20 +1,30 @@
-"""The manifest: the one small file that says which chunk files make up the committed generation."""
+"""The manifest: the one small file that says which chunk files make up the committed generation.
+
+Its content is JSON. `crc32c` at its end is the checksum of everything else, so that a flipped digit is found, and
+every chunk's checksum is recorded, so that a whole chunk file of another generation is found.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.disk import atomic_write
+from storage.crc import checksum
+from storage.disk import prepare_file
 from storage.errors import UserError
-from storage.layout import part_ranges
+from storage.layout import part_numel_even, part_ranges
 
 FILE_NAME = "manifest.json"
+BACKUP_NAME = "manifest.backup.json"
 _FORMAT = "penstock-state"
-_VERSION = 1
+_VERSION = 2
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_RESERVED = ("", ".", "..", "scratch", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class ArraySpec:
     def __post_init__(self) -> None:
         assert self.dtype in _ITEM_BYTES, self.dtype
         for name in (self.buffer, self.kind):
-            assert name not in ("", ".", "..", "scratch"), name
+            assert name not in _RESERVED, name
             assert not set(name) & {"/", "\0"}, name
             assert not name.startswith("."), name
 
@@ -50,47 +60,145 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """A committed generation: which of its two slots each array uses, and what the engine keeps beside the arrays."""
+class Stored:
+    """Where the committed state of one array lies."""
 
+    slot: int
+    """0 or 1."""
+    drives: tuple[str, ...]
+    """Ids of the drives, in striping order."""
+    crcs: tuple[int, ...]
+    """CRC-32C of each part's chunk file without its last four bytes, which hold the same value."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriveRecord:
+    """A folder that holds chunk files."""
+
+    id: str
+    """As in the folder's own drive.json: the folder is known by it wherever it is mounted."""
+    path: str
+    """Where it was; relative to the manifest's folder where it lies inside the store's."""
+    active: bool
+    """Whether new state is written to it; the others hold state from before the run changed drives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed generation: where each array lies, and what the engine keeps beside the arrays."""
+
+    store: str
+    """Id of the store, the same in every drive's drive.json."""
     generation: int
     """1 for the first commit."""
-    slots: dict[ArraySpec, int]
-    """Committed slot, 0 or 1, of every array."""
+    arrays: Mapping[ArraySpec, Stored]
+    drives: tuple[DriveRecord, ...]
+    """Active drives in striping order, then the others."""
     meta: dict[str, Any]
     """The engine's own JSON object: step, data cursor, random state, versions."""
+    checkpoint: str | None = None
+    """Name of the checkpoint; None for a store."""
 
-    def write(self, root: Path) -> None:
-        """Replace root/manifest.json atomically and durably: from then on this generation is the committed one."""
-        arrays = [{**asdict(spec), "slot": slot, "checksum": "crc32c"} for spec, slot in self.slots.items()]
+    def prepare(self, root: Path) -> Path:
+        """Write and sync the file that `disk.publish` makes root/manifest.json; OSError leaves the old one alone."""
+        return prepare_file(root / FILE_NAME, self.encode())
+
+    def back_up(self, root: Path) -> None:
+        """Leave a copy for the day on which somebody damages manifest.json; neither synced nor an error if it fails."""
+        with contextlib.suppress(OSError):
+            temporary = root / f".{BACKUP_NAME}.{os.getpid()}.tmp"
+            temporary.write_bytes(self.encode())
+            os.replace(temporary, root / BACKUP_NAME)
+
+    def encode(self) -> bytes:
+        """The file's content."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
+            "store": self.store,
+            "checkpoint": self.checkpoint,
             "generation": self.generation,
             "meta": self.meta,
-            "arrays": arrays,
+            "drives": [asdict(drive) for drive in self.drives],
+            "arrays": [
+                {
+                    **asdict(spec),
+                    "shape": [len(spec.parts()), part_numel_even(spec.numel, spec.part_numel)],
+                    "slot": stored.slot,
+                    "drives": stored.drives,
+                    "checksum": "crc32c",
+                    "crc32c": [f"{crc:08x}" for crc in stored.crcs],
+                }
+                for spec, stored in self.arrays.items()
+            ],
         }
-        atomic_write(root / FILE_NAME, json.dumps(content, indent=1))
+        return json.dumps({**content, "crc32c": _own_checksum(content)}, indent=1).encode()
 
     @staticmethod
     def read(root: Path) -> Manifest:
-        """Read root/manifest.json; UserError naming the file when it is missing, unreadable or of another version."""
+        """Read root/manifest.json; UserError naming the file when it is missing, damaged, old or of another version."""
         path = root / FILE_NAME
+        backup = _read_backup(root)
         try:
-            content = json.loads(path.read_text())
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format is {content['format']!r}, not {_FORMAT!r}")
-            if content["version"] != _VERSION:
-                raise ValueError(f"version {content['version']} is not the version {_VERSION} that this Penstock reads")
-            fields = ("buffer", "kind", "numel", "dtype", "part_numel")
-            slots = {ArraySpec(**{name: item[name] for name in fields}): item["slot"] for item in content["arrays"]}
-            if not set(slots.values()) <= {0, 1}:
-                raise ValueError("a slot is neither 0 nor 1")
-            return Manifest(int(content["generation"]), slots, dict(content["meta"]))
+            manifest = _decode(path.read_bytes())
         except FileNotFoundError as error:
-            raise UserError(f"{path}: no such file: no generation was ever committed here; start a new run") from error
-        except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+            if backup is None:
+                raise UserError(
+                    f"{path}: no such file: no generation was ever committed here; start a new run"
+                ) from error
+            raise UserError(f"{path}: the file is missing; {_hint(root, backup)}") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
-                f"{path}: not a readable manifest ({type(error).__name__}: {error}); restore it from a copy, "
-                "or start a new run"
+                f"{path}: not a readable manifest ({type(error).__name__}: {error}); {_hint(root, backup)}"
             ) from error
+        if backup is not None and backup.store == manifest.store and backup.generation > manifest.generation:
+            raise UserError(
+                f"{path}: holds generation {manifest.generation}, but generation {backup.generation} was committed: "
+                f"an older manifest was put in its place; {_hint(root, backup)}"
+            )
+        return manifest
+
+
+def has_backup(root: Path) -> bool:
+    """Whether a generation was once committed in folder `root`, even if its manifest is gone."""
+    return (root / BACKUP_NAME).exists()
+
+
+def _decode(data: bytes) -> Manifest:
+    content = json.loads(data)
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format is {content['format']!r}, not {_FORMAT!r}")
+    if content["version"] != _VERSION:
+        raise ValueError(f"version {content['version']} is not the version {_VERSION} that this Penstock reads")
+    stored, found = content.pop("crc32c"), _own_checksum(content)
+    if stored != found:
+        raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file says {stored}")
+    fields = ("buffer", "kind", "numel", "dtype", "part_numel")
+    arrays = {}
+    for item in content["arrays"]:
+        spec = ArraySpec(**{name: item[name] for name in fields})
+        crcs = tuple(int(crc, 16) for crc in item["crc32c"])
+        if item["slot"] not in (0, 1) or not item["drives"] or len(crcs) != len(spec.parts()):
+            raise ValueError(f"array {spec.buffer}/{spec.kind} has a bad slot, drive or checksum")
+        arrays[spec] = Stored(item["slot"], tuple(item["drives"]), crcs)
+    drives = tuple(DriveRecord(**item) for item in content["drives"])
+    meta = dict(content["meta"])
+    return Manifest(content["store"], int(content["generation"]), arrays, drives, meta, content["checkpoint"])
+
+
+def _own_checksum(content: dict[str, Any]) -> str:
+    text = json.dumps(content, separators=(",", ":"))
+    return f"{checksum(memoryview(text.encode()), 0):08x}"
+
+
+def _read_backup(root: Path) -> Manifest | None:
+    try:
+        return _decode((root / BACKUP_NAME).read_bytes())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError):
+        return None
+
+
+def _hint(root: Path, backup: Manifest | None) -> str:
+    if backup is None:
+        return "restore it from a copy, or start a new run"
+    return f"{root / BACKUP_NAME} holds generation {backup.generation}: copy it to {FILE_NAME} and resume"

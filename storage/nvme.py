@@ -1,71 +1,38 @@
 """The NVMe tier: arrays in two slots each, of which a committed generation uses one.
 
     root/manifest.json                      the committed generation (storage.manifest)
-    root/<buffer>/<kind>/<slot 0|1>/        a zarr3 array [parts, part elements]: zarr.json and one chunk file per part
-    root/scratch/<buffer>/<kind>/0/         arrays of no generation, wiped when the store is opened
+    DRIVE/drive.json                        the drive's identity (storage.drives)
+    DRIVE/BUFFER/KIND/SLOT/                 a zarr3 array [parts, part elements], one file per part (storage.arrays)
+    DRIVE/scratch/                          what belongs to no generation, wiped when the store is opened
 
-Any zarr3 reader opens the arrays. Reads and writes here bypass tensorstore's data path: chunk files move by direct I/O
-between the drive and the caller's memory with no copy (storage.chunk); tensorstore makes the arrays.
+A drive is a folder; `root` is the only one unless others are given, and parts are striped over them. Any zarr3 reader
+opens the arrays. Chunk files move by direct I/O between the drive and the caller's memory (storage.chunk), or through
+another of storage.readers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import tensorstore as ts
 import torch
 
-from storage import chunk, manifest
-from storage.arena import empty_aligned
-from storage.disk import (
-    disk_error,
-    fsync_dir,
-    fsync_file,
-    lock_folder,
-    require_free,
-    require_writable,
-    sweep_temporaries,
-)
+from storage import chunk, drives, manifest
+from storage.arrays import CHECKPOINTS, SCRATCH, Array, make_folders, remove_arrays, sweep_strays
+from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
+from storage.drives import READ_THREADS, Drive, DriveSet, Locks, Traffic
 from storage.errors import BudgetError, UserError
-from storage.layout import part_numel_even
 from storage.manifest import ArraySpec, Manifest
+from storage.readers import DirectReader, Readers
+from storage.scrub import read_chunk_file, scrub
 
-__all__ = ["ArraySpec", "NvmeStore"]
-
-READ_THREADS = 4
-WRITE_THREADS = 4
-"""Chunk files in flight in each direction. Each call is a blocking read or write of a whole chunk file, which the
-kernel splits into a deep queue: a few suffice, and they also spread the checksums over the cores."""
-_FREE_MARGIN = 1.05
-
-
-@dataclass(slots=True)
-class _Array:
-    spec: ArraySpec
-    form: chunk.ChunkFormat
-    parts: list[tuple[int, int]]
-    folder: Path
-    scratch: bool
-    slot: int | None  # committed; None before the first commit, always None for scratch
-    written: set[int] = field(default_factory=set)  # parts of the other slot written since the last commit
-
-    def next_slot(self) -> int:
-        return 0 if self.slot is None else 1 - self.slot
-
-    def path(self, slot: int, part: int) -> Path:
-        return self.folder / str(slot) / f"c.{part}.0"
-
-    def disk_bytes(self) -> int:
-        return len(self.parts) * self.form.file_bytes * (1 if self.scratch else 2)
+__all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 
 
 class NvmeStore:
@@ -76,67 +43,122 @@ class NvmeStore:
     while it is written, or the other way round, is an assertion error.
     """
 
-    def __init__(self, root: Path, lock: int, current: Manifest, specs: Sequence[ArraySpec], budget_bytes: int | None):
-        """Use `create` or `open`. `lock` is the descriptor that holds `root` for this process."""
+    def __init__(
+        self,
+        root: Path,
+        locks: Locks,
+        current: Manifest,
+        folders: Mapping[str, Path],
+        active: Sequence[str],
+        budget_bytes: int | None,
+        readers: Readers | None,
+    ):
+        """Use `create` or `open`. `folders`: drive id -> folder, of which `active` are written to, in this order."""
         self.root = root
-        self._root_lock = lock
-        self.bytes_read = 0
-        self.bytes_written = 0
+        self._drives = DriveSet(root, current.store, locks, folders, active)
+        self.warnings = self._drives.warnings()
+        """What is doubtful about the drives, one sentence each."""
         self._manifest = current
         self._budget_bytes = budget_bytes
-        self._arrays = {(spec.buffer, spec.kind): self._array(spec, scratch=False) for spec in specs}
-        assert len(self._arrays) == len(specs), "an array is listed twice"
+        self._readers = readers or Readers(DirectReader(), None)
+        self._arrays: dict[tuple[str, str], Array] = {}
+        for spec, stored in current.arrays.items():
+            array = self._add(spec, scratch=False)
+            array.slot, array.crcs = stored.slot, stored.crcs
+            array.layout = tuple(self._drives.by_id[id] for id in stored.drives)
         self._lock = threading.Lock()
+        self._exclusive = threading.Lock()  # one at a time of commit, checkpoint, restore
         self._reading: Counter[Path] = Counter()
-        self._writing: set[Path] = set()
+        self._writing: dict[Path, Array] = {}
         self._committing = False
-        self._sync_failed = False
-        self._direct = chunk.supports_direct(root)
-        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="nvme-read")
-        self._writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="nvme-write")
+        self._broken = ""  # why nothing more may be written
+        self._failed = False
+        self._closed = False
 
     @staticmethod
-    def create(root: Path, arrays: Sequence[ArraySpec], *, budget_bytes: int | None) -> NvmeStore:
-        """Make an empty store in folder `root`; nothing is committed yet (generation 0).
+    def create(
+        root: Path,
+        arrays: Sequence[ArraySpec],
+        *,
+        budget_bytes: int | None,
+        drives: Sequence[Path] | None = None,
+        readers: Readers | None = None,
+    ) -> NvmeStore:
+        """Make an empty store with its manifest in folder `root` and chunk files on `drives` (default: in `root`).
 
-        Before the first byte of state it is checked that the folder can be written and holds no generation, and that
-        two generations of all arrays, plus 5 %, fit the budget and the free disk. UserError says what does not.
+        Nothing is committed yet (generation 0). Before the first byte of state it is checked that the folders can be
+        written and hold no other state, and that two generations of all arrays, plus 5 %, fit the budget and the free
+        disk. UserError says what does not. `readers` defaults to direct I/O.
         """
+        root = Path(root).expanduser().absolute()
+        folders = _distinct(drives or [root])
         require_writable(root)
-        lock = lock_folder(root)
+        locks = Locks()
         try:
-            if (root / manifest.FILE_NAME).exists():
+            locks.take(root)
+            if (root / manifest.FILE_NAME).exists() or manifest.has_backup(root):
                 raise UserError(f"{root}: holds the state of another run; resume that run, or choose another folder")
-            shutil.rmtree(root / "scratch", ignore_errors=True)
-            store = NvmeStore(root, lock, Manifest(0, {}, {}), arrays, budget_bytes)
-            added = list(store._arrays.values())
-            store._require_room(added, "two generations of the state")
-            for array in added:
-                _create_zarr(array, slots=2)
-            store._sync_folders(added)
+            for folder in folders:
+                require_writable(folder)
+                locks.take(folder)
+                _claim(folder, None, root)
+            store_id = uuid.uuid4().hex
+            ids = {uuid.uuid4().hex: folder for folder in folders}
+            empty = Manifest(store_id, 0, {}, (), {})
+            store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers)
+            for spec in arrays:
+                store._add(spec, scratch=False)
+            assert len(store._arrays) == len(arrays), "an array is listed twice"
+            store._require_room(list(store._arrays.values()), "two generations of the state")
+            for folder in folders:
+                remove_arrays(folder)
+                shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+            store._settle()
         except BaseException:
-            os.close(lock)
+            locks.release()
             raise
         return store
 
     @staticmethod
-    def open(root: Path, *, budget_bytes: int | None = None) -> NvmeStore:
+    def open(
+        root: Path,
+        *,
+        budget_bytes: int | None = None,
+        drives: Sequence[Path] | None = None,
+        readers: Readers | None = None,
+    ) -> NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
-        UserError when there is none, when its manifest is unreadable, or when another process has the store open.
+        `drives`: folders that new state goes to, where they differ from the recorded ones; state that lies elsewhere
+        is read from there until it is written anew. UserError when there is no generation, its manifest is unreadable,
+        a drive that holds part of it is missing, or another process has the store open.
         """
+        root = Path(root).expanduser().absolute()
+        given = _distinct(drives or [])
         Manifest.read(root)
         require_writable(root)
-        lock = lock_folder(root)
+        locks = Locks()
         try:
+            locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
-            sweep_temporaries(root / manifest.FILE_NAME)
-            shutil.rmtree(root / "scratch", ignore_errors=True)
-            store = NvmeStore(root, lock, current, list(current.slots), budget_bytes)
-            for spec, slot in current.slots.items():
-                store._arrays[spec.buffer, spec.kind].slot = slot
+            found = _locate(current, root, given)
+            active = [drive.id for drive in current.drives if drive.active and drive.id in found]
+            if given:
+                active = []
+                for folder in given:
+                    require_writable(folder)
+                    id = _claim(folder, current.store, root) or uuid.uuid4().hex
+                    found[id] = folder
+                    active.append(id)
+            for folder in found.values():
+                locks.take(folder)
+            store = NvmeStore(root, locks, current, found, active, budget_bytes, readers)
+            store._sweep()
+            if given:
+                store._require_room_for_move()
+            store._settle()
         except BaseException:
-            os.close(lock)
+            locks.release()
             raise
         return store
 
@@ -144,11 +166,9 @@ class NvmeStore:
         """Add arrays of no generation: one slot, never synced, wiped on open. UserError when out of room."""
         added = [self._array(spec, scratch=True) for spec in arrays]
         self._require_room(added, "scratch space")
-        for array in added:
-            key = (array.spec.buffer, array.spec.kind)
-            assert key not in self._arrays, f"array {key} exists"
-            _create_zarr(array, slots=1)
-            self._arrays[key] = array
+        for spec in arrays:
+            assert (spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists"
+            make_folders([self._add(spec, scratch=True)], self._drives.active)
 
     @property
     def generation(self) -> int:
@@ -160,38 +180,61 @@ class NvmeStore:
         """What was given to the commit of this generation."""
         return self._manifest.meta
 
+    @property
+    def drives(self) -> list[Path]:
+        """Folders that new state is written to, in striping order."""
+        return self._drives.folders
+
     def arrays(self) -> list[ArraySpec]:
         """All arrays but scratch."""
         return [array.spec for array in self._arrays.values() if not array.scratch]
 
-    def read(self, buffer: str, kind: str, part: int, out: torch.Tensor) -> Future[None]:
-        """Read the latest state of a part into `out`, a contiguous CPU tensor of the part's dtype and length.
+    def traffic(self) -> dict[Path, Traffic]:
+        """Bytes moved since the store was opened, by drive folder; padding and checksums included."""
+        return self._drives.traffic()
 
-        Latest: what was written since the last commit, else the committed generation. The read is direct, with no copy,
-        where `out` starts at a 4 KiB address (arena slots do). The future raises UserError naming file and generation
-        when the chunk file is missing, truncated, damaged or unreadable.
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from all drives since the store was opened."""
+        return sum(traffic.bytes_read for traffic in self.traffic().values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to all drives since the store was opened."""
+        return sum(traffic.bytes_written for traffic in self.traffic().values())
+
+    def read(self, buffer: str, kind: str, part: int, out: torch.Tensor) -> Future[None]:
+        """Read the latest state of a part into `out`, a contiguous tensor of the part's dtype and length.
+
+        Latest: what was written since the last commit, else the committed generation. Host memory is filled by
+        `readers.host`, directly and with no copy where `out` starts at a 4 KiB address (arena slots do); memory of the
+        compute device by `readers.device`. The future raises UserError naming file and generation when the chunk file
+        is missing, truncated, damaged, of another generation or unreadable.
         """
         array = self._arrays[buffer, kind]
         data = _payload(array, part, out)
+        reader = self._readers.host if out.device.type == "cpu" else self._readers.device
+        assert reader is not None, f"no reader for memory of {out.device}"
         with self._lock:
             fresh = part in array.written
-            assert fresh or array.slot is not None, f"{buffer}/{kind} part {part} is read before it was ever written"
-            slot = array.next_slot() if fresh or array.slot is None else array.slot
-            path = array.path(slot, part)
-            assert path not in self._writing, f"{path} is read while it is written"
-            self._reading[path] += 1
+            file = array.latest(part)
+            assert file.path not in self._writing, f"{file.path} is read while it is written"
+            self._reading[file.path] += 1
         origin = "uncommitted state" if fresh else f"generation {self.generation}"
 
         def work() -> None:
             try:
-                self._read_chunk(array, path, data, origin)
+                read_chunk_file(reader, file, data, origin)
+            except UserError:
+                self._failed = True
+                raise
             finally:
                 with self._lock:
-                    self._reading[path] -= 1
-                    if not self._reading[path]:
-                        del self._reading[path]
+                    self._reading[file.path] -= 1
+                    if not self._reading[file.path]:
+                        del self._reading[file.path]
 
-        return self._readers.submit(work)
+        return file.drive.readers.submit(work)
 
     def write(self, buffer: str, kind: str, part: int, src: torch.Tensor) -> Future[None]:
         """Write a part to the slot that the committed generation does not use; not durable before `commit`.
@@ -201,30 +244,32 @@ class NvmeStore:
         the need when the disk is full or fails; the committed generation stays readable.
         """
         array = self._arrays[buffer, kind]
-        data = _payload(array, part, src)
+        assert src.device.type == "cpu", array.name
+        data = _payload(array, part, src).numpy()
         with self._lock:
-            assert array.scratch or not self._committing, f"{buffer}/{kind} is written during a commit"
-            path = array.path(array.next_slot(), part)
+            self._require_sound()
+            assert array.scratch or not self._committing, f"{array.name} is written during a commit"
+            drive, path = array.next(part)
             assert path not in self._writing, f"{path} is written twice at once"
             assert path not in self._reading, f"{path} is written while it is read"
-            self._writing.add(path)
+            self._writing[path] = array
 
         def work() -> None:
-            written = False
+            crc: int | None = None
             try:
-                chunk.write_chunk(path, data, array.form, direct=self._direct)
-                written = True
+                crc = chunk.write_chunk(path, data, array.form, direct=drive.direct)
             except OSError as error:
+                self._failed = True
                 raise disk_error(error, path, f"writing {array.form.file_bytes:,} bytes") from error
             finally:
                 with self._lock:
-                    self._writing.remove(path)
-                    array.written.discard(part)
-                    if written:
-                        array.written.add(part)
-                        self.bytes_written += data.size
+                    del self._writing[path]
+                    array.written.pop(part, None)
+                    if crc is not None:
+                        array.written[part] = crc
+            drive.count(written=array.form.file_bytes)
 
-        return self._writers.submit(work)
+        return drive.writers.submit(work)
 
     def commit(self, meta: dict[str, Any]) -> int:
         """Make everything written since the last commit the new generation; returns its number.
@@ -235,151 +280,173 @@ class NvmeStore:
         """
         with self._lock:
             assert not self._committing, "two commits at once"
-            dirty = [array for array in self._arrays.values() if not array.scratch and array.written]
-            for array in self._arrays.values():
-                needed = array.written or (array.slot is None and not array.scratch)
-                missing = set(range(len(array.parts))) - array.written if needed and not array.scratch else None
-                assert not missing, f"commit: {array.folder} lacks parts {sorted(missing or ())[:8]}"
-            pending = [path for path in self._writing if (self.root / "scratch") not in path.parents]
+            for array in self._committable():
+                missing = set(range(len(array.parts))) - array.written.keys()
+                needed = array.written or array.slot is None
+                assert not (needed and missing), f"commit: {array.name} lacks parts {sorted(missing)[:8]}"
+            pending = [path for path, array in self._writing.items() if not array.scratch]
             assert not pending, f"commit while {pending[0]} is written"
             self._committing = True
         try:
-            if self._sync_failed:
-                # The kernel reports a lost write once: a second fsync of the same file may succeed with the data gone.
-                raise UserError(f"{self.root}: an earlier sync failed, so this state cannot be trusted; resume the run")
-            self._sync_written(dirty)
-            slots = {a.spec: a.next_slot() if a.written else a.slot for a in self._arrays.values() if not a.scratch}
-            successor = Manifest(self.generation + 1, {k: s for k, s in slots.items() if s is not None}, meta)
-            successor.write(self.root)
-            with self._lock:
-                for array in dirty:
-                    array.slot = array.next_slot()
-                    array.written.clear()
-                self._manifest = successor
+            with self._exclusive:
+                self._require_sound()
+                dirty = [array for array in self._committable() if array.written]
+                self._sync([array.next(part) for array in dirty for part in array.written])
+                self._publish({array.spec: array.stored() for array in self._committable()}, meta)
         finally:
             self._committing = False
         return self.generation
 
-    def verify(self) -> None:
-        """Read all of the committed generation; UserError on the first chunk file that is not what was written."""
-        origin = f"generation {self.generation}"
-        committed = [array for array in self._arrays.values() if array.slot is not None]
-        largest = max((array.form.part_bytes for array in committed), default=1)
-        slots = [empty_aligned(largest, torch.uint8).numpy() for _ in range(READ_THREADS)]
-        pending: deque[Future[None]] = deque()
-        count = 0
-        for array in committed:
-            assert array.slot is not None
-            for part, (start, stop) in enumerate(array.parts):
-                if len(pending) == len(slots):
-                    pending.popleft().result()
-                out = slots[count % len(slots)][: (stop - start) * array.spec.item_bytes]
-                path = array.path(array.slot, part)
-                pending.append(self._readers.submit(self._read_chunk, array, path, out, origin))
-                count += 1
-        for future in pending:
-            future.result()
+    def verify(self) -> int:
+        """Read all of the committed generation at the drives' speed, all drives at once; returns the bytes read.
+
+        UserError naming every chunk file that is not what was written (the first 20 of them).
+        """
+        with self._lock:
+            committed = [array for array in self._committable() if array.slot is not None]
+            files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
+        return scrub(files, f"generation {self.generation}", READ_THREADS)
 
     def disk_bytes(self) -> int:
-        """Bytes of disk that both slots, scratch and the manifest take now."""
-        total = 0
-        for folder, _, names in os.walk(self.root):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):  # a commit in another thread renames its manifest
-                    total += os.stat(os.path.join(folder, name)).st_blocks * 512
-        return total
+        """Bytes of disk that the store takes now: slots, scratch, checkpoints, manifest; shared files count once."""
+        return self._drives.disk_bytes()
 
     def close(self) -> None:
-        """Wait for operations in flight and let the folder go. What was not committed is lost, as after a crash."""
-        self._readers.shutdown()
-        self._writers.shutdown()
-        if self._root_lock >= 0:
-            os.close(self._root_lock)
-            self._root_lock = -1
+        """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash.
 
-    def _array(self, spec: ArraySpec, *, scratch: bool) -> _Array:
-        form = chunk.ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes)
-        base = self.root / "scratch" if scratch else self.root
-        return _Array(spec, form, spec.parts(), base / spec.buffer / spec.kind, scratch, None)
+        Scratch is removed unless something failed; then the next `open` removes it.
+        """
+        folders = [drive.folder for drive in self._drives]
+        for drive in self._drives:
+            drive.close()
+        if not self._failed and not self._broken and not self._closed:
+            for folder in folders:
+                shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        self._closed = True
+        self._drives.close()
 
-    def _require_room(self, added: list[_Array], what: str) -> None:
-        need = int(sum(array.disk_bytes() for array in added) * _FREE_MARGIN)
+    # ---------------------------------------------------------------- inside
+
+    def _array(self, spec: ArraySpec, *, scratch: bool) -> Array:
+        return Array.make(spec, len(self._arrays), self._drives.active, scratch=scratch)
+
+    def _add(self, spec: ArraySpec, *, scratch: bool) -> Array:
+        return self._arrays.setdefault((spec.buffer, spec.kind), self._array(spec, scratch=scratch))
+
+    def _committable(self) -> list[Array]:
+        return [array for array in self._arrays.values() if not array.scratch]
+
+    def _require_sound(self) -> None:
+        if self._broken:
+            raise UserError(f"{self.root}: {self._broken}, so this state cannot be trusted; resume the run")
+
+    def _sweep(self) -> None:
+        """Remove what a process that ended badly left behind."""
+        sweep_temporaries(self.root / manifest.FILE_NAME)
+        sweep_temporaries(self.root / manifest.BACKUP_NAME)
+        for drive in self._drives:
+            sweep_temporaries(drive.folder / drives.IDENTITY_NAME)
+            shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
+        if len(self._drives) > 1:
+            self._tidy(self._arrays.values())
+
+    def _tidy(self, arrays: Iterable[Array]) -> None:
+        """Remove chunk files where an older striping put them, and all of ours from drives no longer used."""
+        for array in arrays:
+            sweep_strays(array, self._drives)
+        used = {drive for array in self._arrays.values() for drive in array.layout}
+        for folder in self._drives.retire(used):
+            remove_arrays(folder)
+            shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+            if not (folder / CHECKPOINTS).exists() and folder != self.root:
+                (folder / drives.IDENTITY_NAME).unlink(missing_ok=True)
+
+    def _settle(self) -> None:
+        """Give the arrays their folders on every active drive, and every drive its identity, durably."""
+        make_folders(self._arrays.values(), self._drives.active)
+        self._drives.identify()
+
+    def _require_room(self, added: list[Array], what: str) -> None:
+        need = int(sum(array.disk_bytes() for array in added) * drives.FREE_MARGIN)
         held = sum(array.disk_bytes() for array in self._arrays.values() if array not in added)
+        self._require_budget(need, held, what)
+        needs = dict.fromkeys(self.drives, 0)
+        for array in added:
+            for part in range(len(array.parts)):
+                needs[array.next(part)[0].folder] += array.disk_bytes() // len(array.parts)
+        drives.require_room(needs, what)
+
+    def _require_budget(self, need: int, held: int, what: str) -> None:
         if self._budget_bytes is not None and held + need > self._budget_bytes:
             raise BudgetError(
                 f"budgets.nvme: {what} in {self.root} needs {need:,} bytes beside {held:,} already given out, and the "
                 f"budget is {self._budget_bytes:,}; raise budgets.nvme or keep more blocks in RAM"
             )
-        require_free(self.root, need, what)
 
-    def _read_chunk(self, array: _Array, path: Path, out: chunk.Bytes, origin: str) -> None:
+    def _require_room_for_move(self) -> None:
+        """Both slots will come to lie on the active drives: they need room for the files that are not there yet."""
+        needs = dict.fromkeys(self.drives, 0)
+        for array in self._committable():
+            for slot in (0, 1):
+                for part in range(len(array.parts)):
+                    drive, path = array.chunk(array.target, slot, part)
+                    if not path.exists():
+                        needs[drive.folder] += array.form.file_bytes
+        drives.require_room(needs, "the state that moves to these drives")
+
+    def _sync(self, chunks: Iterable[tuple[Drive, Path]]) -> None:
+        """Make chunk files durable: first their data, then the entries of their folders."""
+        chunks = sorted(chunks, key=lambda chunk: chunk[1])
+        folders = {path.parent: drive for drive, path in chunks}
         try:
-            chunk.read_chunk(path, out, array.form, direct=self._direct)
-        except chunk.ChunkError as error:
-            raise UserError(
-                f"{path} ({origin}): {error}; the drive or another program damaged the state: start again from an "
-                "exported checkpoint"
-            ) from error
+            self._drives.sync(fsync_file, chunks)
+            self._drives.sync(fsync_dir, [(drive, folder) for folder, drive in folders.items()])
+        except UserError:
+            # The kernel reports a lost write once: a second sync of the file may succeed with the data gone.
+            self._broken = self._broken or "an earlier sync failed"
+            raise
+
+    def _publish(self, arrays: Mapping[ArraySpec, manifest.Stored], meta: dict[str, Any]) -> None:
+        """Commit: from here on, the next generation consists of `arrays`, whose chunk files are durable."""
+        successor = Manifest(self._manifest.store, self.generation + 1, arrays, self._drives.records(), meta)
+        path = self.root / manifest.FILE_NAME
+        what = f"writing the manifest of generation {successor.generation}"
+        try:
+            temporary = successor.prepare(self.root)
         except OSError as error:
-            raise disk_error(error, path, f"reading {out.size:,} bytes of {origin}") from error
-        with self._lock:
-            self.bytes_read += out.size
-
-    def _sync_written(self, dirty: list[_Array]) -> None:
-        paths = [array.path(array.next_slot(), part) for array in dirty for part in sorted(array.written)]
-        folders = sorted({path.parent for path in paths})
-        self._sync(fsync_file, paths)
-        self._sync(fsync_dir, folders)
-
-    def _sync_folders(self, arrays: list[_Array]) -> None:
-        slots = [array.folder / str(slot) for array in arrays for slot in (0, 1)]
-        self._sync(fsync_file, [slot / "zarr.json" for slot in slots])
-        self._sync(fsync_dir, slots)
-        parents = {array.folder for array in arrays} | {array.folder.parent for array in arrays}
-        self._sync(fsync_dir, [*sorted(parents), self.root, self.root.parent])
-
-    def _sync(self, sync: Callable[[Path], None], paths: Sequence[Path]) -> None:
-        futures = [(path, self._writers.submit(sync, path)) for path in paths]
-        for path, future in futures:
-            try:
-                future.result()
-            except OSError as error:
-                self._sync_failed = True
-                raise disk_error(error, path, "syncing") from error
-
-
-def _payload(array: _Array, part: int, tensor: torch.Tensor) -> chunk.Bytes:
-    """The bytes of `tensor`, checked to be what the array holds as part number `part`."""
-    start, stop = array.parts[part]
-    assert str(tensor.dtype) == f"torch.{array.spec.dtype}", (array.folder, tensor.dtype, array.spec.dtype)
-    assert tensor.shape == (stop - start,), (array.folder, part, tuple(tensor.shape), stop - start)
-    assert tensor.is_contiguous(), array.folder
-    assert tensor.device.type == "cpu", array.folder
-    data: chunk.Bytes = tensor.detach().view(torch.uint8).numpy()
-    return data
-
-
-def _create_zarr(array: _Array, *, slots: int) -> None:
-    """Make the empty zarr3 arrays [parts, elements of a part] of one array, replacing remains of an aborted start."""
-    item_bytes = array.spec.item_bytes
-    metadata = {
-        "shape": [len(array.parts), array.form.part_bytes // item_bytes],
-        "data_type": array.spec.dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": [1, array.form.stored_bytes // item_bytes]},
-        },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        "fill_value": 0,
-        "dimension_names": ["part", "element"],
-    }
-    for slot in range(slots):
-        folder = array.folder / str(slot)
-        kvstore = {"driver": "file", "path": f"{folder}/"}
-        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
-        context = ts.Context({"file_io_sync": False})
+            self._failed = True
+            raise disk_error(error, path, what) from error
         try:
-            ts.open(spec, create=True, delete_existing=True, context=context).result()
-        except ValueError as error:
-            raise UserError(f"{folder}: the array cannot be made ({error}); check the disk and the folder") from error
+            publish(temporary, path)
+        except OSError as error:
+            # Either generation may be the one on disk: its chunk files must not be written any more.
+            self._broken = "the manifest could not be put in place"
+            raise disk_error(error, path, what) from error
+        moved = []
+        with self._lock:
+            for array in self._committable():
+                stored = arrays[array.spec]
+                layout = tuple(self._drives.by_id[id] for id in stored.drives)
+                if layout != array.layout and array.layout:
+                    moved.append(array)
+                array.slot, array.layout, array.crcs = stored.slot, layout, stored.crcs
+                array.written.clear()
+            self._manifest = successor
+        successor.back_up(self.root)
+        if moved:
+            self._tidy(moved)
+
+
+# The methods' parameter `drives` hides the module in these two.
+_distinct = drives.distinct
+_claim = drives.claim
+_locate = drives.locate
+
+
+def _payload(array: Array, part: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, uint8, checked to be what the array holds as part number `part`."""
+    start, stop = array.parts[part]
+    assert str(tensor.dtype) == f"torch.{array.spec.dtype}", (array.name, tensor.dtype, array.spec.dtype)
+    assert tensor.shape == (stop - start,), (array.name, part, tuple(tensor.shape), stop - start)
+    assert tensor.is_contiguous(), array.name
+    return tensor.detach().view(torch.uint8)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_state import SPECS, assert_holds, content, read_all, write_all
 
-from storage import disk
+from storage import chunk, disk
 from storage.arena import HostArena
 from storage.errors import BudgetError, UserError
-from storage.nvme import ArraySpec, NvmeStore
+from storage.nvme import ArraySpec, NvmeStore, Traffic
 
 MASTER, WEIGHTS, EMBED = SPECS
 
@@ -117,8 +117,11 @@ def test_reads_what_tensorstore_writes(store: NvmeStore) -> None:
     array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
     array.write(torch.arange(3 * 4096, dtype=torch.float32).reshape(3, 4096).numpy()).result()
     out = torch.empty(4096)
-    store.read("layers.0", "master", 1, out).result()
+    form = chunk.ChunkFormat(4 * 4096)
+    chunk.read_chunk(Path(path) / "c.1.0", out.view(torch.uint8).numpy(), form, direct=False)
     assert torch.equal(out, torch.arange(4096, 8192, dtype=torch.float32))
+    with pytest.raises(UserError, match=r"c\.1\.0 \(generation 1\): stale"):  # but nobody committed it
+        store.read("layers.0", "master", 1, out).result()
 
 
 def test_zeros_are_stored(store: NvmeStore) -> None:
@@ -210,11 +213,12 @@ def test_scratch_is_wiped_and_in_no_generation(store: NvmeStore) -> None:
 
 def test_counters(store: NvmeStore) -> None:
     write_all(store, 1)
-    payload = sum(spec.numel * spec.item_bytes for spec in SPECS)
-    assert (store.bytes_written, store.bytes_read) == (payload, 0)
+    files = 3 * 20480 + 3 * 12288 + 12288  # with padding and checksums
+    assert (store.bytes_written, store.bytes_read) == (files, 0)
     assert_holds(store, 1)
-    assert (store.bytes_written, store.bytes_read) == (payload, payload)
-    assert payload < store.disk_bytes() < 3 * payload
+    assert (store.bytes_written, store.bytes_read) == (files, files)
+    assert store.traffic() == {store.root: Traffic(files, files)}
+    assert files < store.disk_bytes() < 3 * files
 
 
 def test_reads_go_on_during_commits(store: NvmeStore) -> None:
@@ -442,8 +446,9 @@ def test_wrong_tensors_are_our_bug(store: NvmeStore) -> None:
 
 
 def test_reading_a_part_while_it_is_written_is_our_bug(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store._writing.add(store._arrays["embed", "master"].path(0, 0))
-    store._arrays["embed", "master"].written.add(0)
+    array = store._arrays["embed", "master"]
+    store._writing[array.next(0)[1]] = array
+    array.written[0] = 0
     with pytest.raises(AssertionError, match="read while it is written"):
         store.read("embed", "master", 0, torch.empty(1000))
     with pytest.raises(AssertionError, match="written twice at once"):

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from nvme_state import SPECS, assert_holds, write_all
 
-from storage import nvme
+from storage import drives
 from storage.nvme import NvmeStore
 
 # System calls of one step: a chunk file is written by two pwrite (bytes, checksum); a commit syncs the 7 chunk files,
-# their 3 folders and the new manifest, replaces the manifest and syncs the root.
+# their 3 folders and the new manifest, replaces the manifest, syncs the root and replaces the manifest's backup.
 NUM_PARTS = sum(len(spec.parts()) for spec in SPECS)
-NUM_CALLS = 2 * NUM_PARTS + NUM_PARTS + len(SPECS) + 3
+NUM_CALLS = 2 * NUM_PARTS + NUM_PARTS + len(SPECS) + 4
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def _steps_until_killed(root: Path, ready: Event) -> None:
 
 def _one_step_killed_at(root: Path, number: int) -> None:
     """Do step 2 and kill the process in the place of its system call `number` (from 0) that changes the disk."""
-    nvme.WRITE_THREADS = 1  # one call after the other, so that the number names a place
+    drives.WRITE_THREADS = 1  # one call after the other, so that the number names a place
     store = NvmeStore.open(root)
     count = 0
     real = {name: getattr(os, name) for name in ("pwrite", "fsync", "replace")}
@@ -88,8 +88,8 @@ def test_killed_at_every_system_call_of_a_step(root: Path, processes: ForkServer
         outcomes.append(step)
         if step == 2:
             break
-    # Everything up to and with the manifest's replacement leaves step 1; only the last sync of the root may follow it.
-    assert outcomes == [1] * (NUM_CALLS - 1) + [2]
+    # Everything up to and with the manifest's replacement leaves step 1; only the root's sync and the backup follow.
+    assert outcomes == [1] * (NUM_CALLS - 2) + [2]
 
 
 def test_killed_at_random_moments(root: Path, processes: ForkServerContext) -> None:
@@ -138,7 +138,7 @@ def test_everything_is_durable_before_the_manifest_moves(root: Path, monkeypatch
     files = {f"{root}/{s.buffer}/{s.kind}/1/c.{part}.0" for s in SPECS for part in range(len(s.parts()))}
     assert folders | files <= before
     assert any(path.startswith(f"{root}/.manifest.json.") for path in before)
-    assert calls[moved + 1 :] == [("fsync", str(root))]
+    assert calls[moved + 1 :] == [("fsync", str(root)), ("replace", f"{root}/manifest.backup.json")]
     last_file = max(calls.index(("fsync", path)) for path in files)
     assert last_file < min(calls.index(("fsync", path)) for path in folders)
     store.close()

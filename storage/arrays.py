@@ -1,0 +1,192 @@
+"""One array of the store: its parts, where they lie on the drives, and the zarr3 metadata that describes them.
+
+DRIVE/BUFFER/KIND/SLOT/         a zarr3 array [parts, part elements]: zarr.json and the chunk files of this drive
+DRIVE/scratch/BUFFER/KIND/0/    the same for arrays of no generation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from storage.chunk import ChunkFormat
+from storage.disk import disk_error, fsync_dir, fsync_file
+from storage.drives import Drive, stripe
+from storage.layout import part_numel_even
+from storage.manifest import ArraySpec, Stored
+from storage.scrub import ChunkFile
+
+SCRATCH = "scratch"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(slots=True)
+class Array:
+    """An array and its state: one committed slot (none before the first commit) and one that is written to."""
+
+    spec: ArraySpec
+    form: ChunkFormat
+    parts: list[tuple[int, int]]
+    number: int
+    """Where striping starts."""
+    target: tuple[Drive, ...]
+    """Drives that the next slot is written to, in striping order."""
+    scratch: bool
+    slot: int | None = None
+    """Committed slot; always None for scratch."""
+    layout: tuple[Drive, ...] = ()
+    """Drives of the committed slot, in striping order."""
+    crcs: tuple[int, ...] = ()
+    """CRC-32C of the committed parts."""
+    written: dict[int, int] = field(default_factory=dict)
+    """CRC-32C of the parts of the next slot written since the last commit."""
+
+    @staticmethod
+    def make(spec: ArraySpec, number: int, target: tuple[Drive, ...], *, scratch: bool) -> Array:
+        """An array of which nothing is committed."""
+        form = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes)
+        return Array(spec, form, spec.parts(), number, target, scratch)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.spec.buffer}/{self.spec.kind}"
+
+    def next_slot(self) -> int:
+        """The slot that no committed generation uses."""
+        return 0 if self.slot is None else 1 - self.slot
+
+    def folder(self, drive: Drive, slot: int) -> Path:
+        """Where drive `drive` keeps its chunk files of a slot."""
+        base = drive.folder / SCRATCH if self.scratch else drive.folder
+        return base / self.spec.buffer / self.spec.kind / str(slot)
+
+    def chunk(self, drives: tuple[Drive, ...], slot: int, part: int) -> tuple[Drive, Path]:
+        """The drive and the chunk file of a part when the slot is striped over `drives`."""
+        drive = drives[stripe(self.number, part, len(drives))]
+        return drive, self.folder(drive, slot) / f"c.{part}.0"
+
+    def committed(self, part: int) -> tuple[Drive, Path]:
+        """The drive and the chunk file of a committed part."""
+        assert self.slot is not None, f"{self.name} part {part} is read before it was ever written"
+        return self.chunk(self.layout, self.slot, part)
+
+    def next(self, part: int) -> tuple[Drive, Path]:
+        """The drive and the chunk file that the part's next write goes to."""
+        return self.chunk(self.target, self.next_slot(), part)
+
+    def latest(self, part: int) -> ChunkFile:
+        """The chunk file that holds the latest state of a part, written or committed."""
+        if part not in self.written:
+            return self.committed_file(part)
+        return self._file(*self.next(part), part, self.written[part])
+
+    def committed_file(self, part: int) -> ChunkFile:
+        """The chunk file of a committed part."""
+        return self._file(*self.committed(part), part, self.crcs[part])
+
+    def _file(self, drive: Drive, path: Path, part: int, crc: int) -> ChunkFile:
+        start, stop = self.parts[part]
+        return ChunkFile(drive, path, self.form, (stop - start) * self.spec.item_bytes, crc)
+
+    def stored(self) -> Stored:
+        """The manifest's record when all that was written is committed."""
+        if self.written:
+            crcs = tuple(self.written[part] for part in range(len(self.parts)))
+            return Stored(self.next_slot(), tuple(drive.id for drive in self.target), crcs)
+        assert self.slot is not None, self.name
+        return Stored(self.slot, tuple(drive.id for drive in self.layout), self.crcs)
+
+    def disk_bytes(self) -> int:
+        """Bytes on all drives: two slots, or one for scratch."""
+        return len(self.parts) * self.form.file_bytes * (1 if self.scratch else 2)
+
+    def zarr_json(self) -> bytes:
+        """The zarr3 metadata of one slot, the same on every drive; parts of other drives read as zeros there."""
+        item_bytes = self.spec.item_bytes
+        chunk_shape = [1, self.form.stored_bytes // item_bytes]
+        metadata = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [len(self.parts), self.form.part_bytes // item_bytes],
+            "data_type": self.spec.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "fill_value": 0,
+            "dimension_names": ["part", "element"],
+        }
+        return json.dumps(metadata, indent=1).encode()
+
+
+def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
+    """Make what lacks of the arrays' slots on `drives`; durable, but for scratch. UserError when a drive fails."""
+    drives = list(drives)
+    made: set[Path] = set()
+    for array in arrays:
+        content = array.zarr_json()
+        for drive in drives:
+            for slot in (0,) if array.scratch else (0, 1):
+                folder = array.folder(drive, slot)
+                path = folder / "zarr.json"
+                try:
+                    if path.is_file() and path.read_bytes() == content:
+                        continue
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_file(path, content)
+                    if not array.scratch:
+                        fsync_file(path)
+                        made |= {folder, folder.parent, folder.parent.parent, drive.folder}
+                except OSError as error:
+                    raise disk_error(error, folder, "making the folder of an array") from error
+    for folder in sorted(made, reverse=True):
+        try:
+            fsync_dir(folder)
+        except OSError as error:
+            raise disk_error(error, folder, "syncing") from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a small file, neither synced nor atomically. OSError."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    finally:
+        os.close(fd)
+
+
+def remove_arrays(folder: Path) -> None:
+    """Remove all arrays from a drive's folder and nothing else (no checkpoints, no scratch)."""
+    for path in list(_slots(folder)):
+        shutil.rmtree(path, ignore_errors=True)
+        for parent in (path.parent, path.parent.parent):
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
+
+
+def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
+    """Remove chunk files of `array` that lie where its striping over other drives once put them."""
+    numbers = range(len(array.parts))
+    kept = {array.next(part)[1] for part in numbers}
+    if array.slot is not None:
+        kept |= {array.committed(part)[1] for part in numbers}
+    for drive in drives:
+        for slot in (0, 1):
+            with contextlib.suppress(OSError):
+                for path in array.folder(drive, slot).glob("c.*.0"):
+                    if path not in kept:
+                        path.unlink(missing_ok=True)
+
+
+def _slots(folder: Path) -> Iterator[Path]:
+    for path in folder.glob("*/*/[01]/zarr.json"):
+        if path.parts[-4] not in (SCRATCH, CHECKPOINTS):
+            yield path.parent

@@ -1,0 +1,307 @@
+"""The folders that hold chunk files: one for each drive, known by an identity of its own and not by its path.
+
+DRIVE/drive.json names the store and the drive. So a drive is found wherever it is mounted, an empty mount point is not
+taken for the drive, and the folder of another run is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage import chunk
+from storage.disk import atomic_write, disk_error, fsync_ancestors, lock_folder, require_free
+from storage.errors import UserError
+from storage.filesystem import check_folder
+from storage.manifest import DriveRecord, Manifest
+
+IDENTITY_NAME = "drive.json"
+FREE_MARGIN = 1.05
+"""What is asked of the free disk, times what is needed: file systems have some use for space themselves."""
+READ_THREADS = 4
+WRITE_THREADS = 4
+"""Chunk files in flight in each direction on each drive. Each call is a blocking read or write of a whole chunk file,
+which the kernel splits into a deep queue: a few suffice, and they also spread the checksums over the cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Content of drive.json."""
+
+    store: str
+    """Id of the store that the drive belongs to."""
+    drive: str
+    """Id of the drive; empty where the folder holds the store's manifest and no chunk files."""
+    root: str
+    """Folder of the store's manifest when the drive joined: for people, and to start again over an aborted start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that went to and from one drive since the store was opened, padding and checksums included."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+class Drive:
+    """One folder of chunk files, with its own threads: a slow drive never keeps another one waiting."""
+
+    def __init__(self, id: str, folder: Path):
+        """Use folder `folder`, which exists and can be written."""
+        self.id = id
+        self.folder = folder
+        self.direct = chunk.supports_direct(folder)
+        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="nvme-read")
+        self.writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="nvme-write")
+        self._lock = threading.Lock()
+        self._traffic = Traffic()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was moved so far."""
+        return self._traffic
+
+    def count(self, *, read: int = 0, written: int = 0) -> None:
+        """Add bytes to the traffic."""
+        with self._lock:
+            old = self._traffic
+            self._traffic = Traffic(old.bytes_read + read, old.bytes_written + written)
+
+    def close(self) -> None:
+        """Wait for operations in flight."""
+        self.readers.shutdown()
+        self.writers.shutdown()
+
+
+def stripe(number: int, part: int, count: int) -> int:
+    """Which of `count` drives holds part `part` of array number `number`; neighbours in either go to different ones."""
+    return (number + part) % count
+
+
+class Locks:
+    """Folders held for this process, each once."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, int] = {}
+
+    def take(self, folder: Path) -> None:
+        """Hold existing `folder`; UserError when another process has it."""
+        folder = folder.resolve()
+        if folder not in self._held:
+            self._held[folder] = lock_folder(folder)
+
+    def release(self) -> None:
+        """Let all folders go."""
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+
+def distinct(folders: Iterable[Path]) -> list[Path]:
+    """The folders as absolute paths; UserError when two of them are one and the same."""
+    result: dict[Path, Path] = {}
+    for folder in folders:
+        path = Path(folder).expanduser().absolute()
+        if path.resolve() in result:
+            raise UserError(
+                f"storage.nvme: {folder} is listed twice (as {result[path.resolve()]}); name each drive once"
+            )
+        result[path.resolve()] = path
+    return list(result.values())
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """What `folder` says that it is; None where it says nothing or is not there. UserError when it is unreadable."""
+    path = folder / IDENTITY_NAME
+    try:
+        content = json.loads(path.read_bytes())
+        return Identity(str(content["store"]), str(content["drive"]), str(content["root"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a readable drive identity ({type(error).__name__}: {error}); take it from a copy, or choose "
+            "an empty folder"
+        ) from error
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Write drive.json durably where it does not say this already."""
+    if read_identity(folder) != identity:
+        content = {"store": identity.store, "drive": identity.drive, "root": identity.root}
+        atomic_write(folder / IDENTITY_NAME, json.dumps(content, indent=1) + "\n")
+
+
+def claim(folder: Path, store: str | None, root: Path) -> str | None:
+    """The drive id that `folder` already has in store `store`; None where it is new to it.
+
+    With `store` None a new store is made in `root`, and the remains of an aborted start there are no obstacle.
+    UserError when the folder belongs to another store.
+    """
+    identity = read_identity(folder)
+    if identity is None:
+        return None
+    if identity.store == store:
+        return identity.drive or None
+    if store is None and (identity.root == str(root.resolve()) or folder.resolve() == root.resolve()):
+        return None
+    raise UserError(
+        f"{folder}: holds the state of another run (its manifest was in {identity.root}); choose another folder, or "
+        "remove this one if that run is no longer needed"
+    )
+
+
+def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Path]:
+    """Where the drives of a manifest in `root` are now: found by identity in `given`, else where they were.
+
+    UserError when two given folders claim to be one drive, and when a drive that holds state of the generation is
+    nowhere; others may be missing.
+    """
+    found: dict[str, Path] = {}
+    for folder in given:
+        candidates = [folder] if current.checkpoint is None else [folder, folder / "checkpoints" / current.checkpoint]
+        for candidate in candidates:
+            identity = read_identity(candidate)
+            if identity is None or identity.store != current.store or not identity.drive:
+                continue
+            if identity.drive in found:
+                raise UserError(
+                    f"storage.nvme: {candidate} and {found[identity.drive]} are copies of one drive; name one of them"
+                )
+            found[identity.drive] = candidate
+    needed = {drive for stored in current.arrays.values() for drive in stored.drives}
+    for record in current.drives:
+        if record.id in found:
+            continue
+        path = root / record.path  # a recorded absolute path stays what it is
+        identity = read_identity(path)
+        if identity is not None and (identity.store, identity.drive) == (current.store, record.id):
+            found[record.id] = Path(os.path.normpath(path))
+        elif record.id in needed:
+            what = f"checkpoint '{current.checkpoint}'" if current.checkpoint else f"generation {current.generation}"
+            state = "it is not there" if not path.exists() else f"the folder lacks this drive's {IDENTITY_NAME}"
+            raise UserError(
+                f"{os.path.normpath(path)}: this drive holds part of {what} (named by {root / 'manifest.json'}), and "
+                f"{state}: is it mounted? If it has moved, give its new place in storage.nvme"
+            )
+    return found
+
+
+def record(drive_id: str, folder: Path, base: Path, root: Path, *, active: bool) -> DriveRecord:
+    """The manifest's record of a drive: its path relative to `root`, the manifest's folder, where it lies in `base`."""
+    folder, base = folder.resolve(), base.resolve()
+    inside = folder == base or base in folder.parents
+    return DriveRecord(drive_id, os.path.relpath(folder, root.resolve()) if inside else str(folder), active)
+
+
+class DriveSet:
+    """The drives of an open store: the active ones are written to, others hold state from before a change of drives."""
+
+    def __init__(self, root: Path, store: str, locks: Locks, folders: Mapping[str, Path], active: Sequence[str]):
+        """`folders`: drive id -> existing folder; `active`: ids in striping order. `root`: folder of the manifest."""
+        self.root = root
+        self.store = store
+        self.locks = locks
+        self.by_id = {id: Drive(id, folder) for id, folder in folders.items()}
+        self.active = tuple(self.by_id[id] for id in active)
+        self._retired: dict[Path, Traffic] = {}
+
+    def __iter__(self) -> Iterator[Drive]:
+        return iter(self.by_id.values())
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders of the active drives."""
+        return [drive.folder for drive in self.active]
+
+    def warnings(self) -> list[str]:
+        """What is doubtful about the active drives, one sentence each."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for folder in self.folders:
+            groups[folder.stat().st_dev].append(str(folder))
+        doubts = [warning for folder in self.folders for warning in check_folder(folder)]
+        return doubts + [
+            f"storage.nvme: {', '.join(group)} are on one device: striping over them adds no speed"
+            for group in groups.values()
+            if len(group) > 1
+        ]
+
+    def traffic(self) -> dict[Path, Traffic]:
+        """Bytes moved, by folder; drives that were given up meanwhile included."""
+        return self._retired | {drive.folder: drive.traffic for drive in self}
+
+    def identify(self) -> None:
+        """Write every active drive's identity, durably. UserError when a drive fails."""
+        root = str(self.root.resolve())
+        for drive in self.active:
+            write_identity(drive.folder, Identity(self.store, drive.id, root))
+        if read_identity(self.root) is None:
+            write_identity(self.root, Identity(self.store, "", root))
+        for folder in {self.root, *self.folders}:
+            try:
+                fsync_ancestors(folder)
+            except OSError as error:
+                raise disk_error(error, folder, "syncing") from error
+
+    def records(self) -> tuple[DriveRecord, ...]:
+        """The manifest's records: active drives in striping order, then the others."""
+        others = [drive for drive in self if drive not in self.active]
+        return tuple(
+            record(drive.id, drive.folder, self.root, self.root, active=drive in self.active)
+            for drive in (*self.active, *others)
+        )
+
+    def retire(self, used: Container[Drive]) -> list[Path]:
+        """Give up the inactive drives that are not `used`; returns their folders."""
+        retired = [drive for drive in self if drive not in self.active and drive not in used]
+        for drive in retired:
+            drive.close()
+            self._retired[drive.folder] = drive.traffic
+            del self.by_id[drive.id]
+        return [drive.folder for drive in retired]
+
+    def sync(self, sync: Callable[[Path], None], paths: Iterable[tuple[Drive, Path]]) -> None:
+        """Call `sync` for every path on its drive's threads. UserError naming the first that failed."""
+        futures = [(path, drive.writers.submit(sync, path)) for drive, path in paths]
+        for path, future in futures:
+            try:
+                future.result()
+            except OSError as error:
+                raise disk_error(error, path, "syncing") from error
+
+    def disk_bytes(self) -> int:
+        """Bytes of disk that all folders and the manifest's take; files that share their data by links count once."""
+        sizes: dict[tuple[int, int], int] = {}
+        for top in {self.root, *(drive.folder for drive in self)}:
+            for folder, _, names in os.walk(top):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):  # a commit in another thread renames its manifest
+                        status = os.stat(os.path.join(folder, name))
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+        return sum(sizes.values())
+
+    def close(self) -> None:
+        """Wait for operations in flight and let the folders go."""
+        for drive in self:
+            drive.close()
+        self.locks.release()
+
+
+def require_room(needs: Mapping[Path, int], what: str) -> None:
+    """UserError unless every device has free what the folders on it need for `what`, in bytes, plus 5 %."""
+    groups: dict[int, list[Path]] = defaultdict(list)
+    for folder in needs:
+        groups[folder.stat().st_dev].append(folder)
+    for folders in groups.values():
+        also = "" if len(folders) == 1 else f" (with {', '.join(str(folder) for folder in folders[1:])})"
+        require_free(folders[0], int(sum(needs[folder] for folder in folders) * FREE_MARGIN), what + also)

@@ -1,0 +1,85 @@
+"""Reads of chunk files with errors that say what a user needs to know, and the scrub of a whole generation."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from storage.arena import empty_aligned
+from storage.chunk import ChunkError, ChunkFormat
+from storage.disk import disk_error
+from storage.drives import Drive
+from storage.errors import UserError
+from storage.readers import DirectReader, Reader
+
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A chunk file and what it should hold."""
+
+    drive: Drive
+    path: Path
+    form: ChunkFormat
+    payload_bytes: int
+    """Bytes of the part, without padding and checksum."""
+    crc: int
+    """CRC-32C as the manifest has it, or as it was when the file was written."""
+
+
+def read_chunk_file(reader: Reader, file: ChunkFile, out: torch.Tensor, origin: str) -> None:
+    """Read the payload into `out` uint8 [payload_bytes]; UserError naming the file and `origin`, its generation."""
+    try:
+        reader.read(file.path, out, file.form, file.crc)
+    except ChunkError as error:
+        raise UserError(
+            f"{file.path} ({origin}): {error}; the drive or another program damaged the state: restore a checkpoint, "
+            "or start again from an exported one"
+        ) from error
+    except OSError as error:
+        raise disk_error(error, file.path, f"reading {out.numel():,} bytes of {origin}") from error
+    file.drive.count(read=file.form.file_bytes)
+
+
+def scrub(files: Iterable[ChunkFile], origin: str, threads: int) -> int:
+    """Read the files, `threads` at a time on every drive and all drives at once; returns the bytes read.
+
+    Direct I/O into memory of its own: `threads` chunks for each drive. UserError naming every file that is not what was
+    written, the first 20 of them.
+    """
+    work: dict[Drive, deque[ChunkFile]] = defaultdict(deque)
+    total = largest = 0
+    for file in files:
+        work[file.drive].append(file)
+        total += file.form.file_bytes
+        largest = max(largest, file.payload_bytes)
+    reader = DirectReader()
+    damaged: list[str] = []
+
+    def run(queue: deque[ChunkFile]) -> None:
+        memory = empty_aligned(largest, torch.uint8)
+        while True:
+            try:
+                file = queue.popleft()
+            except IndexError:
+                return
+            try:
+                read_chunk_file(reader, file, memory[: file.payload_bytes], origin)
+            except UserError as error:
+                damaged.append(str(error))
+
+    futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(threads)]
+    for future in futures:
+        future.result()
+    if len(damaged) > 1:
+        more = f"\n... and {len(damaged) - _MOST_LISTED:,} more" if len(damaged) > _MOST_LISTED else ""
+        listed = "\n".join(sorted(damaged)[:_MOST_LISTED])
+        raise UserError(f"{len(damaged):,} chunk files of {origin} are damaged:\n{listed}{more}")
+    if damaged:
+        raise UserError(damaged[0])
+    return total

@@ -1,0 +1,318 @@
+"""Several drives: striping, identity, changes between openings, missing drives."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nvme_state import SPECS, assert_holds, content, read_all, write_all
+
+from storage import manifest
+from storage.errors import UserError
+from storage.manifest import Manifest
+from storage.nvme import ArraySpec, NvmeStore
+
+
+def folders(base: Path, names: str) -> list[Path]:
+    return [base / name for name in names]
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*/[01]/c.*.0"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[NvmeStore]:
+    """Generation 2 on drives a and b, its manifest in root."""
+    store = NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=folders(tmp_path, "ab"))
+    for step in (1, 2):
+        write_all(store, step)
+        store.commit({"step": step})
+    yield store
+    store.close()
+
+
+def test_parts_are_striped(store: NvmeStore, tmp_path: Path) -> None:
+    assert store.drives == folders(tmp_path, "ab")
+    for number, spec in enumerate(SPECS):
+        for part in range(len(spec.parts())):
+            drive = tmp_path / "ab"[(number + part) % 2]
+            assert (drive / spec.buffer / spec.kind / "1" / f"c.{part}.0").is_file()
+    assert not chunk_files(store.root)
+    assert_holds(store, 2)
+    assert store.verify() == 3 * 20480 + 3 * 12288 + 12288
+    assert any("on one device" in warning for warning in store.warnings)
+
+
+def test_requests_spread_evenly(tmp_path: Path) -> None:
+    specs = [ArraySpec(f"layers.{i}", kind, 2048 * 7, "float32", 2048) for i in range(4) for kind in "abc"]
+    with closing(
+        NvmeStore.create(tmp_path / "root", specs, budget_bytes=None, drives=folders(tmp_path, "ab"))
+    ) as store:
+        for spec in specs:
+            for part, (start, stop) in enumerate(spec.parts()):
+                store.write(spec.buffer, spec.kind, part, torch.ones(stop - start)).result()
+        store.commit({})
+        for spec in specs:
+            read_all(store, spec)
+        first, second = store.traffic().values()
+        chunk_bytes = 12288
+        assert first.bytes_written + second.bytes_written == 12 * 7 * chunk_bytes
+        assert abs(first.bytes_written - second.bytes_written) <= chunk_bytes
+        assert first == replace(first, bytes_read=first.bytes_written)
+        assert second == replace(second, bytes_read=second.bytes_written)
+
+
+@pytest.mark.parametrize(("before", "after"), [("a", "b"), ("ab", "ba"), ("ab", "b"), ("a", "abc"), ("abc", "d")])
+def test_a_run_changes_drives(tmp_path: Path, before: str, after: str) -> None:
+    root = tmp_path / "root"
+    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=folders(tmp_path, before))) as store:
+        write_all(store, 1)
+        store.commit({})
+    with closing(NvmeStore.open(root, drives=folders(tmp_path, after))) as store:
+        assert_holds(store, 1)  # from where it lies
+        write_all(store, 2)
+        assert_holds(store, 2)
+        store.commit({})
+        assert_holds(store, 2)
+        assert store.drives == folders(tmp_path, after)
+    for name in {*before, *after}:
+        assert bool(chunk_files(tmp_path / name)) == (name in after), name
+        assert (tmp_path / name / "drive.json").exists() == (name in after)
+    for name in set(before) - set(after):
+        shutil.rmtree(tmp_path / name)
+    with closing(NvmeStore.open(root)) as store:
+        assert_holds(store, 2)
+        assert store.drives == folders(tmp_path, after)
+        write_all(store, 3)
+        store.commit({})
+        kept = sum(len(chunk_files(tmp_path / name)) for name in after)
+        assert kept == 2 * sum(len(spec.parts()) for spec in SPECS)
+        assert_holds(store, 3)
+        assert store.verify()
+
+
+def test_a_drive_is_used_until_its_last_array_moved(store: NvmeStore, tmp_path: Path) -> None:
+    store.close()
+    embed = SPECS[2]
+    with closing(NvmeStore.open(store.root, drives=folders(tmp_path, "c"))) as moved:
+        moved.write("embed", "master", 0, content(embed, 3)).result()
+        moved.commit({})
+        assert (tmp_path / "a" / "drive.json").exists()
+    with closing(NvmeStore.open(store.root)) as moved:
+        assert moved.drives == folders(tmp_path, "c")
+        assert torch.equal(read_all(moved, embed), content(embed, 3))
+        assert torch.equal(read_all(moved, SPECS[0]), content(SPECS[0], 2))
+        write_all(moved, 4)
+        moved.commit({})
+    assert not chunk_files(tmp_path / "a")
+    assert not chunk_files(tmp_path / "b")
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_drives_in_any_order(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Writes, commits, reopenings and changes of drives against a dictionary."""
+    base = tmp_path_factory.mktemp("drives")
+    sizes = st.sampled_from([1, 2048, 2049, 6143, 10241])
+    specs = [
+        ArraySpec(f"b{i}", "master", numel, "float32", 2048)
+        for i, numel in enumerate(data.draw(st.lists(sizes, min_size=1, max_size=4)))
+    ]
+    some_drives = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True)
+    names = recorded = data.draw(some_drives)
+    store = NvmeStore.create(base / "root", specs, budget_bytes=None, drives=folders(base, "".join(names)))
+    committed: dict[str, int] = {}
+    latest: dict[str, int] = {}
+    for value in range(data.draw(st.integers(1, 10))):
+        action = data.draw(st.sampled_from(["write", "write", "commit", "reopen", "change"]))
+        if action == "write":
+            chosen = data.draw(st.lists(st.sampled_from(specs), min_size=1, unique=True)) if committed else specs
+            for spec in chosen:
+                for part, (start, stop) in enumerate(spec.parts()):
+                    store.write(spec.buffer, "master", part, torch.full((stop - start,), float(value))).result()
+                latest[spec.buffer] = value
+        elif action == "commit" and latest:
+            store.commit({"latest": latest})
+            committed, recorded = dict(latest), names
+        elif action in ("reopen", "change") and committed:
+            store.close()
+            names = data.draw(some_drives) if action == "change" else recorded
+            store = NvmeStore.open(base / "root", drives=folders(base, "".join(names)) if action == "change" else None)
+            latest = dict(committed)
+            assert store.meta["latest"] == committed
+        assert store.drives == folders(base, "".join(names))
+        for spec in specs:
+            if spec.buffer in latest:
+                assert (read_all(store, spec) == latest[spec.buffer]).all()
+    if committed:
+        store.verify()
+    store.close()
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_a_drive_is_found_where_it_is_now(store: NvmeStore, tmp_path: Path) -> None:
+    store.close()
+    (tmp_path / "b").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"{tmp_path}/b: this drive holds part of generation 2.*is it mounted\?"):
+        NvmeStore.open(store.root)
+    with pytest.raises(UserError, match="is it mounted"):
+        NvmeStore.open(store.root, drives=folders(tmp_path, "a"))
+    with closing(NvmeStore.open(store.root, drives=[tmp_path / "a", tmp_path / "elsewhere"])) as moved:
+        assert_holds(moved, 2)
+        write_all(moved, 3)
+        moved.commit({})
+    with closing(NvmeStore.open(store.root)) as moved:
+        assert moved.drives == [tmp_path / "a", tmp_path / "elsewhere"]
+        assert_holds(moved, 3)
+
+
+def test_an_empty_mount_point_is_not_the_drive(store: NvmeStore, tmp_path: Path) -> None:
+    store.close()
+    (tmp_path / "b").rename(tmp_path / "unmounted")
+    (tmp_path / "b").mkdir()
+    for given_drives in (None, folders(tmp_path, "ab")):
+        with pytest.raises(UserError, match=rf"{tmp_path}/b: .*lacks this drive's drive\.json: is it mounted\?"):
+            NvmeStore.open(store.root, drives=given_drives)
+    assert list((tmp_path / "b").iterdir()) == []
+    (tmp_path / "b").rmdir()
+    (tmp_path / "unmounted").rename(tmp_path / "b")
+    with closing(NvmeStore.open(store.root)) as again:
+        assert_holds(again, 2)
+
+
+def test_a_run_directory_moves_with_its_drives(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "state"
+    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=[root, root / "second"])) as store:
+        write_all(store, 1)
+        store.commit({})
+        assert [drive.path for drive in Manifest.read(root).drives] == [".", "second"]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with closing(NvmeStore.open(tmp_path / "moved" / "state")) as store:
+        assert_holds(store, 1)
+
+
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(
+        NvmeStore.create(Path("root"), SPECS, budget_bytes=None, drives=[Path("a"), Path("../" + tmp_path.name + "/b")])
+    ) as store:
+        write_all(store, 1)
+        store.commit({})
+    monkeypatch.chdir("/")
+    with closing(NvmeStore.open(tmp_path / "root")) as store:
+        assert_holds(store, 1)
+
+
+def test_the_same_drive_twice(tmp_path: Path, store: NvmeStore) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for other in (tmp_path / "a", tmp_path / "link", tmp_path / "x" / ".." / "a"):
+        with pytest.raises(UserError, match=r"storage\.nvme: .* is listed twice"):
+            NvmeStore.create(tmp_path / "new", SPECS, budget_bytes=None, drives=[tmp_path / "a", other])
+    store.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with pytest.raises(UserError, match="copies of one drive"):
+        NvmeStore.open(store.root, drives=[*folders(tmp_path, "ab"), tmp_path / "copy"])
+
+
+def test_the_drive_of_another_run_is_refused(store: NvmeStore, tmp_path: Path) -> None:
+    message = rf"{tmp_path}/a: in use by another process"
+    with pytest.raises(UserError, match=message):
+        NvmeStore.create(tmp_path / "new", SPECS, budget_bytes=None, drives=folders(tmp_path, "a"))
+    store.close()
+    message = rf"{tmp_path}/a: holds the state of another run \(its manifest was in {store.root}\)"
+    with pytest.raises(UserError, match=message):
+        NvmeStore.create(tmp_path / "new", SPECS, budget_bytes=None, drives=folders(tmp_path, "a"))
+    with closing(NvmeStore.create(tmp_path / "new", SPECS, budget_bytes=None, drives=folders(tmp_path, "c"))) as other:
+        write_all(other, 1)
+        other.commit({})
+    with pytest.raises(UserError, match=message):
+        NvmeStore.open(tmp_path / "new", drives=folders(tmp_path, "ca"))
+    with closing(NvmeStore.open(store.root)) as again:
+        assert_holds(again, 2)
+
+
+def test_an_aborted_start_is_no_obstacle(tmp_path: Path) -> None:
+    for specs in (SPECS, SPECS[:1]):
+        store = NvmeStore.create(tmp_path / "root", specs, budget_bytes=None, drives=folders(tmp_path, "ab"))
+        for part, (start, stop) in enumerate(SPECS[0].parts()):
+            store.write("layers.0", "master", part, content(SPECS[0], 1)[start:stop]).result()
+        store.close()
+    assert not (tmp_path / "a" / "embed").exists()
+
+
+def test_an_unreadable_identity(store: NvmeStore, tmp_path: Path) -> None:
+    store.close()
+    text = (tmp_path / "a/drive.json").read_text()
+    (tmp_path / "a/drive.json").write_text("{")
+    with pytest.raises(UserError, match=r"a/drive\.json: not a readable drive identity"):
+        NvmeStore.open(store.root)
+    (tmp_path / "a/drive.json").write_text(text)
+    NvmeStore.open(store.root).close()
+
+
+def test_room_is_counted_for_each_device(tmp_path: Path) -> None:
+    huge = ArraySpec("embed", "master", 10**15, "float32", 2048 * 10**9)
+    with pytest.raises(UserError, match=rf"two generations of the state \(with {tmp_path}/b\) needs 8,\d+,\d+,\d+,"):
+        NvmeStore.create(tmp_path / "root", [huge], budget_bytes=None, drives=folders(tmp_path, "ab"))
+
+
+def test_room_on_the_drives_that_state_moves_to(
+    store: NvmeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    need = int(2 * (3 * 20480 + 3 * 12288 + 12288) * 1.05)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+    with pytest.raises(UserError, match=f"the state that moves to these drives needs {need:,} bytes"):
+        NvmeStore.open(store.root, drives=folders(tmp_path, "c"))
+    NvmeStore.open(store.root).close()  # where it lies there is nothing more to write
+    NvmeStore.open(store.root, drives=folders(tmp_path, "ab")).close()
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+def test_the_manifest_says_where_everything_is(store: NvmeStore) -> None:
+    content = json.loads((store.root / "manifest.json").read_text())
+    array = content["arrays"][0]
+    assert array["checksum"] == "crc32c"
+    assert array["shape"] == [3, 4096]
+    assert array["drives"] == [drive["id"] for drive in content["drives"]]
+    raw = (store._drives.folders[0] / "layers.0/master/1/c.0.0").read_bytes()
+    assert int.from_bytes(raw[-4:], "little") == int(array["crc32c"][0], 16)
+    assert (store.root / "manifest.backup.json").read_bytes() == (store.root / "manifest.json").read_bytes()
+
+
+def test_metadata_comes_back_as_json_has_it(store: NvmeStore) -> None:
+    write_all(store, 3)
+    store.commit({10: 1, 9: [float("inf"), 1e-320, 0.1, -0.0], "ü": ("a", None), "n": 2**70})
+    store.close()
+    with closing(NvmeStore.open(store.root)) as again:
+        assert again.meta == {"10": 1, "9": [float("inf"), 1e-320, 0.1, -0.0], "ü": ["a", None], "n": 2**70}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_damage_of_the_manifest_goes_unseen(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("m")
+    stored = manifest.Stored(1, ("d",), tuple(range(len(SPECS[0].parts()))))
+    record = manifest.DriveRecord("d", ".", True)
+    original = Manifest("s", 7, {SPECS[0]: stored}, (record,), {"step": 3, "lr": 0.125})
+    raw = bytearray(original.encode())
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= 1 << data.draw(st.integers(0, 7))
+    (root / "manifest.json").write_bytes(raw)
+    try:
+        found = Manifest.read(root)
+    except UserError:
+        return
+    assert found == original  # only white space was hit
