@@ -25,7 +25,7 @@ SCRATCH = "scratch"
 CHECKPOINTS = "checkpoints"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Array:
     """An array and its state: one committed slot (none before the first commit) and one that is written to."""
 

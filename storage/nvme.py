@@ -31,6 +31,7 @@ from storage.errors import BudgetError, UserError
 from storage.manifest import ArraySpec, Manifest
 from storage.readers import DirectReader, Readers
 from storage.scrub import read_chunk_file, scrub
+from storage.spill import Spill
 
 __all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 
@@ -61,6 +62,8 @@ class NvmeStore:
         self._manifest = current
         self._budget_bytes = budget_bytes
         self._readers = readers or Readers(DirectReader(), None)
+        self._spill = Spill(self._drives)
+        self._spill_bytes = 0
         self._arrays: dict[tuple[str, str], Array] = {}
         for spec, stored in current.arrays.items():
             array = self._add(spec, scratch=False)
@@ -170,6 +173,30 @@ class NvmeStore:
             assert (spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists"
             make_folders([self._add(spec, scratch=True)], self._drives.active)
 
+    def reserve_spill(self, num_bytes: int) -> None:
+        """Set `num_bytes` aside for spilled activations, over all drives. UserError when out of room."""
+        if num_bytes == 0:
+            return
+        self._require_budget(int(num_bytes * drives.FREE_MARGIN), self._held_bytes(), "room for spilled activations")
+        share = -(-num_bytes // len(self.drives))
+        drives.require_room(dict.fromkeys(self.drives, share), "room for spilled activations")
+        self._spill_bytes += num_bytes
+
+    def spill(self, key: str, src: torch.Tensor) -> Future[None]:
+        """Write activations, uint8 [n] on the CPU, of any size: read back once with `unspill`, never synced.
+
+        `src` must not change until the future is done; direct where it starts at a 4 KiB address. The future raises
+        UserError when the disk is full or fails.
+        """
+        return self._watched(self._spill.write(key, src))
+
+    def unspill(self, key: str, out: torch.Tensor) -> Future[None]:
+        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it from disk.
+
+        The future raises UserError when the file is damaged, missing or unreadable.
+        """
+        return self._watched(self._spill.read(key, out))
+
     @property
     def generation(self) -> int:
         """Number of the committed generation; 0 before the first commit."""
@@ -225,16 +252,13 @@ class NvmeStore:
         def work() -> None:
             try:
                 read_chunk_file(reader, file, data, origin)
-            except UserError:
-                self._failed = True
-                raise
             finally:
                 with self._lock:
                     self._reading[file.path] -= 1
                     if not self._reading[file.path]:
                         del self._reading[file.path]
 
-        return file.drive.readers.submit(work)
+        return self._watched(file.drive.readers.submit(work))
 
     def write(self, buffer: str, kind: str, part: int, src: torch.Tensor) -> Future[None]:
         """Write a part to the slot that the committed generation does not use; not durable before `commit`.
@@ -259,7 +283,6 @@ class NvmeStore:
             try:
                 crc = chunk.write_chunk(path, data, array.form, direct=drive.direct)
             except OSError as error:
-                self._failed = True
                 raise disk_error(error, path, f"writing {array.form.file_bytes:,} bytes") from error
             finally:
                 with self._lock:
@@ -269,7 +292,7 @@ class NvmeStore:
                         array.written[part] = crc
             drive.count(written=array.form.file_bytes)
 
-        return drive.writers.submit(work)
+        return self._watched(drive.writers.submit(work))
 
     def commit(self, meta: dict[str, Any]) -> int:
         """Make everything written since the last commit the new generation; returns its number.
@@ -327,6 +350,11 @@ class NvmeStore:
 
     # ---------------------------------------------------------------- inside
 
+    def _watched(self, future: Future[None]) -> Future[None]:
+        """Remember a failure: scratch is then left as it is."""
+        future.add_done_callback(lambda done: setattr(self, "_failed", self._failed or done.exception() is not None))
+        return future
+
     def _array(self, spec: ArraySpec, *, scratch: bool) -> Array:
         return Array.make(spec, len(self._arrays), self._drives.active, scratch=scratch)
 
@@ -368,13 +396,17 @@ class NvmeStore:
 
     def _require_room(self, added: list[Array], what: str) -> None:
         need = int(sum(array.disk_bytes() for array in added) * drives.FREE_MARGIN)
-        held = sum(array.disk_bytes() for array in self._arrays.values() if array not in added)
-        self._require_budget(need, held, what)
+        already = sum(array.disk_bytes() for array in added if array in self._arrays.values())
+        self._require_budget(need, self._held_bytes() - already, what)
         needs = dict.fromkeys(self.drives, 0)
         for array in added:
             for part in range(len(array.parts)):
                 needs[array.next(part)[0].folder] += array.disk_bytes() // len(array.parts)
         drives.require_room(needs, what)
+
+    def _held_bytes(self) -> int:
+        """Bytes given out."""
+        return self._spill_bytes + sum(array.disk_bytes() for array in self._arrays.values())
 
     def _require_budget(self, need: int, held: int, what: str) -> None:
         if self._budget_bytes is not None and held + need > self._budget_bytes:

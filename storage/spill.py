@@ -1,0 +1,179 @@
+"""Activations that find no room in RAM: written once, read once, in no generation and never synced.
+
+    DRIVE/scratch/spill/KEY     the bytes, then zeros up to a multiple of 4 KiB
+
+The checksum stays in memory: a file that outlives its process is of no use to anybody and is swept on opening.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from storage.arrays import SCRATCH
+from storage.chunk import BLOCK_BYTES
+from storage.crc import checksum
+from storage.disk import disk_error
+from storage.drives import Drive, DriveSet
+from storage.errors import UserError
+
+_FOLDER = "spill"
+
+
+@dataclass(slots=True)
+class _Entry:
+    drive: Drive
+    path: Path
+    num_bytes: int
+    crc: int | None = None
+    """CRC-32C of the payload; None while it is written."""
+
+
+class Spill:
+    """Byte strings by key on the drives, round robin. Every method may be called from any thread."""
+
+    def __init__(self, drives: DriveSet) -> None:
+        """Nothing is written before the first spill."""
+        self._drives = drives
+        self._entries: dict[str, _Entry] = {}
+        self._count = itertools.count()
+        self._lock = threading.Lock()
+
+    def write(self, key: str, src: torch.Tensor) -> Future[None]:
+        """Write `src`, uint8 [n] on the CPU, which must not change until the future is done.
+
+        The future raises UserError when the disk is full or fails.
+        """
+        assert key not in ("", ".", ".."), key
+        assert not set(key) & {"/", "\0"}, key
+        _require_bytes(src)
+        drive = self._drives.active[next(self._count) % len(self._drives.active)]
+        entry = _Entry(drive, drive.folder / SCRATCH / _FOLDER / key, src.numel())
+        with self._lock:
+            assert key not in self._entries, f"{key} is spilled twice"
+            self._entries[key] = entry
+
+        def work() -> None:
+            try:
+                crc = _write_file(entry.path, src, direct=drive.direct)
+            except OSError as error:
+                raise disk_error(error, entry.path, f"writing {entry.num_bytes:,} bytes of activations") from error
+            drive.count(written=_padded(entry.num_bytes))
+            entry.crc = crc
+
+        return drive.writers.submit(work)
+
+    def read(self, key: str, out: torch.Tensor) -> Future[None]:
+        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it.
+
+        The future raises UserError when the file is damaged or the disk fails.
+        """
+        _require_bytes(out)
+        with self._lock:
+            entry = self._entries.pop(key)
+        assert entry.crc is not None, f"{key} is read before it is written"
+        assert entry.num_bytes == out.numel(), (key, entry.num_bytes, out.numel())
+
+        def work() -> None:
+            doing = f"reading {entry.num_bytes:,} bytes of activations"
+            try:
+                found = _read_file(entry.path, out, direct=entry.drive.direct)
+                os.unlink(entry.path)
+            except OSError as error:
+                raise disk_error(error, entry.path, doing) from error
+            if found != entry.crc:
+                raise UserError(
+                    f"{entry.path}: {doing}: checksum mismatch: the bytes have CRC-32C {found or 0:08x} and had "
+                    f"{entry.crc:08x} when they were written; check the disk, and resume the run"
+                )
+            entry.drive.count(read=_padded(entry.num_bytes))
+
+        return entry.drive.readers.submit(work)
+
+
+def _require_bytes(tensor: torch.Tensor) -> None:
+    assert tensor.dtype == torch.uint8, tensor.dtype
+    assert tensor.dim() == 1, tensor.shape
+    assert tensor.is_contiguous(), "needs a contiguous tensor"
+    assert tensor.device.type == "cpu", tensor.device
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _split(tensor: torch.Tensor) -> tuple[memoryview, memoryview]:
+    """The whole blocks of `tensor` and its tail, which direct I/O cannot move from or to where it is."""
+    data: memoryview = tensor.detach().numpy().data
+    whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+    return data[:whole], data[whole:]
+
+
+def _open(path: Path, flags: int, tensor: torch.Tensor, *, direct: bool) -> int:
+    aligned = tensor.data_ptr() % BLOCK_BYTES == 0
+    return os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct and aligned else 0), 0o644)
+
+
+def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
+    blocks, tail = _split(src)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        fd = _open(path, flags, src, direct=direct)
+    except FileNotFoundError:  # the first one on this drive
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = _open(path, flags, src, direct=direct)
+    try:
+        views = [blocks]
+        if tail:
+            page = _page()
+            page[: len(tail)] = tail
+            page[len(tail) :] = bytes(BLOCK_BYTES - len(tail))
+            views.append(page)
+        offset = 0
+        for view in views:
+            while view:
+                count = os.pwrite(fd, view, offset)
+                if count == 0:
+                    raise OSError(errno.EIO, "the drive took no byte")
+                view, offset = view[count:], offset + count
+    finally:
+        os.close(fd)
+    return checksum(src.detach().numpy().data, 0)
+
+
+def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
+    """Read the file; the checksum of its payload, or None where the file is too short."""
+    blocks, tail = _split(out)
+    fd = _open(path, os.O_RDONLY, out, direct=direct)
+    try:
+        offset = 0
+        for view in [blocks, _page()] if tail else [blocks]:
+            while view:
+                count = os.preadv(fd, [view], offset)
+                if count == 0:
+                    return None
+                view, offset = view[count:], offset + count
+        if tail:
+            tail[:] = _page()[: len(tail)]
+    finally:
+        os.close(fd)
+    return checksum(out.detach().numpy().data, 0)
+
+
+_local = threading.local()
+
+
+def _page() -> memoryview:
+    """This thread's page for tails; direct I/O wants it aligned."""
+    if not hasattr(_local, "page"):
+        _local.page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    page: memoryview = _local.page
+    return page
