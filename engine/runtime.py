@@ -447,6 +447,18 @@ class Runtime:
     def _unspill(self, kind: str, op: Op) -> Future[Any]:
         return self.store.unspill(f"{kind}.{op.block}.{op.index}", self._activation(kind, op))
 
+    def _discard(self, kind: str, op: Op) -> Future[Any]:
+        return self.store.discard(f"{kind}.{op.block}.{op.index}")
+
+    def _op_discard_x(self, op: Op) -> Future[Any]:
+        return self._discard("x", op)
+
+    def _op_discard_saved(self, op: Op) -> Future[Any]:
+        return self._discard("saved", op)
+
+    def _op_discard_kv(self, op: Op) -> Future[Any]:
+        return self._discard("kv", op)
+
     def _op_spill_x(self, op: Op) -> Future[Any]:
         return self._spill("x", op)
 

@@ -10,6 +10,7 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +51,8 @@ class ScheduleBuilder:
         self._hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
         self._saved = Slots("gpu.saved", SAVED_SLOTS)
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
+        self._on_nvme: set[tuple[str, int, int]] = set()
+        """(kind, block, chunk) of the activations on NVMe."""
         self._window_chunks = max(chunk.local for chunk in plan.chunks) + 1
         self._window: list[Any] = [None] * self._window_chunks
         """Which (layer, chunk, step) each chunk's place in the K/V window holds."""
@@ -65,12 +68,17 @@ class ScheduleBuilder:
 
     def step(self, step: int, *, commit_previous: bool = False) -> list[Op]:
         """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied."""
+        return [op for ops in self.stream(step, commit_previous=commit_previous) for op in ops]
+
+    def stream(self, step: int, *, commit_previous: bool = False) -> Iterator[list[Op]]:
+        """The same ops block by block, so that the lanes start on the first while the rest is being built."""
         self._emitter.step = step
-        self._passes(commit_previous)
+        for _ in self._passes(commit_previous):
+            yield self._emitter.take()
         self._state.read_ahead(step)
         self._emit("optimizer", "clip", "all", reads=[("gpu.norms",), ("gpu.losses",)], writes=[("ram.clip",)])
         self._state.waiting = step
-        return self._emitter.take()
+        yield self._emitter.take()
 
     def finish(self, *, commit: bool) -> list[Op]:
         """Ops that apply the waiting gradient and, with `commit`, commit the generation."""
@@ -95,7 +103,8 @@ class ScheduleBuilder:
             for chunk in order
         ]
 
-    def _passes(self, commit: bool) -> None:
+    def _passes(self, commit: bool) -> Iterator[None]:
+        """Emit the ops of all passes, with a pause after each."""
         tasks = self._tasks()
         visits = [task.layer for task in tasks if task.first]
         self._prepare(visits, 0, commit)
@@ -111,6 +120,8 @@ class ScheduleBuilder:
                 self._leave(task)
             if following is not None:
                 loaded = self._load(following) if next_loaded is None else next_loaded
+            if task.last:
+                yield
 
     def _prepare(self, visits: list[int], visit: int, commit: bool) -> None:
         """Update, where this step has not yet, and fetch the weights of the block of `visit`, ahead of its first op."""
@@ -171,6 +182,8 @@ class ScheduleBuilder:
                 nbytes=self._hidden_bytes(chunk),
                 slots=slots,
             )
+        elif task.mode == "backward":
+            self._discard(kind, layer, chunk)
         return slot
 
     def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
@@ -182,6 +195,7 @@ class ScheduleBuilder:
 
     def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, nbytes: int, slots: dict[str, int]) -> None:
         """Write a saved activation to NVMe from where it waits in RAM."""
+        self._on_nvme.add((kind, layer, chunk.index))
         self._emit(
             "nvme_write",
             "spill_" + kind,
@@ -198,6 +212,7 @@ class ScheduleBuilder:
 
         The read lane runs ahead of the computation by as many stages as there are.
         """
+        self._on_nvme.remove((kind, layer, chunk.index))
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
         # Written as well as read: the file goes with its content.
@@ -212,6 +227,13 @@ class ScheduleBuilder:
         )
         return stage
 
+    def _discard(self, kind: str, layer: int, chunk: Chunk) -> None:
+        """Remove an activation from NVMe, if it is there, because backward found it on the GPU."""
+        if (kind, layer, chunk.index) in self._on_nvme:
+            self._on_nvme.remove((kind, layer, chunk.index))
+            name, file = self._plan.blocks[layer].name, ("nvme." + kind, layer, chunk.index)
+            self._emit("nvme_read", "discard_" + kind, name, chunk.index, writes=[file])
+
     def _hidden_bytes(self, chunk: Chunk) -> int:
         problem = self._plan.problem
         return (chunk.end - chunk.start) * problem.hidden_size * problem.compute_bytes
@@ -224,6 +246,8 @@ class ScheduleBuilder:
             slot = self._saved.take(content)
             nbytes = (chunk.end - chunk.start) * block.saved_bytes_per_token
             self._load_saved_part("saved", layer, chunk, ("gpu.saved", slot), nbytes, {"saved": slot})
+        else:
+            self._discard("saved", layer, chunk)
         return slot
 
     def _load_saved_part(
@@ -244,6 +268,7 @@ class ScheduleBuilder:
         block = self._plan.blocks[layer]
         content = (layer, chunk.index, self._emitter.step)
         if self._window[chunk.local] == content or not block.kv_bytes_per_token:
+            self._discard("kv", layer, chunk)
             return
         self._window[chunk.local] = content
         nbytes = (chunk.end - chunk.start) * block.kv_bytes_per_token

@@ -61,7 +61,7 @@ AUTOMATIC = re.compile(r"step-(\d{6,})")
 """Names of the checkpoints that storage.keep_last and storage.keep_every call for."""
 
 IN_FLIGHT = {"nvme_read": 3, "nvme_write": 3}
-"""Ops that a disk lane may have under way at once."""
+"""Ops that a disk lane may have under way at once on each drive."""
 
 
 class Session:
@@ -116,7 +116,9 @@ class Session:
             self._commit,
         )
         self.builder = ScheduleBuilder(plan)
-        self.executor = Executor(self.runtime.perform, device, IN_FLIGHT)
+        num_drives = len(store.drives)
+        in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
+        self.executor = Executor(self.runtime.perform, device, in_flight)
         self._traffic = store.traffic()
 
     def __enter__(self) -> Session:

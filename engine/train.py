@@ -20,7 +20,7 @@ from engine import weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Observer, Span, StepMetrics
 from engine.model import ModelSpec
-from engine.ops import LANES
+from engine.ops import LANES, Op
 from engine.prepare import layouts, model_config, prepare_data
 from engine.session import CONSTANTS_FILE, Session, open_session
 from engine.state import checkpoint_folder, drive_folders, read_parameters, state_folder
@@ -80,8 +80,9 @@ def train_step(session: Session) -> StepMetrics:
     data.tokens_after = session.tokens
     step = session.step
     session.runtime.begin(step, data)
-    ops = session.builder.step(step, commit_previous=session.commit_due(step - 1))
-    session.executor.submit(ops)
+    ops: list[Op] = []
+    for ops in session.builder.stream(step, commit_previous=session.commit_due(step - 1)):
+        session.executor.submit(ops)
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known
     step_s = time.perf_counter() - started

@@ -12,6 +12,7 @@ another of storage.readers.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import uuid
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from storage import chunk, drives, manifest
+from storage import checkpoints, chunk, drives, manifest
 from storage.arrays import CHECKPOINTS, SCRATCH, Array, make_folders, remove_arrays, sweep_strays
 from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
 from storage.drives import READ_THREADS, Drive, DriveSet, Locks, Traffic
@@ -56,7 +57,8 @@ class NvmeStore:
     ):
         """Use `create` or `open`. `folders`: drive id -> folder, of which `active` are written to, in this order."""
         self.root = root
-        self._drives = DriveSet(root, current.store, locks, folders, active)
+        self._read_only = current.checkpoint is not None
+        self._drives = DriveSet(root, current.store, locks, folders, active, writable=not self._read_only)
         self.warnings = self._drives.warnings()
         """What is doubtful about the drives, one sentence each."""
         self._manifest = current
@@ -133,20 +135,21 @@ class NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
         `drives`: folders that new state goes to, where they differ from the recorded ones; state that lies elsewhere
-        is read from there until it is written anew. UserError when there is no generation, its manifest is unreadable,
+        is read from there until it is written anew. `root` may also be a checkpoint's folder: it is only read then,
+        and `drives` are where its drives are now. UserError when there is no generation, its manifest is unreadable,
         a drive that holds part of it is missing, or another process has the store open.
         """
         root = Path(root).expanduser().absolute()
         given = _distinct(drives or [])
-        Manifest.read(root)
-        require_writable(root)
+        if Manifest.read(root).checkpoint is None:
+            require_writable(root)
         locks = Locks()
         try:
             locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
             found = _locate(current, root, given)
             active = [drive.id for drive in current.drives if drive.active and drive.id in found]
-            if given:
+            if given and current.checkpoint is None:
                 active = []
                 for folder in given:
                     require_writable(folder)
@@ -156,10 +159,11 @@ class NvmeStore:
             for folder in found.values():
                 locks.take(folder)
             store = NvmeStore(root, locks, current, found, active, budget_bytes, readers)
-            store._sweep()
-            if given:
-                store._require_room_for_move()
-            store._settle()
+            if current.checkpoint is None:
+                store._sweep()
+                if given:
+                    store._require_room_to_write("the state that moves to these drives", shared=False)
+                store._settle()
         except BaseException:
             locks.release()
             raise
@@ -196,6 +200,10 @@ class NvmeStore:
         The future raises UserError when the file is damaged, missing or unreadable.
         """
         return self._watched(self._spill.read(key, out))
+
+    def discard(self, key: str) -> Future[None]:
+        """Remove what was spilled as `key` without reading it."""
+        return self._watched(self._spill.discard(key))
 
     @property
     def generation(self) -> int:
@@ -330,6 +338,45 @@ class NvmeStore:
             files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
         return scrub(files, f"generation {self.generation}", READ_THREADS)
 
+    def checkpoint(self, name: str) -> None:
+        """Keep the committed generation as checkpoint `name` (storage.checkpoints): a link for each chunk file.
+
+        Reads and writes may go on meanwhile; a commit waits. UserError when the name is taken or is none, when there is
+        no room for the generation that the slots no longer share with it, or when the disk fails.
+        """
+        with self._exclusive:
+            self._require_sound()
+            assert self.generation > 0, "nothing is committed yet"
+            folder = checkpoints.checkpoint_folder(self.root, name)
+            if (folder / manifest.FILE_NAME).exists():
+                raise UserError(f"{folder}: there is a checkpoint '{name}' already; choose another name, or delete it")
+            arrays = self._committable()
+            size = sum(array.disk_bytes() // 2 for array in arrays)
+            held = self._held_bytes() + size * checkpoints.count_checkpoints(self.root)
+            self._require_budget(size, held, f"checkpoint '{name}'")
+            self._require_room_to_write(f"checkpoint '{name}'", shared=True)
+            checkpoints.write_checkpoint(name, self._manifest, self._drives, arrays)
+
+    def restore(self, name: str) -> int:
+        """Commit a generation with the content and meta of checkpoint `name`; returns its number.
+
+        What was not committed is dropped. UserError when there is no such checkpoint, it is not whole, or the disk
+        fails; the old generation then stays.
+        """
+        with self._exclusive:
+            self._require_sound()
+            assert not self._writing, "restore while something is written"
+            kept = checkpoints.read_checkpoint(self.root, name)
+            arrays = {array.spec: array for array in self._committable()}
+            checkpoints.require_same_arrays(name, kept, arrays)
+            with self._lock:
+                for array in arrays.values():
+                    array.written.clear()
+            stored, chunks = checkpoints.place_restored(name, kept, self._drives, arrays)
+            self._sync(chunks)
+            self._publish(stored, kept.meta)
+        return self.generation
+
     def disk_bytes(self) -> int:
         """Bytes of disk that the store takes now: slots, scratch, checkpoints, manifest; shared files count once."""
         return self._drives.disk_bytes()
@@ -365,6 +412,7 @@ class NvmeStore:
         return [array for array in self._arrays.values() if not array.scratch]
 
     def _require_sound(self) -> None:
+        assert not self._read_only, "a checkpoint is only read"
         if self._broken:
             raise UserError(f"{self.root}: {self._broken}, so this state cannot be trusted; resume the run")
 
@@ -375,6 +423,7 @@ class NvmeStore:
         for drive in self._drives:
             sweep_temporaries(drive.folder / drives.IDENTITY_NAME)
             shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
+        checkpoints.sweep_incomplete(self.root, [drive.folder for drive in self._drives])
         if len(self._drives) > 1:
             self._tidy(self._arrays.values())
 
@@ -415,16 +464,21 @@ class NvmeStore:
                 f"budget is {self._budget_bytes:,}; raise budgets.nvme or keep more blocks in RAM"
             )
 
-    def _require_room_for_move(self) -> None:
-        """Both slots will come to lie on the active drives: they need room for the files that are not there yet."""
+    def _require_room_to_write(self, what: str, *, shared: bool) -> None:
+        """Room for the files that both slots will need on the active drives and do not have, or not for themselves.
+
+        `shared`: the committed files are about to be shared with a checkpoint.
+        """
         needs = dict.fromkeys(self.drives, 0)
         for array in self._committable():
             for slot in (0, 1):
                 for part in range(len(array.parts)):
                     drive, path = array.chunk(array.target, slot, part)
-                    if not path.exists():
-                        needs[drive.folder] += array.form.file_bytes
-        drives.require_room(needs, "the state that moves to these drives")
+                    with contextlib.suppress(FileNotFoundError):
+                        if path.stat().st_nlink == 1 and not (shared and slot == array.slot):
+                            continue
+                    needs[drive.folder] += array.form.file_bytes
+        drives.require_room(needs, what)
 
     def _sync(self, chunks: Iterable[tuple[Drive, Path]]) -> None:
         """Make chunk files durable: first their data, then the entries of their folders."""

@@ -98,6 +98,19 @@ class Spill:
 
         return entry.drive.readers.submit(work)
 
+    def discard(self, key: str) -> Future[None]:
+        """Remove what was spilled as `key`, unread."""
+        with self._lock:
+            entry = self._entries.pop(key)
+
+        def work() -> None:
+            try:
+                os.unlink(entry.path)
+            except OSError as error:
+                raise disk_error(error, entry.path, "removing activations") from error
+
+        return entry.drive.readers.submit(work)
+
 
 def _require_bytes(tensor: torch.Tensor) -> None:
     assert tensor.dtype == torch.uint8, tensor.dtype

@@ -1,4 +1,4 @@
-"""Kill -9 at random moments: whatever is on disk then, resuming ends in the bits of an uninterrupted run."""
+"""Kill -9 at random moments of every phase: whatever is on disk then, resuming ends in an uninterrupted run's bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -18,31 +19,50 @@ import tiny
 
 from engine.ops import Op
 from engine.train import train_step
+from storage.checkpoints import list_checkpoints
 from storage.nvme import NvmeStore
 
 STEPS = 5
-KILLS = 20
+KILLS = 18
+"""For each of three placements: 54 in all."""
+
+PHASES = {
+    "forward": ("embed_forward", "layer_forward"),
+    "head": ("head",),
+    "backward": ("layer_backward", "embed_backward"),
+    "activations": ("spill_x", "spill_kv", "unspill_saved", "unspill_kv"),
+    "update": ("read_state", "update", "write_state", "write_weights", "checkpoint_state"),
+    "commit": ("commit",),
+}
+"""Phase -> actions at one of which the process dies; "opening" is the time before the first op."""
+
+PLACEMENTS = [(tiny.FLOOR, tiny.FLOOR, 1), (1_100_000, 1_000_000, 1), (tiny.FLOOR, tiny.FLOOR, 2)]
 
 
-def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int) -> None:
+def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int, num_drives: int) -> None:
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it."""
     chance = random.Random(seed)
-    in_commit = chance.random() < 0.4
-    countdown = chance.randrange(1, 3) if in_commit else chance.randrange(1, 600)
-    delay_s = chance.random() * (2e-3 if in_commit else 5e-3)
-    training = tiny.training(steps=STEPS, sequences_per_step=1)
-    with tiny.session(folder, t=training, s=tiny.storage(checkpoint_every=2), gpu=gpu, ram=ram) as session:
+    phase = chance.choice([*PHASES, "commit", "opening"])
+    often = {"commit": 3, "head": 4, "forward": 40, "activations": 40}.get(phase, 30)
+    countdown = chance.randrange(1, often)
+    delay_s = chance.random() * 3e-3
+    if seed is not None and phase == "opening":
+        threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
+    settings = tiny.training(steps=STEPS, sequences_per_step=1)
+    kept = tiny.storage(checkpoint_every=2, keep_last=2)
+    drives = [folder / "state", folder / "second"][:num_drives]
+    with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives) as session:
         perform = session.runtime.perform
         lock = threading.Lock()
 
         def watched(op: Op) -> Any:
             nonlocal countdown
             with lock:
-                countdown -= op.action == "commit" if in_commit else 1
+                countdown -= op.action in PHASES.get(phase, ())
                 due = countdown == 0
                 countdown -= due
             if due:
-                threading.Thread(target=_die, args=(delay_s,)).start()
+                threading.Thread(target=_die, args=(folder, phase, delay_s), daemon=True).start()
             return perform(op)
 
         if seed is not None:
@@ -52,8 +72,9 @@ def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str 
         session.finish()
 
 
-def _die(delay_s: float) -> None:
+def _die(folder: Path, phase: str, delay_s: float) -> None:
     time.sleep(delay_s)
+    (folder / "died-in").write_text(phase)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -72,29 +93,42 @@ def run_child(processes: ForkServerContext, *args: Any) -> int | None:
     return child.exitcode
 
 
-@pytest.mark.parametrize(("gpu", "ram"), [(tiny.FLOOR, tiny.FLOOR), (1_100_000, 1_000_000)])
+@pytest.mark.parametrize(("gpu", "ram", "drives"), PLACEMENTS)
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
-    tmp_path: Path, processes: ForkServerContext, gpu: str | int, ram: str | int
+    tmp_path: Path, processes: ForkServerContext, gpu: str | int, ram: str | int, drives: int
 ) -> None:
-    assert run_child(processes, tmp_path / "straight", None, gpu, ram) == 0
+    assert run_child(processes, tmp_path / "straight", None, gpu, ram, drives) == 0
     with closing(NvmeStore.open(tmp_path / "straight" / "state")) as store:
         expected = tiny.digest(store)
-    kills = finished = seed = 0
-    while kills < KILLS // 2 or not finished:
+    died: Counter[str] = Counter()
+    finished = seed = 0
+    while died.total() < KILLS or not finished:
         folder = tmp_path / f"run{finished}"
+        folder.mkdir(exist_ok=True)
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
-        exitcode = run_child(processes, folder, seed if kills < KILLS // 2 else None, gpu, ram)
+        exitcode = run_child(processes, folder, seed if died.total() < KILLS else None, gpu, ram, drives)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:
-            kills += 1
+            died[(folder / "died-in").read_text()] += 1
             assert committed_step(folder) >= before
             continue
         with closing(NvmeStore.open(folder / "state")) as store:
             assert store.meta["step"] == STEPS
             assert tiny.digest(store) == expected
+        check_kept(folder)
         finished += 1
+    print(f"killed in {dict(died)}; {finished} runs finished")
+    assert len(died) >= 4, died
+
+
+def check_kept(folder: Path) -> None:
+    """Every checkpoint that survived the kills is whole."""
+    for info in list_checkpoints(folder / "state"):
+        with closing(NvmeStore.open(folder / "state" / "checkpoints" / info.name)) as store:
+            assert store.verify() > 0
+            assert info.name == f"step-{store.meta['step']:06}"
 
 
 def committed_step(folder: Path) -> int:

@@ -21,6 +21,7 @@ from engine.session import Session, run_identity, run_meta
 from engine.state import fill_store, read_parameters, state_arrays
 from storage.errors import BudgetError
 from storage.nvme import ArraySpec, NvmeStore
+from storage.readers import Readers, select_readers
 
 CPU = torch.device("cpu")
 FLOOR = "floor"
@@ -137,9 +138,10 @@ def make_store(
     identity: dict[str, Any],
     seed: int = 0,
     drives: list[Path] | None = None,
+    readers: Readers | None = None,
 ) -> NvmeStore:
     """A store whose first generation is the model's own initialisation."""
-    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None, drives=drives)
+    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
     buffers = ((name, initialize(spec, name, seed)) for name in spec.buffers)
     fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor, identity))
     return store
@@ -162,14 +164,15 @@ def session(
     m, d, t, s = m or model(), d or data(), t or training(), s or storage()
     corpus = prepare_data(m, d, folder / "data").corpus
     spec = spec_of(model_config(m, d, m.vocab_size))
-    plan = plan_of(spec, d, t, s, gpu, ram, device_reads)
+    readers = select_readers("auto", device, drives or [folder])
+    plan = plan_of(spec, d, t, s, gpu, ram, device_reads and readers.device is not None)
     identity = run_identity(m, d, t)
     loader = make_loader(corpus, spec, d, t)
     root = folder / "state"
     if (root / "manifest.json").exists():
-        store = NvmeStore.open(root, drives=drives)
+        store = NvmeStore.open(root, drives=drives, readers=readers)
     else:
-        store = make_store(root, spec, plan, loader.cursor, identity, t.seed, drives)
+        store = make_store(root, spec, plan, loader.cursor, identity, t.seed, drives, readers)
     return Session(
         spec=spec,
         plan=plan,

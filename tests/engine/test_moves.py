@@ -1,0 +1,189 @@
+"""A run goes on with other budgets, drives or tiers than it was saved with, and back from its checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from engine.session import Session, automatic_name
+from engine.train import train, train_step
+from storage.checkpoints import list_checkpoints
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+BUDGETS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
+
+
+def go(session: Session, steps: int) -> list[float]:
+    losses = [train_step(session).loss for _ in range(steps)]
+    session.finish()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of four steps without interruption."""
+    with tiny.session(tmp_path_factory.mktemp("straight")) as session:
+        go(session, 4)
+        return tiny.digest(session.store)
+
+
+@pytest.mark.parametrize("to", BUDGETS)
+@pytest.mark.parametrize("start", BUDGETS)
+def test_other_budgets(
+    tmp_path: Path, straight: str, start: tuple[str | int, str | int], to: tuple[str | int, str | int]
+) -> None:
+    with tiny.session(tmp_path, gpu=start[0], ram=start[1]) as session:
+        go(session, 2)
+    with tiny.session(tmp_path, gpu=to[0], ram=to[1]) as session:
+        assert session.step == 2
+        go(session, 2)
+        assert tiny.digest(session.store) == straight
+
+
+def test_other_drives(tmp_path: Path, straight: str) -> None:
+    """One drive, then two others, then one of these; a step on each."""
+    drives = [[tmp_path / "a"], [tmp_path / "b", tmp_path / "c"], [tmp_path / "c"], [tmp_path / "c", tmp_path / "a"]]
+    for folders in drives:
+        with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR, drives=folders) as session:
+            go(session, 1)
+            moved = session.store.traffic()
+            assert all(moved[folder].bytes_written > 0 for folder in folders)
+            result = tiny.digest(session.store)
+    assert result == straight
+    left = [path for path in (tmp_path / "b").rglob("*") if path.is_file() and path.name.startswith("c.")]
+    assert left == []
+
+
+def test_two_drives_share_the_work_evenly(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    with tiny.session(tmp_path, m=tiny.model(num_layers=8), gpu=tiny.FLOOR, ram=tiny.FLOOR, drives=drives) as session:
+        go(session, 2)
+        first, second = (session.store.traffic()[drive] for drive in drives)
+    for one, other in ((first.bytes_read, second.bytes_read), (first.bytes_written, second.bytes_written)):
+        assert one > 0
+        assert 0.9 < one / other < 1.1
+
+
+def test_each_step_tells_what_it_moved(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        root = str(session.store.root)
+        metrics = [train_step(session) for _ in range(3)]
+        before = session.store.traffic()[session.store.root].bytes_written
+        numel = sum(buffer.numel for buffer in session.plan.buffers.values())
+        session.finish()
+    assert sum(m.nvme_written_bytes[root] for m in metrics) <= before
+    # Twelve bytes of state, four of float32 weights, four of gradient; files round up to pages.
+    assert metrics[1].nvme_written_bytes[root] >= 20 * numel * 0.9
+    assert metrics[1].nvme_read_bytes[root] > 0
+
+
+def run_recipe(run_dir: Path, observer: Any, resume: bool, checkpoint: str | None = None, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "model": tiny.model(),
+        "data": tiny.data(),
+        "train": tiny.training(steps=6),
+        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
+        "storage": tiny.storage(checkpoint_every=1),
+    }
+    return train(**(settings | changes), run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint)
+
+
+def kept(run_dir: Path) -> list[str]:
+    return [info.name for info in list_checkpoints(run_dir / "state")]
+
+
+def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
+    run_recipe(tmp_path / "none", tiny.Silent(), False)
+    assert kept(tmp_path / "none") == []
+    run_recipe(tmp_path / "last", tiny.Silent(), False, storage=tiny.storage(checkpoint_every=1, keep_last=2))
+    assert kept(tmp_path / "last") == [automatic_name(5), automatic_name(6)]
+    every = tiny.storage(checkpoint_every=1, keep_every=3)
+    run_recipe(tmp_path / "every", tiny.Silent(), False, storage=every)
+    assert kept(tmp_path / "every") == [automatic_name(3), automatic_name(6)]
+    with closing(NvmeStore.open(tmp_path / "every" / "state" / "checkpoints" / automatic_name(3))) as store:
+        assert store.meta["step"] == 3
+        store.verify()
+
+
+class Asking(tiny.Silent):
+    """Asks for a checkpoint after the second step."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.made = name, list[tuple[str, int, str | None]]()
+
+    def checkpoint_requests(self) -> list[str]:
+        return [self.name] if len(self.metrics) == 2 else []
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+        self.made.append((name, step, error))
+
+
+def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> None:
+    observer = Asking("before")
+    rarely = tiny.storage(checkpoint_every=100)
+    run_recipe(tmp_path, observer, False, storage=rarely)
+    assert observer.made == [("before", 2, None)]
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        expected = tiny.digest(store)
+    again = tiny.Silent()
+    run_recipe(tmp_path, again, True, "before", storage=rarely)
+    assert [m.step for m in again.metrics] == [3, 4, 5, 6]
+    assert [m.loss for m in again.metrics] == [m.loss for m in observer.metrics[2:]]
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        assert tiny.digest(store) == expected
+
+
+def test_a_checkpoint_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
+    observer = Asking("bad/name")
+    result = run_recipe(tmp_path, observer, False)
+    assert result.steps == 6
+    ((name, step, error),) = observer.made
+    assert (name, step) == ("bad/name", 2)
+    assert error is not None
+    assert "bad/name" in error
+
+
+def test_what_a_resumed_run_cannot_change_is_named(tmp_path: Path) -> None:
+    run_recipe(tmp_path, tiny.Silent(stop_after=2), False)
+    with pytest.raises(UserError, match=r"storage\.chunk_bytes: .*16,384 bytes"):
+        run_recipe(tmp_path, tiny.Silent(), True, storage=tiny.storage(chunk_bytes="8KiB"))
+    with pytest.raises(UserError, match="another model"):
+        run_recipe(tmp_path, tiny.Silent(), True, model=tiny.model(num_layers=4))
+    with pytest.raises(UserError, match="no checkpoint 'x'|'x'"):
+        run_recipe(tmp_path, tiny.Silent(), True, "x")
+    assert run_recipe(tmp_path, tiny.Silent(), True).steps == 6
+
+
+class Listening(tiny.Silent):
+    def __init__(self) -> None:
+        super().__init__(stop_after=1)
+        self.messages: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def test_going_on_with_another_recipe_is_said(tmp_path: Path) -> None:
+    run_recipe(tmp_path, tiny.Silent(stop_after=1), False)
+    same, other = Listening(), Listening()
+    run_recipe(tmp_path, same, True, budgets=tiny.BudgetConfig(gpu="500MiB", ram="500MiB"))
+    assert not any("another model, data or train" in text for text in same.messages)
+    run_recipe(tmp_path, other, True, train=tiny.training(steps=6, lr=1e-3))
+    assert any("another model, data or train" in text for text in other.messages)
+
+
+def test_the_manifest_says_where_a_generation_comes_from(tmp_path: Path) -> None:
+    run_recipe(tmp_path, tiny.Silent(stop_after=2), False)
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        meta = store.meta
+    assert meta["step"] == 2
+    assert len(meta["recipe"]) == 64
+    assert meta["rng"] == {"train.seed": 0, "data.seed": 0}
+    assert set(meta["versions"]) == {"torch", "transformers", "python"}
+    assert meta["cursor"]
