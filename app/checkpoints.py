@@ -12,7 +12,13 @@ from contextlib import closing
 from pathlib import Path
 
 from app.rundir import RunDir, is_live, read_recipe
-from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
+from storage.checkpoints import (
+    CheckpointInfo,
+    checkpoint_folder,
+    delete_checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+)
 from storage.disk import atomic_write
 from storage.errors import UserError
 
@@ -51,6 +57,7 @@ def make_checkpoint(run_path: Path, name: str) -> int:
     """
     from engine.session import AUTOMATIC
 
+    checkpoint_folder(run_path / "state", name)
     if AUTOMATIC.fullmatch(name):
         raise UserError(f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every; choose another")
     if name in (info.name for info in list_checkpoints_of(run_path)):
@@ -89,17 +96,9 @@ def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
     return list_checkpoints(run_path / "state")
 
 
-def find_checkpoint(run_path: Path, name: str) -> CheckpointInfo:
-    """Checkpoint `name` of a run; UserError with the names there are if there is no such."""
-    found = {info.name: info for info in list_checkpoints_of(run_path)}
-    if name not in found:
-        raise UserError(f"{run_path}: no checkpoint '{name}'; it has {', '.join(found) or 'none'}")
-    return found[name]
-
-
 def delete_checkpoint_of(run_path: Path, name: str) -> None:
     """Delete checkpoint `name`. Raises UserError when there is no such, or while the run is running."""
-    find_checkpoint(run_path, name)
+    read_checkpoint(run_path / "state", name)
     with RunDir.open(run_path) as run:
         delete_checkpoint(run.path / "state", name)
 

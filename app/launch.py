@@ -14,11 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from app.checkpoints import CheckpointRequests, find_checkpoint
+from app.checkpoints import CheckpointRequests
 from app.progress import Display, print_summary, run_console
 from app.recipe import Recipe
 from app.rundir import RunDir, RunLog, read_info, read_jsonl
 from engine.events import Span, StepMetrics
+from storage.checkpoints import read_checkpoint
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     info = read_info(run.path)
     step = info.step if resume else 0
     if checkpoint is not None:
-        step = find_checkpoint(run.path, checkpoint).meta["step"]
+        step = read_checkpoint(run.path / "state", checkpoint).meta["step"]
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
     console = run_console()

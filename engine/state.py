@@ -13,8 +13,6 @@ from engine.config import StorageConfig
 from engine.memory import GpuMemory, RamMemory
 from engine.plan import STATE_KINDS, Plan
 from storage.arena import empty_aligned
-from storage.checkpoints import list_checkpoints
-from storage.errors import UserError
 from storage.layout import FlatLayout, part_ranges
 from storage.nvme import ArraySpec, NvmeStore
 
@@ -106,12 +104,3 @@ def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
     """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
     given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]
     return given or [state_folder(run_dir)]
-
-
-def checkpoint_folder(root: Path, name: str) -> Path:
-    """The folder that NvmeStore.open reads checkpoint `name` from; UserError with the names there are if not this."""
-    names = [info.name for info in list_checkpoints(root)]
-    if name not in names:
-        there = "it has " + ", ".join(names) if names else "it has none"
-        raise UserError(f"{root}: no checkpoint '{name}'; {there}")
-    return root / "checkpoints" / name

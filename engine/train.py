@@ -23,7 +23,8 @@ from engine.model import ModelSpec
 from engine.ops import LANES, Op
 from engine.prepare import layouts, model_config, prepare_data
 from engine.session import CONSTANTS_FILE, Session, open_session
-from engine.state import checkpoint_folder, drive_folders, read_parameters, state_folder
+from engine.state import drive_folders, read_parameters, state_folder
+from storage.checkpoints import checkpoint_folder, read_checkpoint
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore
 from storage.wear import percentage_used
@@ -228,6 +229,7 @@ def export(
     if checkpoint is None:
         store = NvmeStore.open(root, drives=drive_folders(run_dir, storage))
     else:
+        read_checkpoint(root, checkpoint)
         store = NvmeStore.open(checkpoint_folder(root, checkpoint))
     try:
         prepared = prepare_data(model, data, run_dir / "data")

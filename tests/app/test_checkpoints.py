@@ -1,0 +1,139 @@
+"""Checkpoints, scrub and a resume with other means, by the real command line on a real tiny run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import REPOSITORY, wait_until
+
+from app.checkpoints import list_checkpoints_of
+from app.cli import main
+from app.rundir import read_recipe
+from storage.safetensors_io import CheckpointReader
+
+RECIPE = """
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="tiny",
+    model=ModelConfig(
+        num_layers=3, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=300
+    ),
+    data=DataConfig(source="random", sequence_length=64, max_documents=40),
+    train=TrainConfig(steps=100_000, chunk_tokens=24, lr=1e-3, compile="off"),
+    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
+    storage=StorageConfig(chunk_bytes="64KiB", checkpoint_every=5),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run `run` that was asked for checkpoint `live` while it ran, and then stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "tiny.py").write_text(RECIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "train", "tiny.py", "--run-dir", "run"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = folder / "run"
+    wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, timeout_s=60)
+    try:
+        assert main(["checkpoint", str(run), "live"]) == 0
+        assert main(["checkpoint", str(run), "live"]) == 2, "the name is taken"
+        assert main(["scrub", str(run)]) == 2, "the run is running"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "checkpoint live: step" in out
+    return folder
+
+
+def last_step(run: Path) -> int:
+    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+
+
+def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stopped / "run"
+    assert main(["checkpoint", str(run), "late"]) == 0
+    assert capsys.readouterr().out == f"checkpoint late: step {last_step(run):,}\n"
+    live, late = list_checkpoints_of(run)
+    assert (live.name, late.name) == ("live", "late")
+    assert 0 < live.meta["step"] < late.meta["step"] == last_step(run)
+    assert main(["checkpoint", str(run)]) == 0
+    assert f"live  step {live.meta['step']:,}, generation {live.generation}" in capsys.readouterr().out
+    assert main(["checkpoint", str(run), "late", "--delete"]) == 0
+    assert [info.name for info in list_checkpoints_of(run)] == ["live"]
+
+
+@pytest.mark.parametrize("name", ["step-000010", "a/b", "..", ".hidden", "", "nul\0"])
+def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["checkpoint", str(stopped / "run"), name]) == 2
+    assert "error: " in capsys.readouterr().err
+    assert [info.name for info in list_checkpoints_of(stopped / "run")] == ["live"]
+
+
+def test_scrub_finds_the_flipped_bit(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stopped / "run"
+    assert main(["scrub", str(run)]) == 0
+    assert "the last generation and 1 checkpoint: " in capsys.readouterr().out
+    victim = next((run / "state" / "checkpoints" / "live").rglob("c.0.0"))
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    assert main(["scrub", str(run)]) == 2
+    message = capsys.readouterr().err
+    assert victim.name in message
+    assert "checksum mismatch" in message
+    victim.write_bytes(whole)
+    assert main(["scrub", str(run)]) == 0
+
+
+def test_export_of_a_checkpoint(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stopped / "run"
+    assert main(["export", str(run), str(stopped / "now")]) == 0
+    assert main(["export", str(run), str(stopped / "then"), "--checkpoint", "live"]) == 0
+    assert main(["export", str(run), str(stopped / "never"), "--checkpoint", "lively"]) == 2
+    assert "has no checkpoint 'lively'; it has live" in capsys.readouterr().err
+    name = "model.layers.0.mlp.up_proj.weight"
+    now, then = (CheckpointReader(stopped / folder).read(name) for folder in ("now", "then"))
+    assert now.shape == then.shape
+    assert not now.equal(then)
+
+
+def test_a_resume_goes_back_and_changes_budgets_and_drives(
+    stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, at = stopped / "run", list_checkpoints_of(stopped / "run")[0].meta["step"]
+    monkeypatch.chdir(stopped)
+    assert main(["resume", "run", "--set", "model.num_layers=4"]) == 2
+    assert "model: a run keeps its model" in capsys.readouterr().err
+    assert main(["resume", "run", "--set", f"train.steps={at + 3}", "--set", "storage.nvme=/proc/none"]) == 2
+    capsys.readouterr()
+    assert read_recipe(run).train.steps == 100_000, "a resume that is refused changes nothing"
+    changes = [f"train.steps={at + 3}", "budgets.gpu=1GiB", "budgets.ram=1GiB", 'storage.nvme=["one", "two"]']
+    overrides = [word for change in changes for word in ("--set", change)]
+    assert main(["resume", "run", "--checkpoint", "live", *overrides]) == 0
+    assert last_step(run) == at + 3
+    recipe = read_recipe(run)
+    assert (recipe.train.steps, recipe.budgets.ram) == (at + 3, "1GiB")
+    assert recipe.storage.nvme == [str(stopped / "one"), str(stopped / "two")]
+    drives = json.loads((run / "summary.json").read_text())["drives"]
+    assert [Path(drive["path"]) for drive in drives if drive["bytes_written"]][:2] == [
+        stopped / "one" / "run",
+        stopped / "two" / "run",
+    ]
+    assert main(["scrub", "run"]) == 0
+    assert main(["lanes", "run", "--steps", f"{at + 2}:{at + 3}"]) == 0
+    assert "exposed I/O" in capsys.readouterr().out
