@@ -87,7 +87,7 @@ class TensorstoreReader:
                 "cache_pool": {"total_bytes_limit": 0},  # a chunk is read once, and would count against no budget
             }
         )
-        self._arrays: dict[Path, ts.TensorStore] = {}
+        self._arrays: dict[Path, tuple[tuple[int, int], ts.TensorStore]] = {}
         self._lock = threading.Lock()
 
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
@@ -101,21 +101,29 @@ class TensorstoreReader:
         chunk.require_expected(stored, expected)  # the codec has compared the payload with `stored`
 
     def _array(self, folder: Path, form: chunk.ChunkFormat) -> ts.TensorStore:
+        """The open array of `folder`, opened anew where its zarr.json has been replaced."""
+        description = folder / "zarr.json"
+        try:
+            status = os.stat(description)
+        except FileNotFoundError as error:
+            raise chunk.ChunkError(f"{description} is missing") from error
+        identity = (status.st_ino, status.st_mtime_ns)
         with self._lock:
-            array = self._arrays.get(folder)
-        if array is None:
-            spec = {
-                "driver": "zarr3",
-                "kvstore": {"driver": "file", "path": f"{folder}/"},
-                "fill_missing_data_reads": False,
-            }
-            with _errors():
-                array = ts.open(spec, open=True, read=True, context=self._context).result()
+            known, array = self._arrays.get(folder, (None, None))
+        if array is not None and known == identity:
+            return array
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{folder}/"},
+            "fill_missing_data_reads": False,
+        }
+        with _errors():
+            array = ts.open(spec, open=True, read=True, context=self._context).result()
         shape = array.chunk_layout.read_chunk.shape or ()
         if len(shape) != 2 or (shape[1] or 0) * array.dtype.numpy_dtype.itemsize != form.stored_bytes:
-            raise chunk.ChunkError(f"{folder / 'zarr.json'} describes another array")
+            raise chunk.ChunkError(f"{description} describes another array")
         with self._lock:
-            self._arrays[folder] = array
+            self._arrays[folder] = (identity, array)
         return array
 
 

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,17 @@ def test_tensorstore_refuses_the_description_of_another_array(tmp_path: Path) ->
     os.replace(small.folder / "zarr.json", large.folder / "zarr.json")
     with pytest.raises(chunk.ChunkError, match=r"zarr\.json describes another array"):
         TensorstoreReader().read(large.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), large.form, None)
+
+
+def test_tensorstore_sees_an_array_made_anew(tmp_path: Path) -> None:
+    reader = TensorstoreReader()
+    for numel in (checks.PART_BYTES // 4, 3 * checks.PART_BYTES // 4, 100):
+        files = checks.Files(tmp_path / "a", numel, "float32")
+        for part in range(len(files.parts)):
+            out = torch.empty(files.payload(part).numel(), dtype=torch.uint8)
+            reader.read(files.path(part), out, files.form, None)
+            assert torch.equal(out, files.payload(part))
+        shutil.rmtree(tmp_path / "a")
 
 
 def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
