@@ -1,0 +1,392 @@
+"""`penstock bench storage`: the NVMe tier's reads and writes against what the drives give without it, in the same run.
+
+Raw: direct writes and reads of existing, initialised files of the chunk files' size, not synced, by fio where it is
+installed and by a loop of our own; the faster of the two in each round counts. Store: `NvmeStore.write` of every part
+from arena slots and the commit that makes them durable, all of it timed; `NvmeStore.read` into arena slots, cold.
+
+Raw and store take turns and each round gives one ratio, so that a change in the machine's load or in the drive's mood
+meets both. Every second round runs the other way round: a drive (or a host's cache under a virtual one) reads faster
+what was written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import os
+import shutil
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.progress import bytes_text
+from app.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
+from storage.arena import HostArena
+from storage.chunk import ChunkFormat
+from storage.disk import require_writable
+from storage.errors import UserError
+from storage.filesystem import check_folder, device_of
+from storage.layout import ALIGN_NUMEL
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
+from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
+
+SIZE_BYTES = 2 << 30
+CHUNK_BYTES = 32 << 20
+ROUNDS = 3
+_SLOTS = 2 * LOOP_THREADS
+"""Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""
+_MIN_PARTS = 4
+"""Parts on each drive below which nothing is measured."""
+_ROOM = 3.3
+"""Disk needed, times the size: two generations and as many raw files, with the store's margin."""
+_SPEC = ("bench", "master", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is measured on one set of drives."""
+
+    name: str
+    folders: tuple[Path, ...]
+    num_parts: int
+    chunk_bytes: int
+
+    @property
+    def spec(self) -> ArraySpec:
+        numel = self.chunk_bytes // 4
+        return ArraySpec(_SPEC[0], _SPEC[1], self.num_parts * numel, _SPEC[2], numel)
+
+
+class _Switch:
+    """A reader that can be changed while the store is open: every reader meets the same files."""
+
+    name = "switch"
+    checks_payload = True
+
+    def __init__(self, current: Reader):
+        self.current = current
+
+    def read(self, path: Path, out: torch.Tensor, form: ChunkFormat, expected: int | None) -> None:
+        self.current.read(path, out, form, expected)
+
+
+def bench_storage(
+    paths: Sequence[Path],
+    *,
+    json: bool = False,
+    size_bytes: int = SIZE_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
+    rounds: int = ROUNDS,
+) -> dict[str, Any]:
+    """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
+
+    `size_bytes` is moved in each direction per measurement (less where room is short), in chunk files of `chunk_bytes`
+    of payload, `rounds` times. Prints a table, or JSON with `json`, and returns the figures: `read_ratio` and
+    `write_ratio` are store over raw, medians of the rounds' ratios, of all drives together. Everything is made in
+    hidden folders below `paths` and removed, also when interrupted. UserError on a folder that cannot be used.
+    """
+    if chunk_bytes <= 0 or chunk_bytes % (ALIGN_NUMEL * 4):
+        raise UserError(f"chunk size {chunk_bytes:,}: give a multiple of {ALIGN_NUMEL * 4:,} bytes, for example 32MiB")
+    if rounds < 1:
+        raise UserError(f"rounds {rounds}: give at least 1")
+    folders = _checked(paths)
+    warnings = [warning for folder in folders for warning in check_folder(folder)]
+    parts_per_drive, note = _parts_that_fit(folders, size_bytes, chunk_bytes)
+    if note:
+        warnings.append(note)
+    with contextlib.ExitStack() as cleanup:
+        scratch = {folder: cleanup.enter_context(_scratch(folder)) for folder in folders}
+        plans = [_Plan(str(folder), (folder,), parts_per_drive, chunk_bytes) for folder in folders]
+        if len(folders) > 1:
+            plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), chunk_bytes))
+        readers, skipped = _readers(list(scratch.values()))
+        fio = Fio.find(scratch[folders[0]])
+        load_before = os.getloadavg()[0]
+        cases = [_run_case(plan, scratch, fio, readers, rounds) for plan in plans]
+    figures: dict[str, Any] = {
+        "read_ratio": cases[-1]["ratios"]["direct_read"],
+        "write_ratio": cases[-1]["ratios"]["store_write"],
+        "write_ratio_raw_synced": cases[-1]["ratios"]["store_write_raw_synced"],
+        "chunk_bytes": chunk_bytes,
+        "rounds": rounds,
+        "raw_tools": {tool.key: tool.name for tool in (fio, OwnLoop) if tool},
+        "skipped_readers": skipped,
+        "load_average": [load_before, os.getloadavg()[0]],
+        "drives": {str(folder): _drive_facts(folder) for folder in folders},
+        "warnings": warnings,
+        "cases": cases,
+    }
+    if len(folders) > 1:
+        figures["sum_of_drives"] = _against_sum(cases)
+    print(json_module.dumps(figures, indent=2) if json else _table(figures))
+    return figures
+
+
+def _checked(paths: Sequence[Path]) -> list[Path]:
+    """The folders, made absolute; UserError on one that is missing, not writable or given twice."""
+    if not paths:
+        raise UserError("bench storage: give at least one folder, one on each drive")
+    folders: list[Path] = []
+    for path in paths:
+        folder = path.expanduser().resolve()
+        if not folder.is_dir():
+            raise UserError(f"{path}: no such folder; give an existing folder on the drive to measure")
+        if folder in folders:
+            raise UserError(f"{path}: given twice; give each drive once")
+        require_writable(folder)
+        folders.append(folder)
+    return folders
+
+
+def _parts_that_fit(folders: Sequence[Path], size_bytes: int, chunk_bytes: int) -> tuple[int, str | None]:
+    """Parts on each drive, and a remark where they are fewer than asked for; UserError when too few fit."""
+    wanted = max(_MIN_PARTS, size_bytes // (len(folders) * chunk_bytes))
+    fitting, where = wanted, folders[0]
+    for folder in folders:
+        sharing = sum(os.stat(other).st_dev == os.stat(folder).st_dev for other in folders)
+        parts = int(shutil.disk_usage(folder).free / (sharing * _ROOM * chunk_bytes))
+        if parts < fitting:
+            fitting, where = parts, folder
+    if fitting < _MIN_PARTS:
+        need = int(_MIN_PARTS * _ROOM * chunk_bytes)
+        free = shutil.disk_usage(where).free
+        raise UserError(
+            f"{where}: the benchmark needs {need:,} bytes for each folder on this disk and {free:,} are free"
+        )
+    if fitting == wanted:
+        return wanted, None
+    total = bytes_text(fitting * len(folders) * chunk_bytes)
+    return fitting, f"{where}: room is short, so {total} are moved per measurement"
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix=".penstock-bench-", dir=folder))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:
+    """Every reader that works here, and why the others do not."""
+    readers: dict[str, Reader] = {"direct": DirectReader(), "tensorstore": TensorstoreReader()}
+    if not torch.cuda.is_available():
+        return readers, {"kvikio": "no CUDA device"}
+    chosen = select_readers("kvikio", torch.device("cuda"), folders)
+    if chosen.device is None:
+        return readers, {"kvikio": chosen.warning or "not available"}
+    return readers | {"kvikio": chosen.device}, {}
+
+
+def _run_case(
+    plan: _Plan, scratch: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
+) -> dict[str, Any]:
+    """Measure one set of drives; everything made for it is gone afterwards."""
+    num_drives = len(plan.folders)
+    raw = [
+        RawFiles(scratch[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.chunk_bytes).file_bytes)
+        for folder in plan.folders
+    ]
+    num_slots = num_drives * _SLOTS
+    arena = HostArena(num_slots * raw[0].file_bytes, budget_bytes=num_slots * raw[0].file_bytes, pin=False)
+    memory = [arena.slot(f"slot {index}", raw[0].file_bytes) for index in range(num_slots)]
+    for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
+        slot.random_(generator=torch.Generator().manual_seed(index))
+    slots = [slot[: plan.chunk_bytes] for slot in memory]
+    tools: list[RawTool] = [OwnLoop(memory), fio] if fio else [OwnLoop(memory)]
+    switch, device = _Switch(readers["direct"]), readers.get("kvikio")
+    stores = [scratch[folder] / "store" for folder in plan.folders]
+    try:
+        for files in raw:
+            files.create(memory[0])
+        store = NvmeStore.create(
+            scratch[plan.folders[0]] / "root",
+            [plan.spec],
+            budget_bytes=None,
+            drives=stores,
+            readers=Readers(switch, device),
+        )
+        try:
+            for _ in range(2):  # both slots: from here on every write overwrites
+                _write_store(store, plan, slots)
+            chunk_files = [path for folder in stores for path in folder.glob("*/*/*/c.*.0")]
+            spread = {
+                str(folder): sum(path.stat().st_size for path in chunk_files if path.is_relative_to(place))
+                for folder, place in zip(plan.folders, stores, strict=True)
+            }
+            jobs = _jobs(plan, store, raw, tools, slots, switch, readers, chunk_files)
+            runs: dict[str, list[Timed]] = {name: [] for name in jobs}
+            for number in range(rounds):
+                for phase in ("_write", "_read"):
+                    order = [name for name in jobs if name.endswith(phase)]
+                    for name in order if number % 2 == 0 else reversed(order):
+                        runs[name].append(jobs[name]())
+                        if phase == "_write" and name != "store_write":
+                            runs.setdefault(f"{name}_synced", []).append(_synced(runs[name][-1], raw))
+        finally:
+            store.close()
+    finally:
+        arena.close()
+        for folder in plan.folders:
+            for child in scratch[folder].iterdir():
+                shutil.rmtree(child, ignore_errors=True)
+    for what in ("write", "write_synced", "read"):
+        of_tools = (runs[f"{tool.key}_{what}"] for tool in tools)
+        runs[f"raw_{what}"] = [max(pair, key=lambda run: run.gbps) for pair in zip(*of_tools, strict=True)]
+    return {
+        "name": plan.name,
+        "drives": [str(folder) for folder in plan.folders],
+        "moved_bytes": plan.num_parts * plan.chunk_bytes,
+        "file_bytes_on_drive": spread,
+        "measured": {name: _summary(timings) for name, timings in runs.items()},
+        "ratios": _ratios(runs, readers),
+    }
+
+
+def _jobs(
+    plan: _Plan,
+    store: NvmeStore,
+    raw: Sequence[RawFiles],
+    tools: Sequence[RawTool],
+    slots: Sequence[torch.Tensor],
+    switch: _Switch,
+    readers: dict[str, Reader],
+    chunk_files: Sequence[Path],
+) -> dict[str, Callable[[], Timed]]:
+    """What one round measures, by name, raw beside what it is compared with."""
+    payload_bytes = plan.num_parts * plan.chunk_bytes
+    raw_paths = [path for files in raw for path in files.paths()]
+
+    def raw_read(tool: RawTool) -> Timed:
+        drop_cached(raw_paths)
+        return tool.run(raw, write=False)
+
+    def store_read(reader: Reader) -> Timed:
+        drop_cached(chunk_files)
+        switch.current = reader
+        into = list(slots)
+        if reader.name == "kvikio":
+            into = [torch.empty_like(slot, device="cuda") for slot in slots]
+            torch.cuda.synchronize()
+        return timed(payload_bytes, lambda: _stream(plan, into, store.read))
+
+    jobs: dict[str, Callable[[], Timed]] = {f"{tool.key}_write": partial(tool.run, raw, write=True) for tool in tools}
+    jobs["store_write"] = lambda: timed(payload_bytes, lambda: _write_store(store, plan, slots))
+    jobs |= {f"{tool.key}_read": partial(raw_read, tool) for tool in tools}
+    jobs |= {f"{name}_read": partial(store_read, reader) for name, reader in readers.items()}
+    return jobs
+
+
+def _synced(written: Timed, raw: Sequence[RawFiles]) -> Timed:
+    """The same write with the time that making it durable takes."""
+    sync_s = sync_files([path for files in raw for path in files.paths()])
+    return Timed(written.num_bytes, written.seconds + sync_s, written.cpu_s)
+
+
+def _write_store(store: NvmeStore, plan: _Plan, slots: Sequence[torch.Tensor]) -> None:
+    _stream(plan, slots, store.write)
+    store.commit({})
+
+
+def _stream(
+    plan: _Plan, slots: Sequence[torch.Tensor], move: Callable[[str, str, int, torch.Tensor], Future[None]]
+) -> None:
+    """Move every part through the slots, each reused as soon as its part is done."""
+    pending: deque[Future[None]] = deque()
+    for part in range(plan.num_parts):
+        if len(pending) == len(slots):
+            pending.popleft().result()
+        pending.append(move(_SPEC[0], _SPEC[1], part, slots[part % len(slots)].view(torch.float32)))
+    for future in pending:
+        future.result()
+
+
+def _ratios(runs: dict[str, list[Timed]], readers: Iterable[str]) -> dict[str, float]:
+    """Medians over the rounds of speed over raw speed in the same round."""
+
+    def ratio(name: str, base: str) -> float:
+        return statistics.median(own.gbps / raw.gbps for own, raw in zip(runs[name], runs[base], strict=True))
+
+    return {
+        "store_write": ratio("store_write", "raw_write"),
+        "store_write_raw_synced": ratio("store_write", "raw_write_synced"),
+        **{f"{reader}_read": ratio(f"{reader}_read", "raw_read") for reader in readers},
+    }
+
+
+def _summary(timings: Sequence[Timed]) -> dict[str, Any]:
+    speeds = [timing.gbps for timing in timings]
+    return {
+        "gbps": statistics.median(speeds),
+        "gbps_rounds": speeds,
+        "cpu_s_per_gb": statistics.median(timing.cpu_s / timing.num_bytes * 1e9 for timing in timings),
+    }
+
+
+def _drive_facts(folder: Path) -> dict[str, Any]:
+    device = device_of(folder)
+    return {"device": device.name, "filesystem": device.filesystem, "model": device.model}
+
+
+def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Speed of all drives together over the sum of each by itself."""
+    *single, together = (case["measured"] for case in cases)
+    return {name: together[name]["gbps"] / sum(case[name]["gbps"] for case in single) for name in together}
+
+
+_ROWS = {
+    "fio_write": "raw write, fio",
+    "loop_write": "raw write, own loop",
+    "raw_write": "raw write, faster of a round",
+    "raw_write_synced": "raw write and fsync",
+    "store_write": "store write and commit",
+    "fio_read": "raw read, fio",
+    "loop_read": "raw read, own loop",
+    "raw_read": "raw read, faster of a round",
+    "direct_read": "store read, direct",
+    "tensorstore_read": "store read, tensorstore",
+    "kvikio_read": "store read, kvikio to GPU",
+}
+
+
+def _table(figures: dict[str, Any]) -> str:
+    lines = [f"raw: {'; '.join(figures['raw_tools'].values())}; chunk files of {bytes_text(figures['chunk_bytes'])}"]
+    for case in figures["cases"]:
+        lines += ["", f"{case['name']}: {bytes_text(case['moved_bytes'])} a time, {figures['rounds']} rounds"]
+        lines.append(f"{'':<28}{'GB/s':>8}{'min..max':>14}{'of raw':>8}{'CPU s/GB':>10}")
+        for name, text in _ROWS.items():
+            if name not in case["measured"]:
+                continue
+            row = case["measured"][name]
+            ratio = case["ratios"].get(name)
+            spread = f"{min(row['gbps_rounds']):.2f}..{max(row['gbps_rounds']):.2f}"
+            lines.append(
+                f"{text:<28}{row['gbps']:>8.2f}{spread:>14}"
+                f"{'' if ratio is None else f'{ratio:.2f}':>8}{row['cpu_s_per_gb']:>10.3f}"
+            )
+        if len(case["drives"]) > 1:
+            shares = ", ".join(
+                f"{Path(drive).name} {bytes_text(size)}" for drive, size in case["file_bytes_on_drive"].items()
+            )
+            lines.append(f"chunk files of both generations: {shares}")
+    if "sum_of_drives" in figures:
+        added = figures["sum_of_drives"]
+        lines += [
+            "",
+            "all drives over the sum of each: "
+            + ", ".join(f"{_ROWS[n]} {r:.2f}" for n, r in added.items() if n in _ROWS),
+        ]
+    lines += ["", *(f"{reader} not measured: {reason}" for reader, reason in figures["skipped_readers"].items())]
+    lines += [f"note: {warning}" for warning in figures["warnings"]]
+    lines.append(f"load average before and after: {figures['load_average'][0]:.2f}, {figures['load_average'][1]:.2f}")
+    return "\n".join(lines)

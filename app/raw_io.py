@@ -1,0 +1,243 @@
+"""What drives give without Penstock: direct writes and reads of existing files, with fio or with a loop of our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from storage.drives import READ_THREADS, WRITE_THREADS
+from storage.errors import UserError
+
+LOOP_THREADS = max(READ_THREADS, WRITE_THREADS)
+"""Files that the own loop keeps in flight on each drive: as many as the store."""
+FIO_DEPTH = 8
+"""Requests of one file each that fio keeps in flight on each drive; the kernel splits each into many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One measured transfer."""
+
+    num_bytes: int
+    seconds: float
+    cpu_s: float
+    """CPU time of the process that did it, all threads."""
+
+    @property
+    def gbps(self) -> float:
+        """10^9 bytes per second."""
+        return self.num_bytes / self.seconds / 1e9
+
+
+def timed(num_bytes: int, work: Callable[[], object]) -> Timed:
+    """Run `work`, which moves `num_bytes` in this process, and time it."""
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Timed(num_bytes, time.perf_counter() - start, time.process_time() - cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class RawFiles:
+    """Files of one size on one drive, as many bytes as the store's chunk files there."""
+
+    folder: Path
+    count: int
+    file_bytes: int
+
+    def path(self, index: int) -> Path:
+        """File number `index`."""
+        return self.folder / f"raw.{index}"
+
+    def paths(self) -> list[Path]:
+        """All files."""
+        return [self.path(index) for index in range(self.count)]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return self.count * self.file_bytes
+
+    def create(self, data: torch.Tensor) -> None:
+        """Write all files, `data` uint8 [file_bytes] in each: from then on their extents exist and are initialised."""
+        self.folder.mkdir(parents=True)
+        for path in self.paths():
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                _write(fd, data.numpy().data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+class RawTool(Protocol):
+    """Moves all of the files once, all drives at the same time."""
+
+    key: str
+    name: str
+
+    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
+        """Overwrite or read every file with direct I/O, without syncing."""
+        ...
+
+
+class OwnLoop:
+    """Threads that each write or read one whole file at a time, as many for a drive as the store uses."""
+
+    key = "loop"
+    name = f"own O_DIRECT loop, {LOOP_THREADS} threads for each drive"
+
+    def __init__(self, slots: Sequence[torch.Tensor]):
+        """`slots` uint8 [file_bytes] each, from an arena: LOOP_THREADS for each drive are written from and read into.
+
+        Memory matters: without the arena's huge pages the kernel cuts requests four times smaller.
+        """
+        self._slots = slots
+
+    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
+        """See RawTool; through the page cache where the file system has no direct I/O."""
+        flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC
+
+        def lane(drive: RawFiles, thread: int, slot: torch.Tensor) -> None:
+            view = slot.numpy().data
+            for index in range(thread, drive.count, LOOP_THREADS):
+                fd = _open_direct(drive.path(index), flags)
+                try:
+                    if write:
+                        _write(fd, view)
+                    else:
+                        _read(fd, view)
+                finally:
+                    os.close(fd)
+
+        with ThreadPoolExecutor(len(drives) * LOOP_THREADS) as pool:
+
+            def work() -> None:
+                slots = iter(self._slots)
+                lanes = [
+                    pool.submit(lane, drive, thread, next(slots)) for drive in drives for thread in range(LOOP_THREADS)
+                ]
+                for future in lanes:
+                    future.result()
+
+            return timed(sum(drive.total_bytes for drive in drives), work)
+
+
+class Fio:
+    """The fio tool, one job for each drive, the whole of a file in each request."""
+
+    key = "fio"
+
+    def __init__(self, tool: str, engine: str, version: str):
+        self._tool = tool
+        self._engine = engine
+        self.name = f"{version} --direct=1 --ioengine={engine} --iodepth={FIO_DEPTH}"
+
+    @staticmethod
+    def find(folder: Path) -> Fio | None:
+        """fio with the first engine that works in `folder`; None where it is not installed or none does."""
+        tool = shutil.which("fio")
+        if tool is None:
+            return None
+        version = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip()
+        probe = RawFiles(folder / "fio-probe", 1, 1 << 20)
+        probe.create(torch.zeros(1 << 20, dtype=torch.uint8))
+        try:
+            for engine in ("io_uring", "libaio"):
+                fio = Fio(tool, engine, version)
+                try:
+                    fio.run([probe], write=False)
+                except UserError:
+                    continue
+                return fio
+        finally:
+            shutil.rmtree(probe.folder)
+        return None
+
+    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
+        """See RawTool; the time is fio's own and leaves its start out."""
+        kind = "write" if write else "read"
+        command = [self._tool, "--output-format=json", f"--rw={kind}", "--direct=1", f"--ioengine={self._engine}"]
+        command += [f"--iodepth={FIO_DEPTH}", "--thread", "--overwrite=1", "--file_service_type=sequential"]
+        for number, drive in enumerate(drives):
+            command += [
+                f"--name=drive{number}",
+                f"--directory={_escaped(drive.folder)}",
+                "--filename_format=raw.$filenum",
+            ]
+            command += [f"--nrfiles={drive.count}", f"--filesize={drive.file_bytes}", f"--bs={drive.file_bytes}"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = subprocess.run(command, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        try:
+            jobs: list[dict[str, Any]] = json.loads(process.stdout[process.stdout.index("{") :])["jobs"]
+            moved = sum(int(job[kind]["io_bytes"]) for job in jobs)
+            seconds = max(float(job[kind]["runtime"]) for job in jobs) / 1e3
+        except (ValueError, LookupError):
+            raise UserError(f"fio failed: {process.stderr.strip()[-500:] or process.stdout.strip()[-500:]}") from None
+        expected = sum(drive.total_bytes for drive in drives)
+        if process.returncode != 0 or moved != expected:
+            raise UserError(f"fio moved {moved:,} of {expected:,} bytes: {process.stderr.strip()[-500:]}")
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return Timed(moved, max(seconds, 1e-3), cpu)
+
+
+def sync_files(paths: Sequence[Path]) -> float:
+    """Make the files durable, as the store's commit does; returns the seconds that it took."""
+
+    def sync(path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(LOOP_THREADS) as pool:
+        list(pool.map(sync, paths))
+    return time.perf_counter() - start
+
+
+def drop_cached(paths: Sequence[Path]) -> None:
+    """Ask the kernel to forget the cached pages of synced files, so that a read through the page cache is cold."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError:
+        return os.open(path, flags)
+
+
+def _write(fd: int, data: memoryview) -> None:
+    offset = 0
+    while offset < len(data):
+        offset += os.pwrite(fd, data[offset:], offset)
+
+
+def _read(fd: int, out: memoryview) -> None:
+    offset = 0
+    while offset < len(out):
+        count = os.preadv(fd, [out[offset:]], offset)
+        assert count, "the file is shorter than it was written"
+        offset += count
+
+
+def _escaped(folder: Path) -> str:
+    return str(folder).replace(":", "\\:")  # fio splits folders at colons
