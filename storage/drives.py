@@ -12,9 +12,10 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from storage import chunk
 from storage.disk import atomic_write, disk_error, fsync_ancestors, lock_folder, require_free
@@ -41,6 +42,8 @@ class Identity:
     """Id of the drive; empty where the folder holds the store's manifest and no chunk files."""
     root: str
     """Folder of the store's manifest when the drive joined: for people, and to start again over an aborted start."""
+    checkpoint: str | None = None
+    """Name of the checkpoint where the folder is one on the drive, and not the drive's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,11 @@ class Traffic:
 class Drive:
     """One folder of chunk files, with its own threads: a slow drive never keeps another one waiting."""
 
-    def __init__(self, id: str, folder: Path):
-        """Use folder `folder`, which exists and can be written."""
+    def __init__(self, id: str, folder: Path, *, writable: bool):
+        """Use existing `folder`."""
         self.id = id
         self.folder = folder
-        self.direct = chunk.supports_direct(folder)
+        self.direct = writable and chunk.supports_direct(folder)
         self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="nvme-read")
         self.writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="nvme-write")
         self._lock = threading.Lock()
@@ -89,19 +92,29 @@ def stripe(number: int, part: int, count: int) -> int:
 class Locks:
     """Folders held for this process, each once."""
 
+    _here: ClassVar[set[Path]] = set()
+
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
+
+    @classmethod
+    def held_here(cls, folder: Path) -> bool:
+        """Whether this process holds `folder`."""
+        return folder.resolve() in cls._here
 
     def take(self, folder: Path) -> None:
         """Hold existing `folder`; UserError when another process has it."""
         folder = folder.resolve()
         if folder not in self._held:
             self._held[folder] = lock_folder(folder)
+            self._here.add(folder)
 
     def release(self) -> None:
         """Let all folders go."""
         while self._held:
-            os.close(self._held.popitem()[1])
+            folder, fd = self._held.popitem()
+            self._here.discard(folder)
+            os.close(fd)
 
 
 def distinct(folders: Iterable[Path]) -> list[Path]:
@@ -122,7 +135,7 @@ def read_identity(folder: Path) -> Identity | None:
     path = folder / IDENTITY_NAME
     try:
         content = json.loads(path.read_bytes())
-        return Identity(str(content["store"]), str(content["drive"]), str(content["root"]))
+        return Identity(str(content["store"]), str(content["drive"]), str(content["root"]), content["checkpoint"])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -135,8 +148,7 @@ def read_identity(folder: Path) -> Identity | None:
 def write_identity(folder: Path, identity: Identity) -> None:
     """Write drive.json durably where it does not say this already."""
     if read_identity(folder) != identity:
-        content = {"store": identity.store, "drive": identity.drive, "root": identity.root}
-        atomic_write(folder / IDENTITY_NAME, json.dumps(content, indent=1) + "\n")
+        atomic_write(folder / IDENTITY_NAME, json.dumps(asdict(identity), indent=1) + "\n")
 
 
 def claim(folder: Path, store: str | None, root: Path) -> str | None:
@@ -148,6 +160,8 @@ def claim(folder: Path, store: str | None, root: Path) -> str | None:
     identity = read_identity(folder)
     if identity is None:
         return None
+    if identity.checkpoint is not None:
+        raise UserError(f"{folder}: is checkpoint '{identity.checkpoint}' of a run; choose another folder")
     if identity.store == store:
         return identity.drive or None
     if store is None and (identity.root == str(root.resolve()) or folder.resolve() == root.resolve()):
@@ -169,7 +183,9 @@ def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Pa
         candidates = [folder] if current.checkpoint is None else [folder, folder / "checkpoints" / current.checkpoint]
         for candidate in candidates:
             identity = read_identity(candidate)
-            if identity is None or identity.store != current.store or not identity.drive:
+            if identity is None or not identity.drive:
+                continue
+            if (identity.store, identity.checkpoint) != (current.store, current.checkpoint):
                 continue
             if identity.drive in found:
                 raise UserError(
@@ -182,7 +198,8 @@ def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Pa
             continue
         path = root / record.path  # a recorded absolute path stays what it is
         identity = read_identity(path)
-        if identity is not None and (identity.store, identity.drive) == (current.store, record.id):
+        expected = (current.store, record.id, current.checkpoint)
+        if identity is not None and (identity.store, identity.drive, identity.checkpoint) == expected:
             found[record.id] = Path(os.path.normpath(path))
         elif record.id in needed:
             what = f"checkpoint '{current.checkpoint}'" if current.checkpoint else f"generation {current.generation}"
@@ -204,12 +221,21 @@ def record(drive_id: str, folder: Path, base: Path, root: Path, *, active: bool)
 class DriveSet:
     """The drives of an open store: the active ones are written to, others hold state from before a change of drives."""
 
-    def __init__(self, root: Path, store: str, locks: Locks, folders: Mapping[str, Path], active: Sequence[str]):
+    def __init__(
+        self,
+        root: Path,
+        store: str,
+        locks: Locks,
+        folders: Mapping[str, Path],
+        active: Sequence[str],
+        *,
+        writable: bool,
+    ):
         """`folders`: drive id -> existing folder; `active`: ids in striping order. `root`: folder of the manifest."""
         self.root = root
         self.store = store
         self.locks = locks
-        self.by_id = {id: Drive(id, folder) for id, folder in folders.items()}
+        self.by_id = {id: Drive(id, folder, writable=writable) for id, folder in folders.items()}
         self.active = tuple(self.by_id[id] for id in active)
         self._retired: dict[Path, Traffic] = {}
 
@@ -270,14 +296,15 @@ class DriveSet:
             del self.by_id[drive.id]
         return [drive.folder for drive in retired]
 
-    def sync(self, sync: Callable[[Path], None], paths: Iterable[tuple[Drive, Path]]) -> None:
-        """Call `sync` for every path on its drive's threads. UserError naming the first that failed."""
+    def sync(self, sync: Callable[[Path], None], paths: Iterable[tuple[Drive, Path]], doing: str = "syncing") -> None:
+        """Call `sync` for every path on its drive's threads; when all have ended, UserError naming one that failed."""
         futures = [(path, drive.writers.submit(sync, path)) for drive, path in paths]
+        wait([future for _, future in futures])
         for path, future in futures:
             try:
                 future.result()
             except OSError as error:
-                raise disk_error(error, path, "syncing") from error
+                raise disk_error(error, path, doing) from error
 
     def disk_bytes(self) -> int:
         """Bytes of disk that all folders and the manifest's take; files that share their data by links count once."""

@@ -12,7 +12,6 @@ another of storage.readers.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import threading
 import uuid
@@ -28,9 +27,10 @@ from storage import checkpoints, chunk, drives, manifest
 from storage.arrays import CHECKPOINTS, SCRATCH, Array, make_folders, remove_arrays, sweep_strays
 from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
 from storage.drives import READ_THREADS, Drive, DriveSet, Locks, Traffic
-from storage.errors import BudgetError, UserError
+from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest
 from storage.readers import DirectReader, Readers
+from storage.room import Room
 from storage.scrub import read_chunk_file, scrub
 from storage.spill import Spill
 
@@ -62,10 +62,9 @@ class NvmeStore:
         self.warnings = self._drives.warnings()
         """What is doubtful about the drives, one sentence each."""
         self._manifest = current
-        self._budget_bytes = budget_bytes
+        self._room = Room(self._drives, budget_bytes)
         self._readers = readers or Readers(DirectReader(), None)
         self._spill = Spill(self._drives)
-        self._spill_bytes = 0
         self._arrays: dict[tuple[str, str], Array] = {}
         for spec, stored in current.arrays.items():
             array = self._add(spec, scratch=False)
@@ -111,10 +110,9 @@ class NvmeStore:
             ids = {uuid.uuid4().hex: folder for folder in folders}
             empty = Manifest(store_id, 0, {}, (), {})
             store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers)
-            for spec in arrays:
-                store._add(spec, scratch=False)
+            added = [store._add(spec, scratch=False) for spec in arrays]
             assert len(store._arrays) == len(arrays), "an array is listed twice"
-            store._require_room(list(store._arrays.values()), "two generations of the state")
+            store._room.require_new(added, [], "two generations of the state")
             for folder in folders:
                 remove_arrays(folder)
                 shutil.rmtree(folder / SCRATCH, ignore_errors=True)
@@ -162,7 +160,7 @@ class NvmeStore:
             if current.checkpoint is None:
                 store._sweep()
                 if given:
-                    store._require_room_to_write("the state that moves to these drives", shared=False)
+                    store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 store._settle()
         except BaseException:
             locks.release()
@@ -172,19 +170,15 @@ class NvmeStore:
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
         """Add arrays of no generation: one slot, never synced, wiped on open. UserError when out of room."""
         added = [self._array(spec, scratch=True) for spec in arrays]
-        self._require_room(added, "scratch space")
+        self._room.require_new(added, self._arrays.values(), "scratch space")
         for spec in arrays:
             assert (spec.buffer, spec.kind) not in self._arrays, f"array {spec.buffer}/{spec.kind} exists"
             make_folders([self._add(spec, scratch=True)], self._drives.active)
 
     def reserve_spill(self, num_bytes: int) -> None:
         """Set `num_bytes` aside for spilled activations, over all drives. UserError when out of room."""
-        if num_bytes == 0:
-            return
-        self._require_budget(int(num_bytes * drives.FREE_MARGIN), self._held_bytes(), "room for spilled activations")
-        share = -(-num_bytes // len(self.drives))
-        drives.require_room(dict.fromkeys(self.drives, share), "room for spilled activations")
-        self._spill_bytes += num_bytes
+        if num_bytes:
+            self._room.reserve_spill(num_bytes, self._arrays.values())
 
     def spill(self, key: str, src: torch.Tensor) -> Future[None]:
         """Write activations, uint8 [n] on the CPU, of any size: read back once with `unspill`, never synced.
@@ -351,10 +345,8 @@ class NvmeStore:
             if (folder / manifest.FILE_NAME).exists():
                 raise UserError(f"{folder}: there is a checkpoint '{name}' already; choose another name, or delete it")
             arrays = self._committable()
-            size = sum(array.disk_bytes() // 2 for array in arrays)
-            held = self._held_bytes() + size * checkpoints.count_checkpoints(self.root)
-            self._require_budget(size, held, f"checkpoint '{name}'")
-            self._require_room_to_write(f"checkpoint '{name}'", shared=True)
+            count = checkpoints.count_checkpoints(self.root)
+            self._room.require_checkpoint(self._arrays.values(), count, f"checkpoint '{name}'")
             checkpoints.write_checkpoint(name, self._manifest, self._drives, arrays)
 
     def restore(self, name: str) -> int:
@@ -442,43 +434,6 @@ class NvmeStore:
         """Give the arrays their folders on every active drive, and every drive its identity, durably."""
         make_folders(self._arrays.values(), self._drives.active)
         self._drives.identify()
-
-    def _require_room(self, added: list[Array], what: str) -> None:
-        need = int(sum(array.disk_bytes() for array in added) * drives.FREE_MARGIN)
-        already = sum(array.disk_bytes() for array in added if array in self._arrays.values())
-        self._require_budget(need, self._held_bytes() - already, what)
-        needs = dict.fromkeys(self.drives, 0)
-        for array in added:
-            for part in range(len(array.parts)):
-                needs[array.next(part)[0].folder] += array.disk_bytes() // len(array.parts)
-        drives.require_room(needs, what)
-
-    def _held_bytes(self) -> int:
-        """Bytes given out."""
-        return self._spill_bytes + sum(array.disk_bytes() for array in self._arrays.values())
-
-    def _require_budget(self, need: int, held: int, what: str) -> None:
-        if self._budget_bytes is not None and held + need > self._budget_bytes:
-            raise BudgetError(
-                f"budgets.nvme: {what} in {self.root} needs {need:,} bytes beside {held:,} already given out, and the "
-                f"budget is {self._budget_bytes:,}; raise budgets.nvme or keep more blocks in RAM"
-            )
-
-    def _require_room_to_write(self, what: str, *, shared: bool) -> None:
-        """Room for the files that both slots will need on the active drives and do not have, or not for themselves.
-
-        `shared`: the committed files are about to be shared with a checkpoint.
-        """
-        needs = dict.fromkeys(self.drives, 0)
-        for array in self._committable():
-            for slot in (0, 1):
-                for part in range(len(array.parts)):
-                    drive, path = array.chunk(array.target, slot, part)
-                    with contextlib.suppress(FileNotFoundError):
-                        if path.stat().st_nlink == 1 and not (shared and slot == array.slot):
-                            continue
-                    needs[drive.folder] += array.form.file_bytes
-        drives.require_room(needs, what)
 
     def _sync(self, chunks: Iterable[tuple[Drive, Path]]) -> None:
         """Make chunk files durable: first their data, then the entries of their folders."""

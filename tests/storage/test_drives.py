@@ -272,7 +272,7 @@ def test_room_on_the_drives_that_state_moves_to(
     need = int(2 * (3 * 20480 + 3 * 12288 + 12288) * 1.05)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
-    with pytest.raises(UserError, match=f"the state that moves to these drives needs {need:,} bytes"):
+    with pytest.raises(UserError, match=f"the state that moves there needs {need:,} bytes"):
         NvmeStore.open(store.root, drives=folders(tmp_path, "c"))
     NvmeStore.open(store.root).close()  # where it lies there is nothing more to write
     NvmeStore.open(store.root, drives=folders(tmp_path, "ab")).close()

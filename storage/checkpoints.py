@@ -1,0 +1,250 @@
+"""Checkpoints: generations kept under a name, beside the two that the store moves between.
+
+    root/checkpoints/NAME/manifest.json             what the checkpoint holds; written last, so that it is whole
+    DRIVE/checkpoints/NAME/drive.json, BUFFER/...   the chunk files: hard links where the file system has them
+
+A checkpoint costs no time and, until the slots are written again, no room: its files are those of the committed
+generation, and NvmeStore.write leaves a file with other links alone. NvmeStore.open reads a checkpoint like a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from storage import manifest
+from storage.arrays import CHECKPOINTS, Array, make_folders
+from storage.disk import disk_error, fsync_dir, link_or_copy, publish
+from storage.drives import Drive, DriveSet, Identity, Locks, locate, read_identity, record, stripe, write_identity
+from storage.errors import UserError
+from storage.manifest import ArraySpec, Manifest, Stored
+
+CONSTANTS_NAME = "constants.safetensors"
+"""File of the store's root that a checkpoint takes along, where it is there."""
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A complete checkpoint."""
+
+    name: str
+    generation: int
+    meta: dict[str, Any]
+    """As in the generation: step, data cursor, versions."""
+
+
+def checkpoint_folder(root: Path, name: str) -> Path:
+    """Folder of checkpoint `name` of the store in `root`, for NvmeStore.open. UserError where the name is none."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"checkpoint name '{name}': use letters, digits, '.', '_' and '-', and do not begin with '.'")
+    return root / CHECKPOINTS / name
+
+
+def list_checkpoints(root: Path) -> list[CheckpointInfo]:
+    """The complete checkpoints of the store in `root`, oldest generation first.
+
+    UserError when one has a damaged manifest.
+    """
+    found = []
+    for path in sorted((root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}")):
+        content = Manifest.read(path.parent)
+        found.append(CheckpointInfo(path.parent.name, content.generation, content.meta))
+    return sorted(found, key=lambda info: info.generation)
+
+
+def read_checkpoint(root: Path, name: str) -> Manifest:
+    """The manifest of checkpoint `name`; UserError with the names there are when there is no such."""
+    folder = checkpoint_folder(root, name)
+    if not (folder / manifest.FILE_NAME).exists():
+        names = [path.parent.name for path in sorted((root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"))]
+        raise UserError(f"{root}: has no checkpoint '{name}'; it has {', '.join(names) or 'none'}")
+    return Manifest.read(folder)
+
+
+def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Sequence[Array]) -> None:
+    """Keep generation `current` of `arrays` as checkpoint `name`, durably; UserError leaves nothing of it."""
+    root = drives.root
+    folder = checkpoint_folder(root, name)
+    used = list(dict.fromkeys(drive for array in arrays for drive in array.layout))
+    bases = {drive: drive.folder / CHECKPOINTS / name for drive in used}
+    try:
+        for path in {folder, *bases.values()}:
+            remove(path)  # what an earlier attempt may have left
+            path.mkdir(parents=True)
+        jobs = [
+            (drive, path, bases[drive] / path.relative_to(drive.folder))
+            for array in arrays
+            for drive, path in _files(array)
+        ]
+        place(drives, jobs)
+        if (root / CONSTANTS_NAME).exists():
+            link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
+        for drive, base in bases.items():
+            write_identity(base, Identity(current.store, drive.id, str(root.resolve()), name))
+        tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
+        inner = {parent for _, _, target in jobs for parent in _below(target, bases.values())}
+        for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):
+            fsync_dir(path)
+        records = tuple(record(drive.id, base, root, folder, active=True) for drive, base in bases.items())
+        content = replace(current, drives=records, checkpoint=name)
+        publish(content.prepare(folder), folder / manifest.FILE_NAME)
+    except OSError as error:
+        _abandon(folder, bases.values())
+        place_of = Path(error.filename) if isinstance(error.filename, str) else folder
+        raise disk_error(error, place_of, f"making checkpoint '{name}' of generation {current.generation}") from error
+    except BaseException:
+        _abandon(folder, bases.values())
+        raise
+
+
+def place(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
+    """Make (drive, source, target) hard links, reflinks or copies on the drives' threads; folders are not synced."""
+    jobs = list(jobs)
+    sources = {target: source for _, source, target in jobs}
+    for parent in {target.parent for target in sources}:
+        parent.mkdir(parents=True, exist_ok=True)
+    owners = {target: drive for drive, _, target in jobs}
+
+    def one(target: Path) -> None:
+        target.unlink(missing_ok=True)
+        if link_or_copy(sources[target], target) == "copy":
+            size = target.stat().st_size
+            owners[target].count(read=size, written=size)
+
+    drives.sync(one, [(drive, target) for drive, _, target in jobs], "making a link or copy of a chunk file")
+
+
+def place_restored(
+    name: str, kept: Manifest, drives: DriveSet, arrays: Mapping[ArraySpec, Array]
+) -> tuple[dict[ArraySpec, Stored], list[tuple[Drive, Path]]]:
+    """Put the files of checkpoint `name`, of manifest `kept`, into the slots that no generation uses; not synced.
+
+    Returns where the arrays then lie, and the files. They stay on the drives that they are on where the store has
+    those, so that links do. UserError when a file or a drive is missing, or the disk fails.
+    """
+    folder = drives.root / CHECKPOINTS / name
+    found = locate(kept, folder, [drive.folder for drive in drives])
+    stay = all(id in drives.by_id for stored in kept.arrays.values() for id in stored.drives)
+    result: dict[ArraySpec, Stored] = {}
+    jobs: list[tuple[Drive, Path, Path]] = []
+    for number, (spec, stored) in enumerate(kept.arrays.items()):
+        array = arrays[spec]
+        layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
+        result[spec] = Stored(array.next_slot(), tuple(drive.id for drive in layout), stored.crcs)
+        for part in range(len(array.parts)):
+            base = found[stored.drives[stripe(number, part, len(stored.drives))]]
+            source = base / spec.buffer / spec.kind / str(stored.slot) / f"c.{part}.0"
+            size = source.stat().st_size if source.exists() else None
+            if size != array.form.file_bytes:
+                what = "the file is missing" if size is None else f"the file has {size:,} bytes"
+                raise UserError(
+                    f"{source} (checkpoint '{name}', generation {kept.generation}): {what}; the checkpoint is damaged: "
+                    "restore another one"
+                )
+            jobs.append((*array.chunk(layout, array.next_slot(), part), source))
+    make_folders(arrays.values(), {drive for drive, _, _ in jobs})
+    place(drives, [(drive, source, target) for drive, target, source in jobs])
+    return result, [(drive, target) for drive, target, _ in jobs]
+
+
+def delete_checkpoint(root: Path, name: str) -> None:
+    """Delete checkpoint `name` of the store in `root`, which nobody or this process has open.
+
+    UserError when there is no such checkpoint, or another process uses it or the store.
+    """
+    root = Path(root).expanduser().absolute()
+    folder = checkpoint_folder(root, name)
+    path = folder / manifest.FILE_NAME
+    if not path.exists():
+        read_checkpoint(root, name)  # says which there are
+    locks = Locks()
+    try:
+        if not Locks.held_here(root):
+            locks.take(root)
+        locks.take(folder)
+        bases = _bases(root, name)
+        path.unlink(missing_ok=True)
+        fsync_dir(folder)  # before the first chunk file goes: a checkpoint that is listed is whole
+        for base in bases:
+            remove(base)
+    except OSError as error:
+        raise disk_error(error, folder, "deleting the checkpoint") from error
+    finally:
+        locks.release()
+
+
+def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
+    """Remove from the drives' `folders` what belongs to no complete checkpoint of the store in `root`."""
+    for folder in {root, *folders}:
+        for path in (folder / CHECKPOINTS).glob("*"):
+            if not (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def count_checkpoints(root: Path) -> int:
+    """Number of complete checkpoints."""
+    return len(list((root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}")))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder and all in it, if it is there. OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def require_same_arrays(name: str, kept: Manifest, arrays: Mapping[ArraySpec, Array]) -> None:
+    """UserError unless the checkpoint holds exactly the arrays of the store."""
+    differing = kept.arrays.keys() ^ arrays.keys()
+    if differing:
+        one = next(iter(differing))
+        raise UserError(
+            f"checkpoint '{name}': holds other state than this run: array {one.buffer}/{one.kind} differs; "
+            "restore it into the run that it was made of"
+        )
+
+
+def _files(array: Array) -> Iterable[tuple[Drive, Path]]:
+    """The committed files of an array, and the metadata beside them."""
+    assert array.slot is not None, array.name
+    for part in range(len(array.parts)):
+        yield array.committed(part)
+    for drive in array.layout:
+        yield drive, array.folder(drive, array.slot) / "zarr.json"
+
+
+def _below(path: Path, bases: Iterable[Path]) -> Iterable[Path]:
+    """The parents of `path` up to, and without, the one among `bases`."""
+    bases = set(bases)
+    for parent in path.parents:
+        if parent in bases:
+            return
+        yield parent
+
+
+def _bases(root: Path, name: str) -> set[Path]:
+    """The folders of a checkpoint on all drives that can be found; the others are swept when their drive is back."""
+    folder = root / CHECKPOINTS / name
+    found = {folder}
+    with contextlib.suppress(UserError):
+        found |= {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
+    with contextlib.suppress(UserError):
+        found |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
+    return {base for base in found if base == folder or _is_checkpoint(base, name)}
+
+
+def _is_checkpoint(base: Path, name: str) -> bool:
+    identity = read_identity(base)
+    return identity is not None and identity.checkpoint == name
+
+
+def _abandon(folder: Path, bases: Iterable[Path]) -> None:
+    (folder / manifest.FILE_NAME).unlink(missing_ok=True)
+    for path in {folder, *bases}:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,461 @@
+"""Checkpoints: kept bit for bit whatever the run does later, made of links where there are any, whole or not at all."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvme_state import SPECS, assert_holds, content, read_all, write_all
+
+from storage import drives as drives_module
+from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
+from storage.errors import BudgetError, UserError
+from storage.nvme import NvmeStore
+
+GENERATION_BYTES = 3 * 20480 + 3 * 12288 + 12288
+
+
+@pytest.fixture(params=[1, 2])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
+    """Generation 1 on one or two drives."""
+    folders = None if request.param == 1 else [tmp_path / "a", tmp_path / "b"]
+    store = NvmeStore.create(tmp_path / "state", SPECS, budget_bytes=None, drives=folders)
+    write_all(store, 1)
+    store.commit({"step": 1})
+    yield store
+    store.close()
+
+
+def chunks_of(store: NvmeStore, name: str) -> list[Path]:
+    return sorted(path for drive in store.drives for path in drive.glob(f"checkpoints/{name}/*/*/[01]/c.*.0"))
+
+
+def assert_checkpoint(store: NvmeStore, name: str, step: int) -> None:
+    with closing(NvmeStore.open(store.root / "checkpoints" / name)) as kept:
+        assert kept.meta == {"step": step}
+        assert_holds(kept, step)
+        assert kept.verify() == GENERATION_BYTES
+
+
+def advance(store: NvmeStore, *steps: int) -> None:
+    for step in steps:
+        write_all(store, step)
+        store.commit({"step": step})
+
+
+def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int = errno.EPERM) -> None:
+    def refuse(source: Any, target: Any) -> None:
+        raise OSError(code, os.strerror(code), str(source))
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> None:
+    (store.root / "constants.safetensors").write_bytes(b"constants")
+    before = store.disk_bytes()
+    store.checkpoint("first")
+    assert len(chunks_of(store, "first")) == 7
+    assert all(path.stat().st_nlink == 2 for path in chunks_of(store, "first"))
+    assert store.disk_bytes() - before < 100_000  # folders and manifests
+    advance(store, 2)
+    store.checkpoint("second")
+    store.checkpoint("second-again")
+    advance(store, 3, 4, 5)
+    assert all(path.stat().st_nlink == 1 for path in chunks_of(store, "first"))
+    assert_holds(store, 5)
+    for name, step in (("first", 1), ("second", 2), ("second-again", 2)):
+        assert_checkpoint(store, name, step)
+    assert [info.name for info in list_checkpoints(store.root)] == ["first", "second", "second-again"]
+    assert list_checkpoints(store.root)[0] == CheckpointInfo("first", 1, {"step": 1})
+    assert (store.root / "checkpoints/first/constants.safetensors").read_bytes() == b"constants"
+    store.verify()
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
+def test_copies_where_links_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    refuse_links(monkeypatch, code)
+    written = store.bytes_written
+    store.checkpoint("copied")
+    assert all(path.stat().st_nlink == 1 for path in chunks_of(store, "copied"))
+    assert 0 < store.bytes_written - written - GENERATION_BYTES < 10_000  # zarr.json files
+    advance(store, 2, 3)
+    assert_checkpoint(store, "copied", 1)
+    store.restore("copied")
+    assert_holds(store, 1)
+    assert store.verify()
+
+
+def test_reflinks_come_before_copies(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system with reflinks, played by its ioctl."""
+    refuse_links(monkeypatch)
+    asked = []
+
+    def clone(target: int, request: int, source: int) -> int:
+        asked.append(request)
+        os.pwrite(target, os.pread(source, 1 << 20, 0), 0)
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    written = store.bytes_written
+    store.checkpoint("cloned")
+    assert set(asked) == {0x40049409}
+    assert store.bytes_written == written
+    advance(store, 2, 3)
+    assert_checkpoint(store, "cloned", 1)
+
+
+def test_restore_then_go_on(store: NvmeStore) -> None:
+    store.checkpoint("one")
+    advance(store, 2, 3)
+    store.write("embed", "master", 0, content(SPECS[2], 9)).result()  # dropped
+    assert store.restore("one") == 4
+    assert store.meta == {"step": 1}
+    assert_holds(store, 1)
+    advance(store, 7)
+    assert_holds(store, 7)
+    assert_checkpoint(store, "one", 1)
+    store.restore("one")
+    store.close()
+    with closing(NvmeStore.open(store.root)) as again:
+        assert (again.generation, again.meta) == (6, {"step": 1})
+        assert_holds(again, 1)
+        advance(again, 8, 9)
+        assert_checkpoint(again, "one", 1)
+        assert_holds(again, 9)
+
+
+def test_writes_go_on_while_a_checkpoint_is_made(store: NvmeStore) -> None:
+    write_all(store, 2)
+    store.checkpoint("one")
+    assert_holds(store, 2)
+    store.commit({"step": 2})
+    assert_checkpoint(store, "one", 1)
+
+
+def test_arrays_that_rest_are_shared_by_all_checkpoints(store: NvmeStore) -> None:
+    store.checkpoint("one")
+    store.write("embed", "master", 0, content(SPECS[2], 2)).result()
+    store.commit({"step": 2})
+    store.checkpoint("two")
+    shared = [path for path in chunks_of(store, "two") if "layers.0" in str(path)]
+    assert len(shared) == 6
+    assert all(path.stat().st_nlink == 3 for path in shared)
+    delete_checkpoint(store.root, "one")
+    with closing(NvmeStore.open(store.root / "checkpoints/two")) as kept:
+        assert torch.equal(read_all(kept, SPECS[0]), content(SPECS[0], 1))
+        assert torch.equal(read_all(kept, SPECS[2]), content(SPECS[2], 2))
+
+
+def test_delete(store: NvmeStore) -> None:
+    store.checkpoint("one")
+    store.checkpoint("two")
+    delete_checkpoint(store.root, "one")  # while this process has the store open
+    assert not chunks_of(store, "one")
+    assert_checkpoint(store, "two", 1)
+    store.close()
+    delete_checkpoint(store.root, "two")  # and while nobody has
+    assert list_checkpoints(store.root) == []
+    for name in ("two", "never"):
+        with pytest.raises(UserError, match=f"has no checkpoint '{name}'; it has none"):
+            delete_checkpoint(store.root, name)
+    NvmeStore.open(store.root).close()
+
+
+def test_a_checkpoint_in_use_is_not_deleted(store: NvmeStore) -> None:
+    store.checkpoint("one")
+    with closing(NvmeStore.open(store.root / "checkpoints/one")), pytest.raises(UserError, match="in use"):
+        delete_checkpoint(store.root, "one")
+    delete_checkpoint(store.root, "one")
+
+
+def test_a_damaged_checkpoint_can_be_deleted(store: NvmeStore) -> None:
+    store.checkpoint("one")
+    path = store.root / "checkpoints/one/manifest.json"
+    path.write_text(path.read_text().replace('"generation": 1', '"generation": 3'))
+    for read in (list_checkpoints, NvmeStore.open):
+        with pytest.raises(UserError, match=r"checkpoints/one/manifest\.json: not a readable manifest"):
+            read(path.parent if read is NvmeStore.open else store.root)
+    delete_checkpoint(store.root, "one")
+    assert not chunks_of(store, "one")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "ü", "a\n"])
+def test_bad_names(store: NvmeStore, name: str) -> None:
+    for call in (store.checkpoint, store.restore, lambda name: delete_checkpoint(store.root, name)):
+        with pytest.raises(UserError, match="checkpoint name"):
+            call(name)
+
+
+def test_taken_and_unknown_names(store: NvmeStore) -> None:
+    store.checkpoint("v1.0_a-b")
+    with pytest.raises(UserError, match=r"there is a checkpoint 'v1\.0_a-b' already"):
+        store.checkpoint("v1.0_a-b")
+    with pytest.raises(UserError, match=r"has no checkpoint 'x'; it has v1\.0_a-b"):
+        store.restore("x")
+
+
+def test_a_checkpoint_is_only_read(store: NvmeStore) -> None:
+    store.checkpoint("one")
+    before = {path: path.stat().st_mtime_ns for path in (store.root / "checkpoints").rglob("*")}
+    with closing(NvmeStore.open(store.root / "checkpoints/one")) as kept:
+        assert_holds(kept, 1)
+        with pytest.raises(AssertionError, match="only read"):
+            kept.write("embed", "master", 0, content(SPECS[2], 2))
+        with pytest.raises(AssertionError, match="only read"):
+            kept.commit({})
+    after = {path: path.stat().st_mtime_ns for path in (store.root / "checkpoints").rglob("*")}
+    assert {k: v for k, v in after.items() if k.is_file()} == {k: v for k, v in before.items() if k.is_file()}
+
+
+def test_no_room(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance(store, 2)
+    need = int(GENERATION_BYTES * 1.05)
+    usage = shutil.disk_usage(store.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+        with pytest.raises(UserError, match=rf"checkpoint 'one'.* needs {need:,} bytes of disk"):
+            store.checkpoint("one")
+    assert not (store.root / "checkpoints").exists()
+    store.close()
+    with closing(NvmeStore.open(store.root, budget_bytes=4 * GENERATION_BYTES - 1)) as again:
+        again.checkpoint("one")
+        with pytest.raises(BudgetError, match=r"budgets\.nvme: checkpoint 'two'"):
+            again.checkpoint("two")
+        assert_holds(again, 2)
+
+
+@pytest.mark.parametrize("failing", ["link", "copy", "fsync", "manifest"])
+def test_a_failing_disk_leaves_no_checkpoint_and_loses_nothing(
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if failing == "copy":
+            refuse_links(patch)
+            patch.setattr(os, "pwrite", full)
+        else:
+            patch.setattr(os, {"link": "link", "fsync": "fsync", "manifest": "replace"}[failing], full)
+        with pytest.raises(UserError, match="No space left on device; free some space"):
+            store.checkpoint("one")
+    assert list_checkpoints(store.root) == []
+    assert not chunks_of(store, "one")
+    advance(store, 2)
+    store.checkpoint("one")
+    advance(store, 3)
+    assert_checkpoint(store, "one", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", full)
+        with pytest.raises(UserError, match="No space left on device; free some space"):
+            store.restore("one")
+    assert_holds(store, 3)
+    assert store.generation == 3
+    store.restore("one")
+    assert_holds(store, 2)
+
+
+def test_incomplete_checkpoints_are_swept(store: NvmeStore) -> None:
+    store.checkpoint("whole")
+    store.checkpoint("torn")
+    (store.root / "checkpoints/torn/manifest.json").unlink()
+    store.close()
+    with closing(NvmeStore.open(store.root)) as again:
+        assert not chunks_of(again, "torn")
+        assert not (again.root / "checkpoints/torn").exists()
+        assert_checkpoint(again, "whole", 1)
+        again.checkpoint("torn")
+        assert_checkpoint(again, "torn", 1)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_damage_of_a_checkpoint(store: NvmeStore, damage: str) -> None:
+    store.checkpoint("one")
+    advance(store, 2, 3)
+    path = chunks_of(store, "one")[2]
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        os.truncate(path, 4096)
+    else:
+        raw = bytearray(path.read_bytes())
+        raw[100] ^= 1
+        path.write_bytes(raw)
+    kept = NvmeStore.open(store.root / "checkpoints/one")
+    with closing(kept), pytest.raises(UserError, match=rf"{path} \(generation 1\)"):
+        kept.verify()
+    if damage == "flipped":
+        assert store.restore("one") == 4  # found by the first read
+        with pytest.raises(UserError, match=r"\(generation 4\): checksum mismatch"):
+            store.verify()
+    else:
+        with pytest.raises(UserError, match=rf"{path} \(checkpoint 'one', generation 1\): the file"):
+            store.restore("one")
+        assert_holds(store, 3)
+
+
+def test_other_arrays_are_refused(store: NvmeStore, tmp_path: Path) -> None:
+    store.checkpoint("one")
+    with closing(NvmeStore.create(tmp_path / "other", SPECS[:2], budget_bytes=None)) as other:
+        write_all(other, 1)
+        other.commit({})
+        shutil.copytree(store.root / "checkpoints", other.root / "checkpoints")
+        with pytest.raises(UserError, match="array embed/master differs"):
+            other.restore("one")
+        assert_holds(other, 1)
+
+
+# ---------------------------------------------------------------- checkpoints and drives
+
+
+def test_a_checkpoint_stays_on_a_drive_that_the_run_left(tmp_path: Path) -> None:
+    a, b, root = tmp_path / "a", tmp_path / "b", tmp_path / "state"
+    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=[a])) as store:
+        write_all(store, 1)
+        store.commit({"step": 1})
+        store.checkpoint("one")
+    with closing(NvmeStore.open(root, drives=[b])) as store:
+        advance(store, 2, 3)
+        assert not list(a.glob("*/*/[01]/c.*.0"))
+        assert_checkpoint(store, "one", 1)
+        store.restore("one")  # by copies: drive a is no drive of this run any more
+        assert_holds(store, 1)
+        advance(store, 4)
+    a.rename(tmp_path / "gone")
+    with closing(NvmeStore.open(root)) as store:
+        assert_holds(store, 4)
+        with pytest.raises(UserError, match=rf"{a}/checkpoints/one: this drive holds part of checkpoint 'one'"):
+            store.restore("one")
+        with pytest.raises(UserError, match="is it mounted"):
+            NvmeStore.open(root / "checkpoints/one")
+    for place in (tmp_path / "gone", tmp_path / "gone/checkpoints/one"):
+        with closing(NvmeStore.open(root / "checkpoints/one", drives=[place])) as kept:
+            assert_holds(kept, 1)
+    delete_checkpoint(root, "one")
+    with closing(NvmeStore.open(root, drives=[tmp_path / "gone"])) as store:  # the drive is back: swept
+        assert_holds(store, 4)
+    assert not list((tmp_path / "gone/checkpoints").glob("*"))
+
+
+def test_a_store_moves_with_its_checkpoints(store: NvmeStore, tmp_path: Path) -> None:
+    if store.drives != [store.root]:
+        pytest.skip("only where everything is in one folder")
+    store.checkpoint("one")
+    advance(store, 2)
+    store.close()
+    store.root.rename(tmp_path / "moved")
+    with closing(NvmeStore.open(tmp_path / "moved")) as moved:
+        assert_holds(moved, 2)
+        assert_checkpoint(moved, "one", 1)
+        moved.restore("one")
+        assert_holds(moved, 1)
+
+
+def test_scratch_is_in_no_checkpoint(store: NvmeStore) -> None:
+    store.add_scratch([replace(SPECS[2], kind="gradient")])
+    store.write("embed", "gradient", 0, torch.ones(1000)).result()
+    store.checkpoint("one")
+    assert len(chunks_of(store, "one")) == 7
+    assert not list(store.root.glob("checkpoints/*/scratch"))
+
+
+# ---------------------------------------------------------------- kill -9
+
+_CALLS = ("pwrite", "fsync", "replace", "link", "unlink", "mkdir", "rmdir", "write")
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
+    return context
+
+
+def _killed_at(root: Path, action: str, number: int, links: bool) -> None:
+    """Do `action` and kill the process in the place of its system call `number` (from 0) that changes the disk."""
+    drives_module.WRITE_THREADS = 1
+    if not links:
+
+        def refuse(source: Any, target: Any) -> None:
+            raise OSError(errno.EPERM, "no links")
+
+        os.link = refuse
+    store = NvmeStore.open(root)
+    count = 0
+    real = {name: getattr(os, name) for name in _CALLS}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+            count += 1
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in real:
+        setattr(os, name, counted(name))
+    if action == "checkpoint":
+        store.checkpoint("new")
+    elif action == "restore":
+        store.restore("one")
+    elif action == "delete":
+        delete_checkpoint(root, "one")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("action", ["checkpoint", "restore", "delete"])
+def test_killed_in_the_middle(tmp_path: Path, processes: ForkServerContext, action: str, links: bool) -> None:
+    """Generation 3, checkpoint 'one' of step 1: whatever the moment, both or their successors are whole."""
+    base = tmp_path / "base"
+    with closing(NvmeStore.create(base, SPECS, budget_bytes=None, drives=[base, base / "b"])) as store:
+        advance(store, 1)
+        store.checkpoint("one")
+        advance(store, 2, 3)
+    number, exitcode, outcomes = 0, -signal.SIGKILL, set()
+    while exitcode != 0:
+        root = tmp_path / f"state{number}"
+        shutil.copytree(base, root)
+        child = processes.Process(target=_killed_at, args=(root, action, number, links))
+        child.start()
+        child.join(30)
+        exitcode = child.exitcode
+        assert exitcode in (0, -signal.SIGKILL)
+        with closing(NvmeStore.open(root)) as store:
+            step = store.meta["step"]
+            assert (store.generation, step) in ((3, 3), (4, 1))
+            assert_holds(store, step)
+            store.verify()
+            names = [info.name for info in list_checkpoints(root)]
+            outcomes.add((step, *names))
+            for name in names:
+                assert_checkpoint(store, name, 3 if name == "new" else 1)
+            on_disk = {path.name for drive in store.drives for path in drive.glob("checkpoints/*")}
+            assert on_disk == set(names)
+            if number % 2 == 0:
+                advance(store, 8, 9)
+                assert_holds(store, 9)
+                for name in names:
+                    assert_checkpoint(store, name, 3 if name == "new" else 1)
+        shutil.rmtree(root)
+        number += 11
+    expected = {
+        "checkpoint": {(3, "one"), (3, "one", "new")},
+        "restore": {(3, "one"), (1, "one")},
+        "delete": {(3, "one"), (3,)},
+    }
+    assert outcomes == expected[action]
