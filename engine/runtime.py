@@ -48,8 +48,6 @@ class StepData:
     """Tokens with a loss in all micro-batches; the loss is their mean."""
     cursor: dict[str, Any]
     """Data position after the step."""
-    tokens_after: int = 0
-    """Tokens with a loss that the run has trained on once this step is applied."""
     loss: float = math.nan
     grad_norm: float = math.nan
     scalars: dict[str, Scalars] = field(default_factory=dict)
@@ -71,7 +69,7 @@ class Runtime:
         ram: RamMemory,
         config: TrainConfig,
         logits_bytes: int,
-        commit: Callable[[int, StepData], None],
+        commit: Callable[[int], None],
     ) -> None:
         self.plan, self.layouts, self.runner, self.adamw, self.store = plan, layouts, runner, adamw, store
         self.gpu, self.ram, self.config = gpu, ram, config
@@ -524,7 +522,7 @@ class Runtime:
         return self._checkpoint_part(op, "exp_avg_sq")
 
     def _op_commit(self, op: Op) -> None:
-        self._commit(op.step, self._steps[op.step])
+        self._commit(op.step)
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:

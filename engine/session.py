@@ -86,6 +86,8 @@ class Session:
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
         self._next: StepData | None = None
+        self._records: dict[int, dict[str, Any]] = {}
+        """What the generations of the steps since the last commit would record."""
         self._requested: dict[int, list[str]] = {}
         """Step -> names of checkpoints to make of its generation."""
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
@@ -167,9 +169,21 @@ class Session:
         """Whether the generation after `step` is committed as the run goes on."""
         return step > 0 and (step % self.storage.checkpoint_every == 0 or step in self._requested)
 
-    def _commit(self, step: int, data: StepData) -> None:
-        """Commit the generation of `step` and make the checkpoints due; runs on the lane that writes to NVMe."""
-        self.store.commit(run_meta(step, data.tokens_after, data.cursor, self._identity))
+    def begin_step(self, data: StepData) -> None:
+        """Count a step that is about to run."""
+        self.step += 1
+        self.tokens += data.num_targets
+        self._records[self.step] = run_meta(self.step, self.tokens, data.cursor, self._identity)
+        self.runtime.begin(self.step, data)
+
+    def _commit(self, step: int) -> None:
+        """Commit the generation of `step` and make the checkpoints due.
+
+        Runs on the lane that writes to NVMe, maybe while the main thread is some steps ahead.
+        """
+        self.store.commit(self._records[step])
+        for old in [other for other in list(self._records) if other <= step]:
+            del self._records[old]
         for name in self._requested.pop(step, []):
             self.checkpoints.append((name, step, self._checkpoint(name)))
         every, root = self.storage.keep_every, self.store.root

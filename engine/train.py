@@ -76,11 +76,8 @@ def train_step(session: Session) -> StepMetrics:
     """
     started = time.perf_counter()
     data = session.next_batch()
-    session.step += 1
-    session.tokens += data.num_targets
-    data.tokens_after = session.tokens
+    session.begin_step(data)
     step = session.step
-    session.runtime.begin(step, data)
     ops: list[Op] = []
     for ops in session.builder.stream(step, commit_previous=session.commit_due(step - 1)):
         session.executor.submit(ops)

@@ -265,3 +265,22 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes
     with pytest.raises(UserError, match=message):
         train_run(tmp_path, tiny.Silent(), **changes)
     assert not (tmp_path / "state" / "manifest.json").exists()
+
+
+def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
+    """With all state in memory nothing but the next commit waits for the last one."""
+    with tiny.session(tmp_path, t=tiny.training(steps=5), s=tiny.storage(checkpoint_every=2)) as session:
+        commit, steps_at = session.store.commit, []
+
+        def slow(meta: dict[str, Any]) -> int:
+            until = time.monotonic() + 30
+            while meta["step"] == 2 and session.step < 5 and time.monotonic() < until:
+                time.sleep(0.005)
+            steps_at.append((meta["step"], session.step))
+            return commit(meta)
+
+        session.store.commit = slow  # type: ignore[method-assign]
+        run(session, 5)
+        assert [step for step, _ in steps_at] == [2, 4, 5]
+        assert steps_at[0][1] == 5, "the steps went on"
+        assert session.store.meta["step"] == 5
