@@ -103,6 +103,8 @@ def bench_storage(
     parts_per_drive, note = _parts_that_fit(folders, size_bytes, chunk_bytes)
     if note:
         warnings.append(note)
+    if len({os.stat(folder).st_dev for folder in folders}) < len(folders):
+        warnings.append("several of the folders lie on one drive, whose speed they share")
     with contextlib.ExitStack() as cleanup:
         scratch = {folder: cleanup.enter_context(_scratch(folder)) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, chunk_bytes) for folder in folders]
@@ -341,7 +343,8 @@ def _drive_facts(folder: Path) -> dict[str, Any]:
 def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Speed of all drives together over the sum of each by itself."""
     *single, together = (case["measured"] for case in cases)
-    return {name: together[name]["gbps"] / sum(case[name]["gbps"] for case in single) for name in together}
+    names = [name for name in together if not name.startswith(("fio_", "loop_"))]
+    return {name: together[name]["gbps"] / sum(case[name]["gbps"] for case in single) for name in names}
 
 
 _ROWS = {
