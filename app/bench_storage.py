@@ -386,8 +386,7 @@ def _table(figures: dict[str, Any]) -> str:
         added = figures["sum_of_drives"]
         lines += [
             "",
-            "all drives over the sum of each: "
-            + ", ".join(f"{_ROWS[n]} {r:.2f}" for n, r in added.items() if n in _ROWS),
+            "all drives over the sum of each: " + ", ".join(f"{_ROWS[n]} {r:.2f}" for n, r in added.items()),
         ]
     lines += ["", *(f"{reader} not measured: {reason}" for reader, reason in figures["skipped_readers"].items())]
     lines += [f"note: {warning}" for warning in figures["warnings"]]

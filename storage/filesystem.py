@@ -184,7 +184,7 @@ def _disks(block: Path) -> list[Path]:
 
 
 def _rotational(disk: Path) -> bool | None:
-    if disk.name.startswith(("vd", "xvd")):  # virtual drives claim to spin, whatever is under them
+    if disk.name.startswith(("vd", "xvd", "loop")):  # these claim to spin, whatever is under them
         return None
     text = _read(disk / "queue" / "rotational")
     return None if text is None else text == "1"

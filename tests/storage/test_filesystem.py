@@ -161,9 +161,10 @@ def test_volume_leads_to_all_its_drives(sys_block: Path) -> None:
     assert any("spinning disk (A)" in warning for warning in check_folder(sys_block))
 
 
-def test_virtual_drive_does_not_tell_whether_it_spins(sys_block: Path) -> None:
-    _mount_on(sys_block, _block(sys_block, "vda", rotational="1"))
-    assert device_of(sys_block) == Device("vda", ("vda",), "ext4", None, None)
+@pytest.mark.parametrize("name", ["vda", "xvda", "loop0"])
+def test_virtual_drive_does_not_tell_whether_it_spins(sys_block: Path, name: str) -> None:
+    _mount_on(sys_block, _block(sys_block, name, rotational="1"))
+    assert device_of(sys_block) == Device(name, (name,), "ext4", None, None)
 
 
 def test_no_block_device(sys_block: Path) -> None:
