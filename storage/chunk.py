@@ -132,6 +132,24 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
     require_expected(stored, expected)
 
 
+def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> None:
+    """Check every byte of chunk file `path`, its padding included, against its own and the `expected` checksum.
+
+    `memory` uint8 [file_bytes] takes the file; direct I/O where it starts at a 4 KiB address. ChunkError and OSError
+    as in read_chunk.
+    """
+    fd = _open_chunk(path, form, direct=_is_aligned(memory))
+    try:
+        _pread(fd, [memory.data], 0)
+    finally:
+        os.close(fd)
+    stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")
+    found = checksum(memory[: form.stored_bytes].data, 0)
+    if found != stored:
+        raise ChunkError(f"checksum mismatch: the bytes have CRC-32C {found:08x}, the file says {stored:08x}")
+    require_expected(stored, expected)
+
+
 def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool) -> int:
     """The CRC-32C at the end of chunk file `path`, for readers that move the payload by other means.
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from storage.arena import empty_aligned
-from storage.chunk import ChunkError, ChunkFormat
+from storage.chunk import ChunkError, ChunkFormat, check_chunk
 from storage.disk import disk_error
 from storage.drives import Drive
 from storage.errors import UserError
-from storage.readers import DirectReader, Reader
+from storage.readers import Reader
 
 _MOST_LISTED = 20
 
@@ -34,42 +35,50 @@ class ChunkFile:
 
 def read_chunk_file(reader: Reader, file: ChunkFile, out: torch.Tensor, origin: str) -> None:
     """Read the payload into `out` uint8 [payload_bytes]; UserError naming the file and `origin`, its generation."""
-    try:
+    with _reported(file, origin):
         reader.read(file.path, out, file.form, file.crc)
+    file.drive.count(read=file.form.file_bytes)
+
+
+@contextlib.contextmanager
+def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
+    """Turn what can go wrong with a chunk file into a UserError."""
+    try:
+        yield
     except ChunkError as error:
         raise UserError(
             f"{file.path} ({origin}): {error}; the drive or another program damaged the state: restore a checkpoint, "
             "or start again from an exported one"
         ) from error
     except OSError as error:
-        raise disk_error(error, file.path, f"reading {out.numel():,} bytes of {origin}") from error
-    file.drive.count(read=file.form.file_bytes)
+        raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error
 
 
 def scrub(files: Iterable[ChunkFile], origin: str, threads: int) -> int:
     """Read the files, `threads` at a time on every drive and all drives at once; returns the bytes read.
 
-    Direct I/O into memory of its own: `threads` chunks for each drive. UserError naming every file that is not what was
-    written, the first 20 of them.
+    Every byte of every file is checked, by direct I/O into memory of its own: `threads` chunks for each drive.
+    UserError naming every file that is not what was written, the first 20 of them.
     """
     work: dict[Drive, deque[ChunkFile]] = defaultdict(deque)
     total = largest = 0
     for file in files:
         work[file.drive].append(file)
         total += file.form.file_bytes
-        largest = max(largest, file.payload_bytes)
-    reader = DirectReader()
+        largest = max(largest, file.form.file_bytes)
     damaged: list[str] = []
 
     def run(queue: deque[ChunkFile]) -> None:
-        memory = empty_aligned(largest, torch.uint8)
+        memory = empty_aligned(largest, torch.uint8).numpy()
         while True:
             try:
                 file = queue.popleft()
             except IndexError:
                 return
             try:
-                read_chunk_file(reader, file, memory[: file.payload_bytes], origin)
+                with _reported(file, origin):
+                    check_chunk(file.path, memory[: file.form.file_bytes], file.form, file.crc)
+                file.drive.count(read=file.form.file_bytes)
             except UserError as error:
                 damaged.append(str(error))
 

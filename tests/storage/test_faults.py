@@ -1,0 +1,652 @@
+"""What can go wrong with a drive: a clear message, nothing lost, and it works once the cause is gone.
+
+Errors of the operating system are played by patched system calls, which runs everywhere; where this is root, a full
+disk and an unmounted drive are also real ones, on small file systems of their own.
+"""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvme_state import SPECS, assert_holds, content, read_all, write_all
+
+from storage import drives as drives_module
+from storage.arena import empty_aligned
+from storage.errors import UserError
+from storage.nvme import ArraySpec, NvmeStore
+
+Place = tuple[Path, list[Path]]
+
+
+@pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
+def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmeStore]:
+    """Generation 3 of a store, in slot 0; one call after the other, so that a number names a place."""
+    monkeypatch.setattr(drives_module, "WRITE_THREADS", 1)
+    folders = None if request.param == 1 else [tmp_path / "a", tmp_path / "b"]
+    store = NvmeStore.create(tmp_path / "state", SPECS, budget_bytes=None, drives=folders)
+    advance(store, 1, 2, 3)
+    yield store
+    store.close()
+
+
+def advance(store: NvmeStore, *steps: int) -> None:
+    for step in steps:
+        write_all(store, step)
+        store.commit({"step": step})
+
+
+def write_aligned(store: NvmeStore, step: int) -> None:
+    """write_all with memory that direct I/O takes."""
+    for spec in store.arrays():
+        for part, (start, stop) in enumerate(spec.parts()):
+            memory = empty_aligned(stop - start, getattr(torch, spec.dtype))
+            store.write(spec.buffer, spec.kind, part, memory.copy_(content(spec, step)[start:stop])).result()
+
+
+def assert_sound(root: Path, step: int, *, generation: int | None = None) -> None:
+    """Opening finds the generation of `step`, whole, and training can go on from it."""
+    with closing(NvmeStore.open(root)) as store:
+        assert store.meta == {"step": step}
+        assert generation is None or store.generation == generation
+        assert_holds(store, step)
+        store.verify()
+        advance(store, step + 100)
+        assert_holds(store, step + 100)
+
+
+def committed_files(store: NvmeStore) -> list[Path]:
+    return [array.committed(part)[1] for array in store._committable() for part in range(len(array.parts))]
+
+
+class Failing:
+    """Makes a system call fail from its `first` call on, `times` times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, code: int, first: int, times: int = 10**9):
+        self.calls, self.failed = 0, 0
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if first < self.calls <= first + times:
+                self.failed += 1
+                raise OSError(code, os.strerror(code))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+
+# ---------------------------------------------------------------- no space, broken drive: writes and commits
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("first", range(0, 14, 3))
+def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, first: int) -> None:
+    with monkeypatch.context() as patch:
+        failing = Failing(patch, "pwrite", code, first)
+        with pytest.raises(UserError, match=r"/c\.\d\.0: writing [\d,]+ bytes failed: ") as caught:
+            write_all(store, 4)
+    assert failing.failed
+    if code == errno.ENOSPC:
+        assert "No space left on device; free some space on this disk" in str(caught.value)
+    assert store.generation == 3
+    store.verify()  # the committed generation
+    if first % 2:  # the run goes on where it failed, or is resumed
+        write_all(store, 4)
+        store.commit({"step": 4})
+        assert_holds(store, 4)
+        store.close()
+        assert_sound(store.root, 4, generation=4)
+    else:
+        store.close()
+        assert_sound(store.root, 3, generation=3)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("first", [0, 3, 6, 7, 9])  # 7 chunk files, 3 to 6 folders
+def test_a_sync_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, first: int) -> None:
+    write_all(store, 4)
+    with monkeypatch.context() as patch:
+        Failing(patch, "fsync", code, first, times=1)
+        with pytest.raises(UserError, match=rf"{store.root.parent}/.*: syncing failed: {os.strerror(code)}"):
+            store.commit({"step": 4})
+    # The kernel says it once; the second time it would lie.
+    with pytest.raises(UserError, match="an earlier sync failed"):
+        store.commit({"step": 4})
+    with pytest.raises(UserError, match="an earlier sync failed"):
+        store.write("embed", "master", 0, content(SPECS[2], 4))
+    store.verify()
+    store.close()
+    assert_sound(store.root, 3, generation=3)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace", "fsync of the folder"])
+def test_the_manifest_cannot_be_written(
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    write_all(store, 4)
+    num_syncs = 7 + len({path.parent for path in committed_files(store)})
+    with monkeypatch.context() as patch:
+        first = {"write": 0, "replace": 0, "fsync": num_syncs, "fsync of the folder": num_syncs + 1}[call]
+        Failing(patch, call.split()[0], code, first, times=1)
+        message = rf"manifest\.json: writing the manifest of generation 4 failed: {os.strerror(code)}"
+        with pytest.raises(UserError, match=message):
+            store.commit({"step": 4})
+    assert store.generation == 3
+    if call == "write":  # nothing was touched: the space is there again, and the commit goes through
+        assert store.commit({"step": 4}) == 4
+        store.close()
+        assert_sound(store.root, 4, generation=4)
+        return
+    if "fsync" in call and "folder" not in call:
+        store.close()
+        assert_sound(store.root, 3, generation=3)
+        return
+    # Either generation may be the one on disk: nothing more is written to the chunk files of either.
+    with pytest.raises(UserError, match="the manifest could not be put in place"):
+        store.write("embed", "master", 0, content(SPECS[2], 5))
+    store.close()
+    assert_sound(store.root, 4 if call == "fsync of the folder" else 3)
+
+
+def test_no_file_can_be_made(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, flags, *args, **kwargs)
+
+    write_all(store, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(UserError, match=r"manifest\.json: writing the manifest of generation 4 failed: No space"):
+            store.commit({"step": 4})
+        with pytest.raises(UserError, match=r"c\.0\.0: writing 20,480 bytes failed: No space"):
+            write_all(store, 5)
+    write_all(store, 4)
+    store.commit({"step": 4})
+    store.close()
+    assert_sound(store.root, 4)
+
+
+# ---------------------------------------------------------------- reads
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 6])
+def test_a_read_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    with monkeypatch.context() as patch:
+        Failing(patch, "preadv", errno.EIO, first)
+        message = r"/c\.\d\.0: reading [\d,]+ bytes of generation 3 failed: Input/output error; check the disk"
+        with pytest.raises(UserError, match=message):
+            assert_holds(store, 3)
+        with pytest.raises(UserError, match=message):
+            store.verify()
+    assert_holds(store, 3)
+    store.verify()
+    store.close()
+    assert_sound(store.root, 3)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("most", [1, 4096, 8192])
+def test_short_writes(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, aligned: bool, most: int) -> None:
+    """The kernel may take less than it was given; with direct I/O whole blocks."""
+    if aligned and most < 4096:
+        pytest.skip("a direct write takes whole blocks")
+    real, shortened = os.pwrite, 0
+    most = max(most, 512)
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal shortened
+        shortened += len(data) > most
+        return real(fd, data[:most], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", short)
+        (write_aligned if aligned else write_all)(store, 4)
+    assert shortened >= 2
+    store.commit({"step": 4})
+    store.close()
+    assert_sound(store.root, 4)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("most", [512, 4096, 12288])
+def test_short_reads(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, aligned: bool, most: int) -> None:
+    if aligned and most < 4096:
+        pytest.skip("a direct read gives whole blocks")
+    real, shortened = os.preadv, 0
+
+    def short(fd: int, views: list[memoryview], offset: int) -> int:
+        nonlocal shortened
+        shortened += sum(map(len, views)) > most
+        return real(fd, [views[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    for spec in store.arrays():
+        for part, (start, stop) in enumerate(spec.parts()):
+            dtype = getattr(torch, spec.dtype)
+            out = empty_aligned(stop - start, dtype) if aligned else torch.empty(stop - start, dtype=dtype)
+            store.read(spec.buffer, spec.kind, part, out).result()
+            assert torch.equal(out, content(spec, 3)[start:stop])
+    assert shortened >= 2
+    store.verify()
+
+
+def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda fd, data, offset: 0)
+        with pytest.raises(UserError, match="the drive took no byte"):
+            write_all(store, 4)
+    advance(store, 4)
+    assert_holds(store, 4)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def places(raw: bytes, payload: int, rng: random.Random) -> dict[str, int]:
+    """One position for every kind of place in a chunk file."""
+    found = {
+        "first byte": 0,
+        "payload": rng.randrange(payload),
+        "last byte": payload - 1,
+        "checksum": len(raw) - rng.randint(1, 4),
+    }
+    if payload < len(raw) - 4:
+        found["padding"] = rng.randrange(payload, len(raw) - 4)
+    return found
+
+
+def test_a_flipped_bit_anywhere(store: NvmeStore) -> None:
+    """Every chunk file, every kind of place. A read may pass over a flipped bit of the padding: it is no state."""
+    rng, tried = random.Random(0), 0
+    for array in store._committable():
+        for part, (start, stop) in enumerate(array.parts):
+            path = array.committed(part)[1]
+            raw = path.read_bytes()
+            payload = (stop - start) * array.spec.item_bytes
+            for place, position in places(raw, payload, rng).items():
+                damaged = bytearray(raw)
+                damaged[position] ^= 1 << rng.randrange(8)
+                path.write_bytes(damaged)
+                message = rf"{path} \(generation 3\): checksum mismatch"
+                with pytest.raises(UserError, match=message):
+                    store.verify()
+                out = torch.empty(stop - start, dtype=getattr(torch, array.spec.dtype))
+                future = store.read(array.spec.buffer, array.spec.kind, part, out)
+                if place == "padding":
+                    with suppress(UserError):
+                        future.result()
+                        assert torch.equal(out, content(array.spec, 3)[start:stop])
+                else:
+                    with pytest.raises(UserError, match=message):
+                        future.result()
+                tried += 1
+            path.write_bytes(raw)
+    assert tried >= 34
+    store.close()
+    assert_sound(store.root, 3)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "empty", "folder"])
+def test_a_damaged_file(store: NvmeStore, damage: str) -> None:
+    for path in committed_files(store):
+        raw = path.read_bytes()
+        match damage:
+            case "missing" | "folder":
+                path.unlink()
+                if damage == "folder":
+                    path.mkdir()
+            case "truncated":
+                os.truncate(path, len(raw) - 4096)
+            case "longer":
+                path.write_bytes(raw + bytes(4096))
+            case "empty":
+                path.write_bytes(b"")
+        with pytest.raises(UserError, match=rf"^{path}.*generation 3"):
+            store.verify()
+        with pytest.raises(UserError, match=rf"^{path}.*generation 3"):
+            assert_holds(store, 3)
+        if damage == "folder":
+            path.rmdir()
+        path.write_bytes(raw)
+    store.close()
+    assert_sound(store.root, 3)
+
+
+def test_a_stale_file(store: NvmeStore) -> None:
+    """Whole and self-consistent, but of generation 3 when 5 is the committed one in the same slot."""
+    old = {path: path.read_bytes() for path in committed_files(store)}
+    advance(store, 4, 5)
+    assert committed_files(store) == list(old)
+    for path, raw in old.items():
+        good = path.read_bytes()
+        path.write_bytes(raw)
+        for found in (store.verify, lambda: assert_holds(store, 5)):
+            with pytest.raises(UserError, match=rf"{path} \(generation 5\): stale: whole, but of another generation"):
+                found()
+        path.write_bytes(good)
+    store.close()
+    assert_sound(store.root, 5)
+
+
+def test_all_damaged_files_are_listed(store: NvmeStore) -> None:
+    files = committed_files(store)
+    raw = {path: path.read_bytes() for path in files}
+    for path in files:
+        os.truncate(path, 4096)
+    with pytest.raises(UserError, match="7 chunk files of generation 3 are damaged:") as caught:
+        store.verify()
+    assert all(str(path) in str(caught.value) for path in files)
+    for path in files:
+        path.write_bytes(raw[path])
+    store.verify()
+
+
+def test_a_long_list_is_cut(tmp_path: Path) -> None:
+    spec = ArraySpec("embed", "master", 2048 * 30, "float32", 2048)
+    with closing(NvmeStore.create(tmp_path / "s", [spec], budget_bytes=None)) as store:
+        for part in range(30):
+            store.write("embed", "master", part, torch.ones(2048)).result()
+        store.commit({})
+        for path in committed_files(store):
+            path.unlink()
+        with pytest.raises(UserError, match="30 chunk files of generation 1 are damaged:") as caught:
+            store.verify()
+        lines = str(caught.value).splitlines()
+        assert len(lines) == 22
+        assert lines[-1] == "... and 10 more"
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+def test_a_stale_manifest(store: NvmeStore) -> None:
+    """An older manifest put back after two more commits: its slot was written over."""
+    path, backup = store.root / "manifest.json", store.root / "manifest.backup.json"
+    old, old_backup = path.read_bytes(), backup.read_bytes()
+    advance(store, 4, 5)
+    store.close()
+    good, good_backup = path.read_bytes(), backup.read_bytes()
+    path.write_bytes(old)
+    with pytest.raises(UserError, match=r"manifest\.json: holds generation 3, but generation 5 was committed.*backup"):
+        NvmeStore.open(store.root)
+    for other in (old_backup, None):  # even where nothing but the chunk files can tell
+        backup.unlink()
+        if other is not None:
+            backup.write_bytes(other)
+        with closing(NvmeStore.open(store.root)) as stale:
+            for found in (stale.verify, lambda stale=stale: assert_holds(stale, 3)):
+                with pytest.raises(
+                    UserError, match=r"c\.\d\.0 \(generation 3\): stale: whole, but of another generation"
+                ):
+                    found()
+        backup.write_bytes(good_backup)
+    path.write_bytes(good)
+    assert_sound(store.root, 5)
+
+
+def test_a_half_written_manifest(store: NvmeStore) -> None:
+    store.close()
+    path = store.root / "manifest.json"
+    good = path.read_bytes()
+    for size in [*range(0, len(good), 97), len(good) - 1]:
+        path.write_bytes(good[:size])
+        with pytest.raises(UserError, match=rf"{path}: not a readable manifest .*backup\.json holds generation 3"):
+            NvmeStore.open(store.root)
+    shutil.copy(store.root / "manifest.backup.json", path)  # what the message says
+    assert_sound(store.root, 3)
+
+
+def test_a_flipped_digit_in_the_manifest(store: NvmeStore) -> None:
+    store.close()
+    path = store.root / "manifest.json"
+    good = path.read_text()
+    digits = [match.start() for match in re.finditer(r"\d", good)]
+    for position in digits[:: max(1, len(digits) // 60)]:
+        digit = str((int(good[position]) + 1) % 10)
+        path.write_text(good[:position] + digit + good[position + 1 :])
+        with pytest.raises(UserError, match=rf"{path}: not a readable manifest"):
+            NvmeStore.open(store.root)
+    path.write_text(good)
+    assert_sound(store.root, 3)
+
+
+def test_a_missing_manifest_is_no_new_start(store: NvmeStore) -> None:
+    store.close()
+    path = store.root / "manifest.json"
+    good = path.read_bytes()
+    path.unlink()
+    with pytest.raises(UserError, match=rf"{path}: the file is missing; .*backup\.json holds generation 3"):
+        NvmeStore.open(store.root)
+    with pytest.raises(UserError, match="holds the state of another run"):
+        NvmeStore.create(store.root, SPECS, budget_bytes=None)
+    path.write_bytes(good)
+    assert_sound(store.root, 3)
+
+
+# ---------------------------------------------------------------- drives that disappear
+
+
+@pytest.mark.parametrize("how", ["renamed", "replaced"])
+def test_a_drive_goes_while_the_store_is_open(store: NvmeStore, how: str) -> None:
+    drive = store.drives[-1]
+    away = drive.with_name("away")
+    drive.rename(away)
+    if how == "replaced":
+        drive.mkdir()  # what is under a mount point
+    with pytest.raises(UserError, match=rf"{drive}/.*: writing [\d,]+ bytes failed: .*is the drive still mounted\?"):
+        write_all(store, 4)
+    with pytest.raises(UserError, match=rf"{drive}/.*\(generation 3\): the file is missing"):
+        assert_holds(store, 3)
+    with pytest.raises(UserError, match=rf"{drive}/.*\(generation 3\)"):
+        store.verify()
+    store.close()
+    if how == "replaced":
+        shutil.rmtree(drive)
+    away.rename(drive)
+    assert_sound(store.root, 3)
+
+
+def test_a_drive_goes_before_the_commit(store: NvmeStore) -> None:
+    drive = store.drives[-1]
+    away = drive.with_name("away")
+    write_all(store, 4)
+    drive.rename(away)
+    with pytest.raises(UserError, match=rf"{drive}/.*: (syncing|writing).* failed: No such file"):
+        store.commit({"step": 4})
+    store.close()
+    away.rename(drive)
+    assert_sound(store.root, 3)
+
+
+@pytest.mark.parametrize("how", ["renamed", "empty mount point", "unreadable"])
+def test_a_drive_is_gone_at_opening(store: NvmeStore, how: str) -> None:
+    store.close()
+    drive = store.drives[-1]
+    away = drive.with_name("away")
+    drive.rename(away)
+    if how == "empty mount point":
+        drive.mkdir()
+    elif how == "unreadable":
+        drive.write_text("not a folder")
+    expected = (
+        "no generation was ever committed|not a readable manifest"
+        if drive == store.root
+        else "part of generation 3.*is it mounted"
+    )
+    with pytest.raises(UserError, match=rf"{drive}.*({expected})"):
+        NvmeStore.open(store.root)
+    if how == "empty mount point":
+        assert list(drive.iterdir()) == []
+        drive.rmdir()
+    elif how == "unreadable":
+        drive.unlink()
+    away.rename(drive)
+    assert_sound(store.root, 3)
+
+
+# ---------------------------------------------------------------- two processes
+
+
+def _try_to_open(root: Path, answers: Any) -> None:
+    for attempt in (NvmeStore.open, lambda root: NvmeStore.create(root, SPECS, budget_bytes=None)):
+        try:
+            attempt(root).close()
+            answers.put("opened")
+        except UserError as error:
+            answers.put(str(error))
+
+
+def test_two_processes(store: NvmeStore) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
+    answers = context.Queue()
+    child = context.Process(target=_try_to_open, args=(store.root, answers))
+    child.start()
+    found = [answers.get(timeout=60), answers.get(timeout=60)]
+    child.join()
+    assert found == [f"{store.root}: in use by another process; wait until it ends, or stop it"] * 2
+    advance(store, 4)
+    assert_holds(store, 4)
+    store.close()
+    assert_sound(store.root, 4)
+
+
+# ---------------------------------------------------------------- real file systems
+
+
+@contextmanager
+def mounted(kind: str, place: Path, size: int) -> Iterator[Callable[[], None]]:
+    """A file system of `size` bytes at `place`; gives a function that mounts it again after an unmount. Root only."""
+    place.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount; run the tests as root, in a container that may mount, to have this one")
+    image = place.with_name(place.name + ".img")
+    if kind == "tmpfs":
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
+    else:
+        image.write_bytes(b"")
+        os.truncate(image, size)
+        command = ["mount", "-o", "loop", str(image), str(place)]
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("needs mkfs.ext4")
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)], check=True)
+
+    def mount() -> None:
+        if subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip(f"cannot mount {kind} here; a container needs CAP_SYS_ADMIN (and loop devices)")
+
+    mount()
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", str(place)], capture_output=True)
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("moment", ["write", "commit", "checkpoint"])
+def test_a_full_file_system(tmp_path: Path, kind: str, moment: str) -> None:
+    big = [ArraySpec("embed", "master", 2048 * 64, "float32", 2048 * 16)]  # 4 files of 132 KiB, twice
+    with mounted(kind, tmp_path / "mnt", 4 << 20):
+        root = tmp_path / "mnt" / "state"
+        store = NvmeStore.create(root, big, budget_bytes=None)
+        filler = tmp_path / "mnt" / "filler"
+
+        def put(step: int) -> None:
+            futures = [store.write("embed", "master", part, torch.full((2048 * 16,), float(step))) for part in range(4)]
+            for future in futures:
+                future.exception()
+            for future in futures:
+                future.result()
+
+        def fill_up() -> None:
+            filler.mkdir()
+            for size in (1 << 16, 1 << 10, 1):  # until not even a file of one byte finds room
+                with suppress(OSError):
+                    for number in range(10**6):
+                        with open(filler / f"{size}.{number}", "wb", buffering=0) as file:
+                            file.write(bytes(size))
+                            os.fsync(file.fileno())
+
+        put(1)
+        store.commit({"step": 1})
+        if moment == "write":
+            fill_up()
+            with pytest.raises(UserError, match=r"c\.\d\.0: writing 135,168 bytes failed: No space left on device"):
+                put(2)
+        elif moment == "commit":
+            put(2)
+            fill_up()
+            with pytest.raises(UserError, match=r"generation 2 failed: No space left on device; free some space"):
+                store.commit({"step": 2})
+        else:
+            put(2)
+            store.commit({"step": 2})
+            fill_up()
+            with pytest.raises(UserError, match=r"checkpoint 'one' needs [\d,]+ bytes of disk|No space left on device"):
+                store.checkpoint("one")
+        step = store.generation
+        assert step == (2 if moment == "checkpoint" else 1)
+        assert (read_all(store, big[0]) == step + (moment == "commit")).all()  # what was written is read
+        store.verify()
+        shutil.rmtree(filler)
+        store.close()
+        store = NvmeStore.open(root)
+        assert (read_all(store, big[0]) == step).all()
+        put(7)
+        assert store.commit({"step": 7}) == step + 1
+        store.checkpoint("one")
+        store.verify()
+        store.close()
+
+
+def test_an_unmounted_drive(tmp_path: Path) -> None:
+    root, place = tmp_path / "state", tmp_path / "mnt"
+    with mounted("ext4", place, 8 << 20) as mount:
+        store = NvmeStore.create(root, SPECS, budget_bytes=None, drives=[tmp_path / "a", place])
+        assert not any("one device" in warning for warning in store.warnings)
+        advance(store, 1, 2, 3)
+        store.close()
+        subprocess.run(["umount", str(place)], check=True)
+        for given in (None, [tmp_path / "a", place]):
+            with pytest.raises(UserError, match=rf"{place}: this drive holds part of generation 3.*is it mounted"):
+                NvmeStore.open(root, drives=given)
+        assert list(place.iterdir()) == []
+        mount()
+        assert_sound(root, 3)
+
+
+def test_an_unmounted_drive_while_open(tmp_path: Path) -> None:
+    root, place = tmp_path / "state", tmp_path / "mnt"
+    with mounted("ext4", place, 8 << 20) as mount:
+        store = NvmeStore.create(root, SPECS, budget_bytes=None, drives=[tmp_path / "a", place])
+        advance(store, 1, 2, 3)
+        subprocess.run(["umount", "-l", str(place)], check=True)
+        with pytest.raises(UserError, match=rf"{place}/.*is the drive still mounted"):
+            write_all(store, 4)
+        with pytest.raises(UserError, match=rf"{place}/.*\(generation 3\): the file is missing"):
+            store.verify()
+        store.close()
+        mount()
+        assert_sound(root, 3)
+
+
+def test_the_meaning_of_the_manifest_is_plain(store: NvmeStore) -> None:
+    """What the messages name can be looked up by hand."""
+    manifest = json.loads((store.root / "manifest.json").read_text())
+    assert manifest["generation"] == 3
+    assert {item["checksum"] for item in manifest["arrays"]} == {"crc32c"}
