@@ -10,17 +10,14 @@ import json
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.rundir import RunDir, is_live, read_recipe
-from storage.checkpoints import (
-    CheckpointInfo,
-    checkpoint_folder,
-    delete_checkpoint,
-    list_checkpoints,
-    read_checkpoint,
-)
 from storage.disk import atomic_write
 from storage.errors import UserError
+
+if TYPE_CHECKING:
+    from storage.checkpoints import CheckpointInfo
 
 _POLL_S = 0.1
 
@@ -30,8 +27,7 @@ class CheckpointRequests:
 
     def __init__(self, run_path: Path) -> None:
         self._folder = run_path / "requests"
-        self._folder.mkdir(exist_ok=True)
-        for leftover in self._folder.iterdir():
+        for leftover in self._folder.glob("*"):
             leftover.unlink()
         self._taken: set[str] = set()
 
@@ -56,6 +52,7 @@ def make_checkpoint(run_path: Path, name: str) -> int:
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
     from engine.session import AUTOMATIC
+    from storage.checkpoints import checkpoint_folder
 
     checkpoint_folder(run_path / "state", name)
     if AUTOMATIC.fullmatch(name):
@@ -77,6 +74,7 @@ def make_checkpoint(run_path: Path, name: str) -> int:
 def _ask(run_path: Path, name: str) -> int:
     folder = run_path / "requests"
     answer = folder / f"{name}.answer"
+    folder.mkdir(exist_ok=True)
     answer.unlink(missing_ok=True)
     atomic_write(folder / f"{name}.request", "")
     while not answer.exists():
@@ -93,11 +91,15 @@ def _ask(run_path: Path, name: str) -> int:
 
 def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
     """The checkpoints of a run, oldest first."""
+    from storage.checkpoints import list_checkpoints
+
     return list_checkpoints(run_path / "state")
 
 
 def delete_checkpoint_of(run_path: Path, name: str) -> None:
     """Delete checkpoint `name`. Raises UserError when there is no such, or while the run is running."""
+    from storage.checkpoints import delete_checkpoint, read_checkpoint
+
     read_checkpoint(run_path / "state", name)
     with RunDir.open(run_path) as run:
         delete_checkpoint(run.path / "state", name)
@@ -116,7 +118,7 @@ def scrub_run(run_path: Path) -> str:
     with RunDir.open(run_path) as run:
         root = state_folder(run.path)
         stores = [(root, drive_folders(run.path, run.recipe.storage))]
-        names = [info.name for info in list_checkpoints(root)]
+        names = [info.name for info in list_checkpoints_of(run.path)]
         stores += [(root / "checkpoints" / name, []) for name in names]
         for folder, drives in stores:
             with closing(NvmeStore.open(folder, drives=drives or None)) as store:

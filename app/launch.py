@@ -19,7 +19,6 @@ from app.progress import Display, print_summary, run_console
 from app.recipe import Recipe
 from app.rundir import RunDir, RunLog, read_info, read_jsonl
 from engine.events import Span, StepMetrics
-from storage.checkpoints import read_checkpoint
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -155,6 +154,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     info = read_info(run.path)
     step = info.step if resume else 0
     if checkpoint is not None:
+        from storage.checkpoints import read_checkpoint
+
         step = read_checkpoint(run.path / "state", checkpoint).meta["step"]
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")

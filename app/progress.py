@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from app.lanes import length, union
 from engine.events import Span, StepMetrics
 
 WARMUP_STEPS = 2
@@ -90,14 +91,7 @@ def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
     intervals: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
         intervals.setdefault(span.lane, []).append((span.start_s, span.end_s))
-    busy = {}
-    for lane, pieces in intervals.items():
-        total, reached = 0.0, -math.inf
-        for start, end in sorted(pieces):
-            total += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
-        busy[lane] = total
-    return busy
+    return {lane: length(union(pieces)) for lane, pieces in intervals.items()}
 
 
 def busiest_lane(spans: Sequence[Span]) -> tuple[str, float] | None:
@@ -154,8 +148,9 @@ class Display:
         self._console.print(text, markup=False, highlight=False)
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """Print where the blocks live."""
+        """Print where the blocks live and what that costs the drives."""
         self._console.print(plan_table(plan))
+        self.message(traffic_line(plan))
 
     def step(self, metrics: StepMetrics, spans: list[Span]) -> None:
         """Show a finished step."""
@@ -194,6 +189,15 @@ def plan_table(plan: dict[str, Any]) -> Table:
     return table
 
 
+def traffic_line(plan: dict[str, Any]) -> str:
+    """What a step reads from NVMe and writes to it, as planned."""
+    moved, spilled = plan["bytes_per_step"], plan["spilled_activations"]
+    if not moved["nvme_read"] + moved["nvme_write"]:
+        return "nothing passes through NVMe but committed generations"
+    line = f"each step reads {bytes_text(moved['nvme_read'])} from NVMe and writes {bytes_text(moved['nvme_write'])}"
+    return f"{line}, {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else line
+
+
 def _stem(name: str) -> str:
     return name.rsplit(".", 1)[0]
 
@@ -227,6 +231,21 @@ def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequen
         peak, budget = figures["peak_bytes"], figures["budget_bytes"]
         tiers.add_row(tier, bytes_text(peak), bytes_text(budget), f"{peak / budget:.0%}" if budget else "n/a")
     console.print(tiers)
+
+    drives = Table(header_style="bold")
+    for name in ("drive", "read", "written", "written a step", "endurance used"):
+        drives.add_column(name, justify="left" if name == "drive" else "right", overflow="fold")
+    for drive in summary["drives"]:
+        per_step, used = drive["bytes_written_per_step"], drive["percentage_used"]
+        drives.add_row(
+            drive["path"],
+            bytes_text(drive["bytes_read"]),
+            bytes_text(drive["bytes_written"]),
+            "n/a" if per_step is None else bytes_text(per_step),
+            "n/a" if used is None else f"{used:.0f}%",
+        )
+    if summary["drives"]:
+        console.print(drives)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

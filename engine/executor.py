@@ -21,6 +21,9 @@ from engine.ops import LANES, Op
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 
+MAX_QUEUED = 20_000
+"""Ops beyond which `submit` waits: some 20 MB of them, and work for seconds."""
+
 Perform = Callable[[Op], "Future[Any] | None"]
 """Carries out an op; a Future means that it goes on in the background and is done when the future is."""
 
@@ -87,8 +90,12 @@ class Executor:
     # ------------------------------------------------------------------ the main thread's side
 
     def submit(self, ops: Iterable[Op]) -> None:
-        """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one."""
+        """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one.
+
+        Waits while MAX_QUEUED ops are queued already: a step over millions of tokens has hundreds of thousands.
+        """
         with self._change:
+            self._change.wait_for(lambda: self._failure is not None or len(self._tickets) < MAX_QUEUED)
             self._raise_failure()
             for op in ops:
                 self._tickets[op.id] = _Ticket()

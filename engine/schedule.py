@@ -10,11 +10,12 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.ops import WHOLE, Emitter, Op, Resource, Slots
+from engine.ops import LANES, WHOLE, Emitter, Op, Resource, Slots
 from engine.plan import HIDDEN_SLOTS, SAVED_SLOTS, BlockShape, Chunk, Plan
 from engine.state_schedule import StateSchedule
 
@@ -384,3 +385,15 @@ class ScheduleBuilder:
             if spilled:
                 self._spill(kind, layer, chunk, region, nbytes, slots)
                 self._stages.release(slots["stage"])
+
+
+def bytes_per_step(plan: Plan) -> dict[str, int]:
+    """Bytes that each lane moves in a step once the run is under way; what a commit writes through is not counted."""
+    builder = ScheduleBuilder(plan)
+    for _ in builder.stream(1):
+        pass
+    moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
+    for ops in builder.stream(2):
+        for op in ops:
+            moved[op.lane] += op.nbytes
+    return dict(moved)

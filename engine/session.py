@@ -46,7 +46,7 @@ from engine.prepare import (
     resolve_device,
 )
 from engine.runtime import Runtime, StepData
-from engine.schedule import ScheduleBuilder
+from engine.schedule import ScheduleBuilder, bytes_per_step
 from engine.state import drive_folders, fill_store, load_memory, scratch_arrays, state_arrays, state_folder
 from storage.checkpoints import delete_checkpoint, list_checkpoints
 from storage.errors import UserError
@@ -302,7 +302,7 @@ def open_session(
         store = _new_state(root, drives, readers, spec, plan, model, train, loader, nvme_budget, identity)
     for warning in store.warnings:
         observer.on_message(warning)
-    observer.on_plan(plan.to_json())
+    observer.on_plan(plan.to_json() | {"bytes_per_step": bytes_per_step(plan)})
     return Session(
         spec=spec,
         plan=plan,

@@ -25,6 +25,8 @@ PLAN = {
         for name, tier in (("embed", "gpu"), ("layers.0", "ram"), ("layers.1", "ram"), ("head", "nvme"))
     ],
     "tiers": {},
+    "bytes_per_step": {"nvme_read": 4096, "nvme_write": 8192},
+    "spilled_activations": {"chunks": 0, "bytes": 0},
 }
 
 

@@ -16,7 +16,20 @@ from cli_process import FAKE_RUN, REPOSITORY, Cli, wait_until
 
 from app.rundir import read_info
 
-COMMANDS = ["train", "resume", "check", "export", "runs", "trace", "bench", "bench step"]
+COMMANDS = [
+    "train",
+    "resume",
+    "check",
+    "export",
+    "checkpoint",
+    "scrub",
+    "runs",
+    "trace",
+    "lanes",
+    "bench",
+    "bench step",
+    "bench storage",
+]
 SLOW = {"FAKE_STEP_S": "0.2"}
 
 
@@ -84,6 +97,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "step_s_median",
         "tiers",
         "lanes",
+        "drives",
     }
     found = status(run)
     assert set(found) == {"state", "pid", "step", "total_steps", "heartbeat"}

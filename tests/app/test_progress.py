@@ -16,6 +16,7 @@ from app.progress import (
     duration_text,
     plan_table,
     print_summary,
+    traffic_line,
 )
 from engine.events import Span, StepMetrics
 
@@ -84,7 +85,18 @@ PLAN: dict[str, Any] = {
         {"name": "head", "weights": "ram", "state": "nvme", "gradient": "ram", "bytes": 2**20},
     ],
     "tiers": {},
+    "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30},
+    "spilled_activations": {"chunks": 2, "bytes": 2**20},
 }
+
+
+def test_what_a_step_costs_the_drives_is_said_before_it_runs() -> None:
+    line = "each step reads 3.0 GiB from NVMe and writes 1.0 GiB"
+    assert traffic_line(PLAN) == line + ", 1.0 MiB of it activations"
+    nothing = {"spilled_activations": {"chunks": 0, "bytes": 0}}
+    assert traffic_line(PLAN | nothing) == line
+    idle = {"bytes_per_step": {"nvme_read": 0, "nvme_write": 0}}
+    assert "nothing passes through NVMe" in traffic_line(PLAN | nothing | idle)
 
 
 def test_plan_table_joins_layers_that_live_alike() -> None:
@@ -136,6 +148,15 @@ def test_summary_shows_every_figure() -> None:
         "step_s_median": 1.25,
         "tiers": {"gpu": {"budget_bytes": 2**30, "peak_bytes": 2**29}, "nvme": {"budget_bytes": 0, "peak_bytes": 0}},
         "lanes": {"h2d": {"busy_s": 5.0, "bytes": 2**31}, "compute": {"busy_s": 15.0, "bytes": 0}},
+        "drives": [
+            {
+                "path": "/mnt/a/run",
+                "bytes_read": 7 * 2**30,
+                "bytes_written": 9 * 2**30,
+                "bytes_written_per_step": 6 * 2**20,
+                "percentage_used": 3,
+            }
+        ],
     }
     console, out = screen()
     print_summary(console, summary, [4.0, 5.0], wall_s=20.0)
@@ -152,6 +173,11 @@ def test_summary_shows_every_figure() -> None:
         "75%",
         "512.0 MiB",
         "50%",
+        "/mnt/a/run",
+        "7.0 GiB",
+        "9.0 GiB",
+        "6.0 MiB",
+        "3%",
     ):
         assert part in out.getvalue()
     nothing = {"first_loss": None, "last_loss": float("nan"), "tokens_per_s": None, "step_s_median": None}

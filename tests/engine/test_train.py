@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.ops import Op
 from engine.optimizer import learning_rate
+from engine.schedule import bytes_per_step
 from engine.train import Session, train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -284,3 +285,29 @@ def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
         assert [step for step, _ in steps_at] == [2, 4, 5]
         assert steps_at[0][1] == 5, "the steps went on"
         assert session.store.meta["step"] == 5
+
+
+def test_a_bounded_queue_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for limit in (20_000, 40):
+        monkeypatch.setattr("engine.executor.MAX_QUEUED", limit)
+        with tiny.session(tmp_path / str(limit), gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+            run(session, 3)
+            digests.add(tiny.digest(session.store))
+    assert len(digests) == 1
+
+
+def test_the_plan_tells_what_a_step_moves(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        planned = bytes_per_step(session.plan)
+        session.executor.take_spans()
+        for _ in range(3):
+            train_step(session)
+        session.executor.submit(session.builder.finish(commit=False))
+        session.executor.drain()
+        spans = session.executor.take_spans()
+    state = 12 * sum(buffer.numel for buffer in session.plan.buffers.values())
+    assert planned["nvme_write"] > state
+    for lane in ("nvme_read", "nvme_write"):
+        measured = sum(s.bytes for s in spans if s.lane == lane) / 3
+        assert measured == pytest.approx(planned[lane], rel=0.1), lane
