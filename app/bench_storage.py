@@ -15,8 +15,10 @@ import contextlib
 import json as json_module
 import os
 import shutil
+import signal
 import statistics
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -106,6 +108,7 @@ def bench_storage(
     if len({os.stat(folder).st_dev for folder in folders}) < len(folders):
         warnings.append("several of the folders lie on one drive, whose speed they share")
     with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(_unwinding_signals())
         scratch = {folder: cleanup.enter_context(_scratch(folder)) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, chunk_bytes) for folder in folders]
         if len(folders) > 1:
@@ -168,6 +171,24 @@ def _parts_that_fit(folders: Sequence[Path], size_bytes: int, chunk_bytes: int) 
         return wanted, None
     total = bytes_text(fitting * len(folders) * chunk_bytes)
     return fitting, f"{where}: room is short, so {total} are moved per measurement"
+
+
+@contextlib.contextmanager
+def _unwinding_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process as Ctrl-C does, with everything cleaned up on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

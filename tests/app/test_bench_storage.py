@@ -160,7 +160,8 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, without_fio: None, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         "from pathlib import Path; from app.bench_storage import bench_storage\n"
         f"bench_storage([Path({str(tmp_path)!r})], size_bytes={SIZE}, chunk_bytes={CHUNK}, rounds=10**6)"
@@ -172,7 +173,7 @@ def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(60) != 0
     assert list(tmp_path.iterdir()) == []
 
