@@ -1,0 +1,303 @@
+"""A power cut loses what was not synced: what opens is whole, and never older than the last commit that returned."""
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvme_state import SPECS, assert_holds, content, read_all, write_all
+from powercut import Disk
+
+from storage.checkpoints import delete_checkpoint, list_checkpoints
+from storage.errors import UserError
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
+
+State = dict[ArraySpec, int]
+"""The step whose content each array has."""
+
+
+@dataclass
+class Expectation:
+    """What has been promised so far, and what is being done."""
+
+    states: dict[int, State] = field(default_factory=lambda: {0: {}})
+    """By generation; the newest may be in the making."""
+    promised: int = 0
+    """The last commit that returned."""
+    checkpoints: dict[str, State] = field(default_factory=dict)
+    """Made, and not being deleted."""
+    possible: dict[str, State] = field(default_factory=dict)
+    """Being made or deleted."""
+    seen: set[int] = field(default_factory=set)
+
+    def check(self, image: Path) -> None:
+        """Open what a power cut left, read every bit, and go on training."""
+        if self.promised == 0 and not (image / "manifest.json").exists():
+            with pytest.raises(UserError, match="no generation was ever committed"):
+                NvmeStore.open(image)
+            shutil.rmtree(image)
+            return
+        store = NvmeStore.open(image)
+        with closing(store):
+            assert self.promised <= store.generation <= max(self.states), (store.generation, self.promised)
+            self.seen.add(store.generation)
+            assert_state(store, self.states[store.generation])
+            names = {info.name for info in list_checkpoints(image)}
+            assert self.checkpoints.keys() <= names <= self.checkpoints.keys() | self.possible.keys()
+            for name in names:
+                with closing(NvmeStore.open(image / "checkpoints" / name)) as kept:
+                    assert_state(kept, (self.checkpoints | self.possible)[name])
+            if self.checkpoints and store.generation % 3 == 0:
+                name = min(self.checkpoints)
+                store.restore(name)
+                assert_state(store, self.checkpoints[name])
+        shutil.rmtree(image)
+
+
+def assert_state(store: NvmeStore, state: State) -> None:
+    for spec, step in state.items():
+        assert torch.equal(read_all(store, spec), content(spec, step)), (spec, step, store.generation)
+
+
+class Run:
+    """A store whose promises are noted."""
+
+    def __init__(self, root: Path, disk: Disk):
+        self.root = root
+        self.disk = disk
+        self.expected = Expectation()
+        disk.check = self.expected.check
+        self.latest: State = {}
+
+    def create(self, drives: list[Path] | None) -> None:
+        self.store = NvmeStore.create(self.root, SPECS, budget_bytes=None, drives=drives)
+
+    def reopen(self, drives: list[Path]) -> None:
+        self.store.close()
+        self.store = NvmeStore.open(self.root, drives=drives)
+
+    def step(self, step: int, specs: list[ArraySpec] = SPECS) -> None:
+        for spec in specs:
+            for part, (start, stop) in enumerate(spec.parts()):
+                self.store.write(spec.buffer, spec.kind, part, content(spec, step)[start:stop]).result()
+            self.latest = self.latest | {spec: step}
+        self._announce(self.latest)
+        self._keep(self.store.commit({"step": step}))
+
+    def checkpoint(self, name: str) -> None:
+        self.expected.possible[name] = self.expected.states[self.expected.promised]
+        self.store.checkpoint(name)
+        self.expected.checkpoints[name] = self.expected.possible.pop(name)
+        self.disk.cut()
+
+    def restore(self, name: str) -> None:
+        self.latest = self.expected.checkpoints[name]
+        self._announce(self.latest)
+        self._keep(self.store.restore(name))
+
+    def delete(self, name: str) -> None:
+        self.expected.possible[name] = self.expected.checkpoints.pop(name)
+        delete_checkpoint(self.root, name)
+        del self.expected.possible[name]
+        self.disk.cut()
+
+    def _announce(self, state: State) -> None:
+        self.expected.states[self.expected.promised + 1] = state
+
+    def _keep(self, generation: int) -> None:
+        assert generation == self.expected.promised + 1
+        self.expected.promised = generation
+        self.disk.cut()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Iterator[Path]:
+    """Where images are built: in memory where there is some, since opening them syncs."""
+    shm = Path("/dev/shm")
+    folder = (shm if os.access(shm, os.W_OK) else tmp_path) / f"penstock-test-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("links", "seed"), [(True, 0), (False, 1)], ids=["two drives, links", "one drive, copies"])
+def test_power_cut_at_a_third_of_the_calls(
+    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, links: bool, seed: int
+) -> None:
+    """Creating, writing, committing, checkpoints, restoring, a change of drives: two cuts after every third call."""
+    if not links:
+
+        def refuse(source: Any, target: Any) -> None:
+            raise OSError(errno.EPERM, "no links")
+
+        monkeypatch.setattr(os, "link", refuse)
+    top = tmp_path / "disk"
+    top.mkdir()
+    root = top
+    with monkeypatch.context() as patch:
+        disk = Disk(top, workspace, patch, seed=seed, share=1 / 3)
+        run = Run(root, disk)
+        run.create([root] if seed % 2 else [root / "a", root / "b"])
+        run.step(1)
+        run.checkpoint("one")
+        run.step(2)
+        run.step(3, SPECS[2:])
+        run.checkpoint("three")
+        run.step(4)
+        run.step(5)
+        run.restore("one")
+        run.step(6)
+        run.delete("one")
+        run.reopen([root / "b", root / "c"])
+        run.step(7, SPECS[:1])
+        run.step(8)
+        run.restore("three")
+        run.reopen([root / "b", root / "c"])
+        run.step(9)
+        run.delete("three")
+        run.store.close()
+        disk.close()
+    assert disk.calls > 700
+    assert disk.images > 400
+    assert len(run.expected.seen) >= 8
+
+
+def test_the_model_finds_what_is_not_synced(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that forgets to sync its chunk files, or its folders, is caught."""
+    for forgotten in ("file", "folder"):
+        top = tmp_path / forgotten
+        top.mkdir()
+        with monkeypatch.context() as patch:
+            disk = Disk(top, workspace, patch, seed=0, share=0)
+            run = Run(top, disk)
+            run.create(None)
+            run.step(1)
+            fsync = os.fsync
+
+            def forgetful(fd: int, fsync: Any = fsync, forgotten: str = forgotten) -> None:
+                path = os.readlink(f"/proc/self/fd/{fd}")
+                if not (os.path.basename(path).startswith("c.") if forgotten == "file" else path.endswith("/1")):
+                    fsync(fd)
+
+            patch.setattr(os, "fsync", forgetful)
+            with pytest.raises((AssertionError, UserError)):
+                run.step(2)
+            disk.close()
+        shutil.rmtree(workspace)
+        workspace.mkdir()
+
+
+# ---------------------------------------------------------------- a real file system
+
+
+def _train(root: Path, committed: "Synchronized[int]") -> None:
+    store = NvmeStore.open(root)
+    step = store.meta["step"]
+    while True:
+        step += 1
+        write_all(store, step)
+        store.commit({"step": step})
+        committed.value = step
+        if step % 5 == 0:
+            store.checkpoint(f"step-{step}")
+        if step % 5 == 3 and step > 5:
+            delete_checkpoint(root, f"step-{step - 3}")
+
+
+def _mount(image: Path, place: Path) -> None:
+    place.mkdir(exist_ok=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(place)], capture_output=True).returncode != 0:
+        pytest.skip("cannot mount a loop device here; a container needs CAP_SYS_ADMIN and /dev/loop*")
+
+
+def _loop_state(image: Path) -> str:
+    """Requests that the loop device of `image` has completed and has in flight."""
+    device = subprocess.run(["losetup", "-j", str(image)], capture_output=True, text=True, check=True).stdout
+    return Path("/sys/block", Path(device.split(":")[0]).name, "stat").read_text()
+
+
+def _copy_at_rest(image: Path, copy: Path) -> None:
+    """Copy a mounted image while nothing is written to it: what is on the disk in one moment."""
+    for _ in range(100):
+        before = _loop_state(image)
+        shutil.copyfile(image, copy)
+        if _loop_state(image) == before and before.split()[8] == "0":
+            return
+        time.sleep(0.02)
+    raise AssertionError("the loop device never rested")
+
+
+def _stopped(pid: int) -> bool:
+    states = [path.read_text().rsplit(")", 1)[1].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state in "TZ" for state in states)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a loop device; run the tests as root to have it")
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="needs mkfs.ext4 (e2fsprogs) and losetup (util-linux)")
+def test_power_cut_of_an_ext4_image(tmp_path: Path) -> None:
+    """The image of a mounted file system, copied while the process is stopped: its page cache goes with the power."""
+    image, copy, place, other = (tmp_path / name for name in ("disk.img", "copy.img", "mnt", "copy"))
+    image.write_bytes(b"")
+    os.truncate(image, 48 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    _mount(image, place)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
+    committed = context.Value("q", 1)
+    rng, steps = random.Random(1), [1]
+
+    def look(promised: int) -> None:
+        _copy_at_rest(image, copy)
+        _mount(copy, other)
+        try:
+            with closing(NvmeStore.open(other / "state")) as store:
+                step = store.meta["step"]
+                assert promised <= step <= promised + 1
+                assert_holds(store, step)
+                store.verify()
+                steps.append(step)
+                for info in list_checkpoints(other / "state"):
+                    with closing(NvmeStore.open(other / "state/checkpoints" / info.name)) as kept:
+                        assert_holds(kept, info.meta["step"])
+        finally:
+            subprocess.run(["umount", str(other)], check=True)
+
+    try:
+        with closing(NvmeStore.create(place / "state", SPECS, budget_bytes=None)) as store:
+            write_all(store, 1)
+            store.commit({"step": 1})
+        for _ in range(2):
+            child = context.Process(target=_train, args=(place / "state", committed))
+            child.start()
+            start = committed.value
+            while committed.value == start and child.is_alive():
+                time.sleep(0.01)
+            for _ in range(5):
+                time.sleep(rng.uniform(0, 0.05))
+                os.kill(child.pid or 0, signal.SIGSTOP)
+                while not _stopped(child.pid or 0):
+                    time.sleep(0.001)
+                look(committed.value)
+                os.kill(child.pid or 0, signal.SIGCONT)
+            child.kill()
+            child.join()
+            look(committed.value)
+            with closing(NvmeStore.open(place / "state")) as store:
+                committed.value = store.meta["step"]
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 5
