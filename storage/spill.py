@@ -140,8 +140,9 @@ def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         fd = _open(path, flags, src, direct=direct)
-    except FileNotFoundError:  # the first one on this drive
-        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # the first one on this drive, whose own folder is not made: it may have been unmounted
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(exist_ok=True)
         fd = _open(path, flags, src, direct=direct)
     try:
         views = [blocks]

@@ -1,0 +1,200 @@
+"""A disk that fails in the middle of training: one clear message, nothing lost, and the same bits once it is mended."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from engine.ops import Op
+from engine.session import Session
+from engine.train import train_step
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+STEPS = 4
+MOMENTS = 4
+"""Random moments at which each fault is tried, on each of two placements."""
+
+PLACEMENTS = {"nvme": (tiny.FLOOR, tiny.FLOOR), "mixed": (1_100_000, 1_000_000)}
+
+Patch = Callable[[pytest.MonkeyPatch, Path], None]
+
+
+def failing(function: str, code: int) -> Patch:
+    """From now on the system call behind os.`function` fails with `code`."""
+
+    def fail(*args: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return lambda patch, drive: patch.setattr(os, function, fail)
+
+
+def drive_goes(patch: pytest.MonkeyPatch, drive: Path) -> None:
+    """The drive's folder is not there any more, as after an unmount or a pulled plug."""
+    drive.rename(drive.with_name("unmounted"))
+
+
+FAULTS: dict[str, tuple[Patch, str]] = {
+    "disk full": (failing("pwrite", errno.ENOSPC), "No space left on device.*free some"),
+    "write error": (failing("pwrite", errno.EIO), "Input/output error"),
+    "read error": (failing("preadv", errno.EIO), "reading .*Input/output error"),
+    "sync error": (failing("fsync", errno.EIO), "Input/output error"),
+    "drive gone": (drive_goes, "No such file or directory|missing|is it mounted"),
+}
+
+
+def open_run(folder: Path, gpu: str | int, ram: str | int) -> Session:
+    training, storage = tiny.training(steps=STEPS, sequences_per_step=1), tiny.storage(checkpoint_every=1)
+    return tiny.session(folder, t=training, s=storage, gpu=gpu, ram=ram, drives=[folder / "drive"])
+
+
+def go_on(session: Session) -> None:
+    while session.step < STEPS:
+        train_step(session)
+    session.finish()
+
+
+def strike_at(session: Session, countdown: int, strike: Callable[[], None]) -> None:
+    """Call `strike` when the `countdown`th op from now begins."""
+    perform, lock = session.runtime.perform, threading.Lock()
+
+    def watched(op: Op) -> Any:
+        nonlocal countdown
+        with lock:
+            countdown -= 1
+            if countdown == 0:
+                strike()
+        return perform(op)
+
+    session.executor._perform = watched
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("straight")
+    with open_run(folder, tiny.FLOOR, tiny.FLOOR) as session:
+        go_on(session)
+        return tiny.digest(session.store)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, placement: str) -> None:
+    fault, message = FAULTS[name]
+    chance = random.Random(f"{name} {placement}")
+    for moment in range(MOMENTS):
+        folder = tmp_path / str(moment)
+        with pytest.MonkeyPatch.context() as patch, open_run(folder, *PLACEMENTS[placement]) as session:
+            drive = folder / "drive"
+            strike_at(session, chance.randrange(1, 400), lambda patch=patch, drive=drive: fault(patch, drive))  # type: ignore[misc]
+            with pytest.raises(UserError, match=message) as failure:
+                go_on(session)
+            before = session.store.generation
+        assert str(folder) in str(failure.value), "the message names the file"
+        if (folder / "unmounted").exists():
+            with pytest.raises(UserError, match=rf"generation {before}.*mounted|mounted.*generation {before}"):
+                open_run(folder, *PLACEMENTS[placement])
+            (folder / "unmounted").rename(folder / "drive")
+        with open_run(folder, *PLACEMENTS[placement]) as session:
+            assert session.store.generation >= before
+            go_on(session)
+            assert tiny.digest(session.store) == straight
+
+
+def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:4096], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: read(fd, [views[0][:4096]], offset))
+    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+        go_on(session)
+        assert tiny.digest(session.store) == straight
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, mounted at `folder`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="mounting a small file system needs root; the patched faults run anywhere"
+)
+def test_a_disk_that_really_fills_up(tmp_path: Path, straight: str) -> None:
+    """Something else takes the last byte in the middle of a step, when activations and new slots still need room."""
+    with small_disk(tmp_path / "drive", "64m") as drive:
+        for moment in (30, 90, 200):
+            shutil.rmtree(tmp_path / "state", ignore_errors=True)
+            for old in drive.iterdir():
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            ballast = drive / "ballast"
+            with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+                strike_at(session, moment, lambda ballast=ballast: fill(ballast))  # type: ignore[misc]
+                with pytest.raises(UserError, match=rf"{drive}.*No space left on device"):
+                    go_on(session)
+            ballast.unlink()
+            with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+                go_on(session)
+                assert tiny.digest(session.store) == straight
+
+
+def fill(path: Path) -> None:
+    """Write to `path` until the disk is full."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    with suppress(OSError):
+        while True:
+            os.write(fd, bytes(1 << 16))
+    os.close(fd)
+    assert shutil.disk_usage(path).free == 0
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped bit": (lambda path: _flip(path), "checksum mismatch"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 4096), "has .* bytes and should have"),
+    "missing": (lambda path: path.unlink(), "missing"),
+}
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[7] ^= 64
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_chunk_is_named_with_its_generation(tmp_path: Path, straight: str, name: str) -> None:
+    damage, message = DAMAGES[name]
+    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+        train_step(session)
+        train_step(session)
+        session.finish()
+        generation = session.store.generation
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        array = store._arrays["layers.1", "exp_avg"]
+        path = array.committed(0)[1]
+    whole = path.read_bytes()
+    damage(path)
+    with (
+        open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session,
+        pytest.raises(UserError, match=rf"{path} \(generation {generation}\): .*{message}"),
+    ):
+        go_on(session)
+    path.write_bytes(whole)
+    with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
+        go_on(session)
+        assert tiny.digest(session.store) == straight
