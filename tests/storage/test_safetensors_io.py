@@ -121,12 +121,10 @@ def test_reading_keeps_nothing_resident(tmp_path: Path) -> None:
     process = psutil.Process()
     reader = CheckpointReader(tmp_path)
     out = torch.zeros(8 << 20)
-    reader.read_into("w0", out)  # what the allocator keeps for the temporaries of `all` is not ours to count
-    assert out.all()
     before = process.memory_info().rss
     for name in reader.tensors:
         reader.read_into(name, out)
-        assert out.all()
+        assert out.min() == 1  # without temporaries, which the allocator might keep
     assert process.memory_info().rss - before < 20 << 20
 
 
