@@ -38,7 +38,8 @@ gpu-check:
 	@if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	    echo "gpu-check: skipped, torch in $(PYTHON) sees no CUDA device"; \
 	else \
-	    PYTHONPATH=. $(PYTHON) -m pytest tests/gpu && PYTHONPATH=. $(PYTHON) -m app.cli bench step --json; \
+	    PYTHONPATH=. $(PYTHON) -m pytest tests/gpu && PYTHONPATH=. $(PYTHON) -m app.cli bench step --json \
+	        && PYTHONPATH=. $(PYTHON) -m app.cli bench storage . --json; \
 	fi
 
 clean:

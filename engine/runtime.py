@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Runtime:
         self._steps: dict[int, StepData] = {}
         self._inputs: OrderedDict[tuple[int, int], LayerInputs] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
+        self._actions = self._all_actions()
 
     def begin(self, step: int, data: StepData) -> None:
         """Give the batch of `step` before its ops are submitted; forgets steps that no op can need any more."""
@@ -98,9 +100,24 @@ class Runtime:
 
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""
-        action: Callable[[Op], Future[Any] | None] = getattr(self, "_op_" + op.action)
         with torch.no_grad():
-            return action(op)
+            return self._actions[op.action](op)
+
+    def _all_actions(self) -> dict[str, Callable[[Op], Future[Any] | None]]:
+        """Action -> its method: `_op_ACTION`, or one method for an action on several kinds."""
+        of_kinds = {
+            ("load", self._load_hidden): ("x", "dy"),
+            ("store", self._store_hidden): ("x", "dy"),
+            ("spill", self._spill): ("x", "saved", "kv"),
+            ("unspill", self._unspill): ("x", "saved", "kv"),
+            ("discard", self._discard): ("x", "saved", "kv"),
+            ("stage", self._stage_state): STATE_KINDS,
+            ("checkpoint", self._checkpoint_part): STATE_KINDS,
+        }
+        actions = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_op_")}
+        for (verb, method), kinds in of_kinds.items():
+            actions |= {f"{verb}_{kind}": partial(method, kind) for kind in kinds}
+        return actions
 
     # ------------------------------------------------------------------ views
 
@@ -282,18 +299,6 @@ class Runtime:
         slot = self._hidden(op.slots["slot"], self._chunk(op))
         self._activation(kind, op).view(self._dtype).view(slot.shape).copy_(slot, non_blocking=True)
 
-    def _op_load_x(self, op: Op) -> None:
-        self._load_hidden("x", op)
-
-    def _op_store_x(self, op: Op) -> None:
-        self._store_hidden("x", op)
-
-    def _op_load_dy(self, op: Op) -> None:
-        self._load_hidden("dy", op)
-
-    def _op_store_dy(self, op: Op) -> None:
-        self._store_hidden("dy", op)
-
     def _op_load_saved(self, op: Op) -> None:
         self.gpu.saved[op.slots["saved"]][: op.nbytes].copy_(self._activation("saved", op), non_blocking=True)
 
@@ -338,21 +343,12 @@ class Runtime:
         stage = self._part_stage(op.slots["stage"], end - start, self._gradient_dtype)
         stage.copy_(flat[start:end].to(stage.dtype), non_blocking=True)
 
-    def _stage_state(self, op: Op, kind: int) -> None:
+    def _stage_state(self, kind: str, op: Op) -> None:
         state = self.gpu.buffers[op.block].state
         assert state is not None
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self._part_stage(op.slots["stage"], end - start, torch.float32)
-        stage.copy_(state[kind][start:end], non_blocking=True)
-
-    def _op_stage_master(self, op: Op) -> None:
-        self._stage_state(op, 0)
-
-    def _op_stage_exp_avg(self, op: Op) -> None:
-        self._stage_state(op, 1)
-
-    def _op_stage_exp_avg_sq(self, op: Op) -> None:
-        self._stage_state(op, 2)
+        stage.copy_(state[STATE_KINDS.index(kind)][start:end], non_blocking=True)
 
     # ------------------------------------------------------------------ host: optimizer
 
@@ -448,33 +444,6 @@ class Runtime:
     def _discard(self, kind: str, op: Op) -> Future[Any]:
         return self.store.discard(f"{kind}.{op.block}.{op.index}")
 
-    def _op_discard_x(self, op: Op) -> Future[Any]:
-        return self._discard("x", op)
-
-    def _op_discard_saved(self, op: Op) -> Future[Any]:
-        return self._discard("saved", op)
-
-    def _op_discard_kv(self, op: Op) -> Future[Any]:
-        return self._discard("kv", op)
-
-    def _op_spill_x(self, op: Op) -> Future[Any]:
-        return self._spill("x", op)
-
-    def _op_spill_saved(self, op: Op) -> Future[Any]:
-        return self._spill("saved", op)
-
-    def _op_spill_kv(self, op: Op) -> Future[Any]:
-        return self._spill("kv", op)
-
-    def _op_unspill_x(self, op: Op) -> Future[Any]:
-        return self._unspill("x", op)
-
-    def _op_unspill_saved(self, op: Op) -> Future[Any]:
-        return self._unspill("saved", op)
-
-    def _op_unspill_kv(self, op: Op) -> Future[Any]:
-        return self._unspill("kv", op)
-
     def _op_write_state(self, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         stage = self.ram.state_stages[op.slots["stage"]]
@@ -506,20 +475,11 @@ class Runtime:
             ]
         )
 
-    def _checkpoint_part(self, op: Op, kind: str) -> Future[Any]:
+    def _checkpoint_part(self, kind: str, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
         return self.store.write(
             op.block, kind, op.index, self._part_stage(op.slots["stage"], end - start, torch.float32)
         )
-
-    def _op_checkpoint_master(self, op: Op) -> Future[Any]:
-        return self._checkpoint_part(op, "master")
-
-    def _op_checkpoint_exp_avg(self, op: Op) -> Future[Any]:
-        return self._checkpoint_part(op, "exp_avg")
-
-    def _op_checkpoint_exp_avg_sq(self, op: Op) -> Future[Any]:
-        return self._checkpoint_part(op, "exp_avg_sq")
 
     def _op_commit(self, op: Op) -> None:
         self._commit(op.step)
