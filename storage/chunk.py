@@ -6,6 +6,7 @@ checksum included, is a whole number of 4 KiB blocks: without that padding no re
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -47,16 +48,22 @@ class ChunkFormat:
 
 
 def supports_direct(folder: Path) -> bool:
-    """Whether files of existing `folder` can be opened for direct I/O (some network and memory file systems refuse)."""
+    """Whether a block can be written to existing `folder` by direct I/O: some network and memory file systems refuse.
+
+    True as well where nothing can be written: whoever wants to learns the reason.
+    """
     probe = folder / f".direct-{os.getpid()}.tmp"
     try:
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644))
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(fd, mmap.mmap(-1, BLOCK_BYTES), 0)
+        finally:
+            os.close(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
+        return error.errno != errno.EINVAL
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink()
     return True
 
 

@@ -75,10 +75,16 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the entries of a folder durable: files created, renamed or removed in it."""
+    """Make the entries of a folder durable: files created, renamed or removed in it.
+
+    Some network and user-space file systems have no such call: there, nothing is done.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(fd)
 

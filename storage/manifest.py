@@ -144,7 +144,8 @@ class Manifest:
         except FileNotFoundError as error:
             if backup is None:
                 raise UserError(
-                    f"{path}: no such file: no generation was ever committed here; start a new run"
+                    f"{path}: no such file: no generation was ever committed here, or its drive is not mounted; "
+                    "start a new run, or mount it"
                 ) from error
             raise UserError(f"{path}: the file is missing; {_hint(root, backup)}") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:

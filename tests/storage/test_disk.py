@@ -1,9 +1,10 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from storage.disk import atomic_write, require_free, require_writable, temporary_name
+from storage.disk import atomic_write, fsync_dir, link_or_copy, require_free, require_writable, temporary_name
 from storage.errors import UserError
 
 
@@ -25,6 +26,38 @@ def test_not_enough_disk(tmp_path: Path) -> None:
     require_free(tmp_path, 1, "a byte")
     with pytest.raises(UserError, match=r"the moon needs 1,000,000,000,000,000,000 bytes.* are free"):
         require_free(tmp_path, 10**18, "the moon")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_file_systems_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if code == errno.EINVAL:
+        fsync_dir(tmp_path)
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            fsync_dir(tmp_path)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(256)) * 40_000)
+    if not links:
+
+        def refuse(source: Path, target: Path) -> None:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+        monkeypatch.setattr(os, "link", refuse)
+    assert link_or_copy(source, target) in ({"link"} if links else {"reflink", "copy"})
+    assert target.read_bytes() == source.read_bytes()
+    assert source.stat().st_nlink == 1 + links
+    with pytest.raises(FileExistsError):
+        link_or_copy(source, target)
+    with pytest.raises(FileNotFoundError):
+        link_or_copy(tmp_path / "nothing", tmp_path / "new")
 
 
 @pytest.mark.parametrize("content", ["text", b"bytes", ""])

@@ -254,6 +254,26 @@ def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.Monkey
     assert_holds(store, 4)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        Failing(patch, "pwrite", code, 1)
+        with pytest.raises(
+            UserError, match=rf"spill/k: writing 9,000 bytes of activations failed: {os.strerror(code)}"
+        ):
+            store.spill("k", data).result()
+    store.spill("l", data).result()
+    with monkeypatch.context() as patch:
+        Failing(patch, "preadv", code, 1)
+        with pytest.raises(
+            UserError, match=rf"spill/l: reading 9,000 bytes of activations failed: {os.strerror(code)}"
+        ):
+            store.unspill("l", out).result()
+    store.close()
+    assert_sound(store.root, 3)
+
+
 # ---------------------------------------------------------------- damage
 
 
@@ -341,6 +361,25 @@ def test_a_stale_file(store: NvmeStore) -> None:
         path.write_bytes(good)
     store.close()
     assert_sound(store.root, 5)
+
+
+def test_a_drive_from_the_past(tmp_path: Path) -> None:
+    """One of two drives comes back from a snapshot of two generations ago: its identity is right, its state is not."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    with closing(NvmeStore.create(tmp_path / "state", SPECS, budget_bytes=None, drives=[a, b])) as store:
+        advance(store, 1, 2, 3)
+        shutil.copytree(b, tmp_path / "snapshot")
+        advance(store, 4, 5)
+    b.rename(tmp_path / "now")
+    (tmp_path / "snapshot").rename(b)
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        with pytest.raises(UserError, match=rf"3 chunk files of generation 5 are damaged:\n{b}/.*stale"):
+            store.verify()
+        with pytest.raises(UserError, match=rf"{b}/.* \(generation 5\): stale"):
+            assert_holds(store, 5)
+    shutil.rmtree(b)
+    (tmp_path / "now").rename(b)
+    assert_sound(tmp_path / "state", 5)
 
 
 def test_all_damaged_files_are_listed(store: NvmeStore) -> None:
@@ -450,7 +489,9 @@ def test_a_drive_goes_while_the_store_is_open(store: NvmeStore, how: str) -> Non
         drive.mkdir()  # what is under a mount point
     with pytest.raises(UserError, match=rf"{drive}/.*: writing [\d,]+ bytes failed: .*is the drive still mounted\?"):
         write_all(store, 4)
-    with pytest.raises(UserError, match=rf"{drive}/.*\(generation 3\): the file is missing"):
+    with pytest.raises(
+        UserError, match=rf"{drive}/.*\(generation 3\): the folder is gone: is the drive still mounted\?"
+    ):
         assert_holds(store, 3)
     with pytest.raises(UserError, match=rf"{drive}/.*\(generation 3\)"):
         store.verify()
@@ -638,7 +679,7 @@ def test_an_unmounted_drive_while_open(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(place)], check=True)
         with pytest.raises(UserError, match=rf"{place}/.*is the drive still mounted"):
             write_all(store, 4)
-        with pytest.raises(UserError, match=rf"{place}/.*\(generation 3\): the file is missing"):
+        with pytest.raises(UserError, match=rf"{place}/.*\(generation 3\): the folder is gone: is the drive"):
             store.verify()
         store.close()
         mount()

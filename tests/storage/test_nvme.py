@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from storage import chunk, disk
 from storage.arena import HostArena
 from storage.errors import BudgetError, UserError
 from storage.nvme import ArraySpec, NvmeStore, Traffic
+from storage.readers import DirectReader, Readers
 
 MASTER, WEIGHTS, EMBED = SPECS
 
@@ -219,6 +221,54 @@ def test_counters(store: NvmeStore) -> None:
     assert (store.bytes_written, store.bytes_read) == (files, files)
     assert store.traffic() == {store.root: Traffic(files, files)}
     assert files < store.disk_bytes() < 3 * files
+
+
+def test_reads_go_through_the_given_reader(tmp_path: Path) -> None:
+    """It is told what the manifest says of every chunk, and serves only memory of the host where there is no other."""
+
+    class Noting(DirectReader):
+        def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+            told.append((path.name, out.numel(), expected))
+            super().read(path, out, form, expected)
+
+    told: list[tuple[str, int, int | None]] = []
+    store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=None, readers=Readers(Noting(), None))
+    write_all(store, 1)
+    store.commit({})
+    read_all(store, MASTER)
+    crcs = store._arrays["layers.0", "master"].crcs
+    assert told == [("c.0.0", 16384, crcs[0]), ("c.1.0", 16384, crcs[1]), ("c.2.0", 8192, crcs[2])]
+    with pytest.raises(AssertionError, match="no reader for memory of meta"):
+        store.read("embed", "master", 0, torch.empty(1000, device="meta"))
+    store.close()
+
+
+def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses direct I/O: everything passes through the page cache, and a warning says so."""
+    real = os.open
+
+    def refuse(path: str, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=None)
+    assert any("direct I/O" in warning for warning in store.warnings)
+    arena = HostArena(1 << 16, budget_bytes=1 << 16, pin=False)
+    aligned = arena.slot("a", 16384)
+    write_all(store, 1)
+    store.commit({})
+    store.read("layers.0", "master", 0, aligned.view(torch.float32)).result()
+    assert torch.equal(aligned.view(torch.float32), content(MASTER, 1)[:4096])
+    store.spill("k", aligned).result()
+    store.unspill("k", aligned.zero_()).result()
+    assert torch.equal(aligned.view(torch.float32), content(MASTER, 1)[:4096])
+    store.verify()
+    store.checkpoint("one")
+    store = reopen(store)
+    assert_holds(store, 1)
+    store.close()
 
 
 def test_reads_go_on_during_commits(store: NvmeStore) -> None:
