@@ -16,13 +16,12 @@ from pathlib import Path
 
 from storage.chunk import ChunkFormat
 from storage.disk import disk_error, fsync_dir, fsync_file
-from storage.drives import Drive, stripe
+from storage.drives import CHECKPOINTS, SCRATCH, Drive, stripe
 from storage.layout import part_numel_even
 from storage.manifest import ArraySpec, Stored
 from storage.scrub import ChunkFile
 
-SCRATCH = "scratch"
-CHECKPOINTS = "checkpoints"
+_DIMENSIONS = ["part", "element"]
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +118,7 @@ class Array:
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
             "fill_value": 0,
-            "dimension_names": ["part", "element"],
+            "dimension_names": _DIMENSIONS,
         }
         return json.dumps(metadata, indent=1).encode()
 
@@ -164,7 +163,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def remove_arrays(folder: Path) -> None:
-    """Remove all arrays from a drive's folder and nothing else (no checkpoints, no scratch)."""
+    """Remove all our arrays from a drive's folder and nothing else: no checkpoints, no scratch, no array of others."""
     for path in list(_slots(folder)):
         shutil.rmtree(path, ignore_errors=True)
         for parent in (path.parent, path.parent.parent):
@@ -188,5 +187,8 @@ def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
 
 def _slots(folder: Path) -> Iterator[Path]:
     for path in folder.glob("*/*/[01]/zarr.json"):
-        if path.parts[-4] not in (SCRATCH, CHECKPOINTS):
-            yield path.parent
+        if path.parts[-4] in (SCRATCH, CHECKPOINTS):
+            continue
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if json.loads(path.read_bytes()).get("dimension_names") == _DIMENSIONS:
+                yield path.parent

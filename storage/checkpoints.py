@@ -19,9 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from storage import manifest
-from storage.arrays import CHECKPOINTS, Array, make_folders
+from storage.arrays import Array, make_folders
 from storage.disk import disk_error, fsync_dir, link_or_copy, publish
-from storage.drives import Drive, DriveSet, Identity, Locks, locate, read_identity, record, stripe, write_identity
+from storage.drives import (
+    CHECKPOINTS,
+    Drive,
+    DriveSet,
+    Identity,
+    Locks,
+    locate,
+    read_identity,
+    record,
+    stripe,
+    write_identity,
+)
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest, Stored
 

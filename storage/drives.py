@@ -24,6 +24,8 @@ from storage.filesystem import check_folder
 from storage.manifest import DriveRecord, Manifest
 
 IDENTITY_NAME = "drive.json"
+SCRATCH = "scratch"
+CHECKPOINTS = "checkpoints"
 FREE_MARGIN = 1.05
 """What is asked of the free disk, times what is needed: file systems have some use for space themselves."""
 READ_THREADS = 4
@@ -159,6 +161,9 @@ def claim(folder: Path, store: str | None, root: Path) -> str | None:
     """
     identity = read_identity(folder)
     if identity is None:
+        for name in (SCRATCH, CHECKPOINTS):
+            if (folder / name).exists():
+                raise UserError(f"{folder / name}: is not ours and would be in our way; choose an empty folder")
         return None
     if identity.checkpoint is not None:
         raise UserError(f"{folder}: is checkpoint '{identity.checkpoint}' of a run; choose another folder")

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from storage import checkpoints, chunk, drives, manifest
-from storage.arrays import CHECKPOINTS, SCRATCH, Array, make_folders, remove_arrays, sweep_strays
+from storage.arrays import Array, make_folders, remove_arrays, sweep_strays
 from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
-from storage.drives import READ_THREADS, Drive, DriveSet, Locks, Traffic
+from storage.drives import CHECKPOINTS, READ_THREADS, SCRATCH, Drive, DriveSet, Locks, Traffic
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest
 from storage.readers import DirectReader, Readers
@@ -101,6 +101,7 @@ class NvmeStore:
         try:
             locks.take(root)
             if (root / manifest.FILE_NAME).exists() or manifest.has_backup(root):
+                Manifest.read(root)  # says so where it is damaged or gone
                 raise UserError(f"{root}: holds the state of another run; resume that run, or choose another folder")
             for folder in folders:
                 require_writable(folder)
@@ -114,8 +115,9 @@ class NvmeStore:
             assert len(store._arrays) == len(arrays), "an array is listed twice"
             store._room.require_new(added, [], "two generations of the state")
             for folder in folders:
-                remove_arrays(folder)
-                shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+                if _read_identity(folder) is not None:  # an aborted start
+                    remove_arrays(folder)
+                    shutil.rmtree(folder / SCRATCH, ignore_errors=True)
             store._settle()
         except BaseException:
             locks.release()
@@ -159,7 +161,7 @@ class NvmeStore:
             store = NvmeStore(root, locks, current, found, active, budget_bytes, readers)
             if current.checkpoint is None:
                 store._sweep()
-                if given:
+                if any(array.layout != array.target for array in store._arrays.values()):
                     store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 store._settle()
         except BaseException:
@@ -478,10 +480,11 @@ class NvmeStore:
             self._tidy(moved)
 
 
-# The methods' parameter `drives` hides the module in these two.
+# The parameter `drives` of create and open hides the module.
 _distinct = drives.distinct
 _claim = drives.claim
 _locate = drives.locate
+_read_identity = drives.read_identity
 
 
 def _payload(array: Array, part: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from storage.arrays import SCRATCH
 from storage.chunk import BLOCK_BYTES
 from storage.crc import checksum
 from storage.disk import disk_error
-from storage.drives import Drive, DriveSet
+from storage.drives import SCRATCH, Drive, DriveSet
 from storage.errors import UserError
 
 _FOLDER = "spill"

@@ -249,6 +249,38 @@ def test_an_aborted_start_is_no_obstacle(tmp_path: Path) -> None:
     assert not (tmp_path / "a" / "embed").exists()
 
 
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    """A folder with arrays and folders of somebody else, before, during and after it is one of our drives."""
+    theirs = tmp_path / "a" / "image" / "labels" / "0"
+    theirs.mkdir(parents=True)
+    (theirs / "zarr.json").write_text('{"dimension_names": ["y", "x"]}')
+    (theirs / "c.0.0").write_text("theirs")
+    for name in ("scratch", "checkpoints"):
+        (tmp_path / "a" / name).mkdir()
+        with pytest.raises(UserError, match=rf"a/{name}: is not ours and would be in our way"):
+            NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=folders(tmp_path, "a"))
+        (tmp_path / "a" / name).rmdir()
+    for _ in range(2):
+        NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=folders(tmp_path, "a")).close()
+    with closing(NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=folders(tmp_path, "a"))) as store:
+        write_all(store, 1)
+        store.commit({})
+    with closing(NvmeStore.open(tmp_path / "root", drives=folders(tmp_path, "b"))) as store:
+        write_all(store, 2)
+        store.commit({})
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["0", "c.0.0", "image", "labels", "zarr.json"]
+
+
+def test_a_full_disk_opens(store: NvmeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the drives that it has: there may be nothing to write, as for an export."""
+    store.checkpoint("one")
+    store.close()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with closing(NvmeStore.open(store.root, drives=folders(tmp_path, "ab"))) as again:
+        assert_holds(again, 2)
+
+
 def test_an_unreadable_identity(store: NvmeStore, tmp_path: Path) -> None:
     store.close()
     text = (tmp_path / "a/drive.json").read_text()

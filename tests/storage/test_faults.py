@@ -471,7 +471,7 @@ def test_a_missing_manifest_is_no_new_start(store: NvmeStore) -> None:
     path.unlink()
     with pytest.raises(UserError, match=rf"{path}: the file is missing; .*backup\.json holds generation 3"):
         NvmeStore.open(store.root)
-    with pytest.raises(UserError, match="holds the state of another run"):
+    with pytest.raises(UserError, match=rf"{path}: the file is missing; .*backup\.json holds generation 3"):
         NvmeStore.create(store.root, SPECS, budget_bytes=None)
     path.write_bytes(good)
     assert_sound(store.root, 3)
