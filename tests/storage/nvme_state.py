@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import wait
+from contextlib import closing
+from pathlib import Path
 
 import torch
 
@@ -43,3 +45,25 @@ def read_all(store: NvmeStore, spec: ArraySpec) -> torch.Tensor:
 def assert_holds(store: NvmeStore, step: int) -> None:
     for spec in store.arrays():
         assert torch.equal(read_all(store, spec), content(spec, step)), (spec, step)
+
+
+def advance(store: NvmeStore, *steps: int) -> None:
+    for step in steps:
+        write_all(store, step)
+        store.commit({"step": step})
+
+
+def assert_sound(root: Path, step: int, *, generation: int | None = None) -> None:
+    """Opening finds the generation of `step`, whole, and training can go on from it."""
+    with closing(NvmeStore.open(root)) as store:
+        assert store.meta == {"step": step}
+        assert generation is None or store.generation == generation
+        assert_holds(store, step)
+        store.verify()
+        advance(store, step + 100)
+        assert_holds(store, step + 100)
+
+
+def committed_files(store: NvmeStore) -> list[Path]:
+    """The chunk files of the committed generation."""
+    return [array.committed(part)[1] for array in store._committable() for part in range(len(array.parts))]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from nvme_state import SPECS, assert_holds, content, read_all, write_all
+from nvme_state import SPECS, advance, assert_holds, content, read_all, write_all
 
 from storage import drives as drives_module
 from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
@@ -46,12 +46,6 @@ def assert_checkpoint(store: NvmeStore, name: str, step: int) -> None:
         assert kept.meta == {"step": step}
         assert_holds(kept, step)
         assert kept.verify() == GENERATION_BYTES
-
-
-def advance(store: NvmeStore, *steps: int) -> None:
-    for step in steps:
-        write_all(store, step)
-        store.commit({"step": step})
 
 
 def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int = errno.EPERM) -> None:
@@ -419,16 +413,16 @@ def _killed_at(root: Path, action: str, number: int, links: bool) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("action", ["checkpoint", "restore", "delete"])
-def test_killed_in_the_middle(tmp_path: Path, processes: ForkServerContext, action: str, links: bool) -> None:
+def test_killed_in_the_middle(workspace: Path, processes: ForkServerContext, action: str, links: bool) -> None:
     """Generation 3, checkpoint 'one' of step 1: whatever the moment, both or their successors are whole."""
-    base = tmp_path / "base"
+    base = workspace / "base"
     with closing(NvmeStore.create(base, SPECS, budget_bytes=None, drives=[base, base / "b"])) as store:
         advance(store, 1)
         store.checkpoint("one")
         advance(store, 2, 3)
     number, exitcode, outcomes = 0, -signal.SIGKILL, set()
     while exitcode != 0:
-        root = tmp_path / f"state{number}"
+        root = workspace / f"state{number}"
         shutil.copytree(base, root)
         child = processes.Process(target=_killed_at, args=(root, action, number, links))
         child.start()

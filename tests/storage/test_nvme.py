@@ -299,49 +299,6 @@ def test_reads_go_on_during_commits(store: NvmeStore) -> None:
 # ---------------------------------------------------------------- damage
 
 
-def damage(store: NvmeStore, kind: str) -> Path:
-    path = store.root / "layers.0/master/0/c.1.0"
-    raw = bytearray(path.read_bytes())
-    if kind == "missing":
-        path.unlink()
-    elif kind == "truncated":
-        os.truncate(path, len(raw) - 4096)
-    elif kind == "flipped":
-        raw[5000] ^= 16
-        path.write_bytes(raw)
-    elif kind == "checksum":
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-    elif kind == "folder":
-        path.unlink()
-        path.mkdir()
-    return path
-
-
-DAMAGES = {
-    "missing": "the file is missing",
-    "truncated": "16,384 bytes and should have 20,480",
-    "flipped": "checksum mismatch",
-    "checksum": "checksum mismatch",
-    "folder": "",
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_names_file_and_generation(store: NvmeStore, kind: str) -> None:
-    for step in (1, 2, 3):
-        write_all(store, step)
-        store.commit({})
-    path = damage(store, kind)
-    message = rf"{path}.*generation 3.*{DAMAGES[kind]}|{path} \(generation 3\): .*{DAMAGES[kind]}"
-    future = store.read("layers.0", "master", 1, torch.empty(4096))
-    with pytest.raises(UserError, match=message):
-        future.result()
-    with pytest.raises(UserError, match=message):
-        store.verify()
-    store.read("layers.0", "master", 0, torch.empty(4096)).result()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "other"}', "\xff"])
 def test_unreadable_manifest(store: NvmeStore, text: str) -> None:
     write_all(store, 1)

@@ -30,8 +30,8 @@ def processes() -> ForkServerContext:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    store = NvmeStore.create(tmp_path / "state", SPECS, budget_bytes=None)
+def root(workspace: Path) -> Path:
+    store = NvmeStore.create(workspace / "state", SPECS, budget_bytes=None)
     write_all(store, 1)
     store.commit({"step": 1})
     store.close()

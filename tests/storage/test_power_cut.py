@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import Synchronized
@@ -123,19 +122,9 @@ class Run:
         self.disk.cut()
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Iterator[Path]:
-    """Where images are built: in memory where there is some, since opening them syncs."""
-    shm = Path("/dev/shm")
-    folder = (shm if os.access(shm, os.W_OK) else tmp_path) / f"penstock-test-{os.getpid()}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize(("links", "seed"), [(True, 0), (False, 1)], ids=["two drives, links", "one drive, copies"])
 def test_power_cut_at_a_third_of_the_calls(
-    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, links: bool, seed: int
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, links: bool, seed: int
 ) -> None:
     """Creating, writing, committing, checkpoints, restoring, a change of drives: two cuts after every third call."""
     if not links:
@@ -144,11 +133,12 @@ def test_power_cut_at_a_third_of_the_calls(
             raise OSError(errno.EPERM, "no links")
 
         monkeypatch.setattr(os, "link", refuse)
-    top = tmp_path / "disk"
+    top, images = workspace / "disk", workspace / "images"
     top.mkdir()
+    images.mkdir()
     root = top
     with monkeypatch.context() as patch:
-        disk = Disk(top, workspace, patch, seed=seed, share=1 / 3)
+        disk = Disk(top, images, patch, seed=seed, share=1 / 3)
         run = Run(root, disk)
         run.create([root] if seed % 2 else [root / "a", root / "b"])
         run.step(1)
