@@ -275,15 +275,17 @@ def test_power_cut_of_an_ext4_image(tmp_path: Path) -> None:
             start = committed.value
             while committed.value == start and child.is_alive():
                 time.sleep(0.01)
-            for _ in range(5):
-                time.sleep(rng.uniform(0, 0.05))
-                os.kill(child.pid or 0, signal.SIGSTOP)
-                while not _stopped(child.pid or 0):
-                    time.sleep(0.001)
-                look(committed.value)
-                os.kill(child.pid or 0, signal.SIGCONT)
-            child.kill()
-            child.join()
+            try:
+                for _ in range(5):
+                    time.sleep(rng.uniform(0, 0.05))
+                    os.kill(child.pid or 0, signal.SIGSTOP)
+                    while not _stopped(child.pid or 0):
+                        time.sleep(0.001)
+                    look(committed.value)
+                    os.kill(child.pid or 0, signal.SIGCONT)
+            finally:
+                child.kill()
+                child.join()
             look(committed.value)
             with closing(NvmeStore.open(place / "state")) as store:
                 committed.value = store.meta["step"]
