@@ -148,7 +148,7 @@ class NvmeStore:
             locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
             found = _locate(current, root, given)
-            active = [drive.id for drive in current.drives if drive.active and drive.id in found]
+            active = [drive.id for drive in current.drives if drive.active and drive.id in found] or list(found)
             if given and current.checkpoint is None:
                 active = []
                 for folder in given:

@@ -189,6 +189,19 @@ def test_an_empty_mount_point_is_not_the_drive(store: NvmeStore, tmp_path: Path)
         assert_holds(again, 2)
 
 
+def test_a_drive_that_holds_nothing_yet_may_go(store: NvmeStore, tmp_path: Path) -> None:
+    store.close()
+    with closing(NvmeStore.open(store.root, drives=folders(tmp_path, "c"))) as moved:
+        moved.commit({"step": 2})  # no array was written: all state is still on a and b
+    shutil.rmtree(tmp_path / "c")
+    with closing(NvmeStore.open(store.root)) as again:
+        assert again.drives == folders(tmp_path, "ab")
+        assert_holds(again, 2)
+        write_all(again, 3)
+        again.commit({})
+        assert_holds(again, 3)
+
+
 def test_a_run_directory_moves_with_its_drives(tmp_path: Path) -> None:
     root = tmp_path / "run" / "state"
     with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=[root, root / "second"])) as store:
