@@ -47,7 +47,9 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
         yield
     except ChunkError as error:
         if not file.path.parent.is_dir():
-            raise UserError(f"{file.path} ({origin}): the folder is gone: is the drive still mounted?") from error
+            raise UserError(
+                f"{file.path} ({origin}): the file is missing and so is its folder: is the drive still mounted?"
+            ) from error
         raise UserError(
             f"{file.path} ({origin}): {error}; the drive or another program damaged the state: restore a checkpoint, "
             "or start again from an exported one"

@@ -257,7 +257,7 @@ def test_a_drive_goes_while_the_store_is_open(store: NvmeStore, how: str) -> Non
     with pytest.raises(UserError, match=rf"{drive}/.*: writing [\d,]+ bytes failed: .*is the drive still mounted\?"):
         write_all(store, 4)
     with pytest.raises(
-        UserError, match=rf"{drive}/.*\(generation 3\): the folder is gone: is the drive still mounted\?"
+        UserError, match=rf"{drive}/.*\(generation 3\): the file is missing and so is its folder: is the drive"
     ):
         assert_holds(store, 3)
     with pytest.raises(UserError, match=rf"{drive}/.*\(generation 3\)"):
@@ -446,7 +446,9 @@ def test_an_unmounted_drive_while_open(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(place)], check=True)
         with pytest.raises(UserError, match=rf"{place}/.*is the drive still mounted"):
             write_all(store, 4)
-        with pytest.raises(UserError, match=rf"{place}/.*\(generation 3\): the folder is gone: is the drive"):
+        with pytest.raises(
+            UserError, match=rf"{place}/.*\(generation 3\): the file is missing and so is its folder: is the drive"
+        ):
             store.verify()
         store.close()
         mount()
