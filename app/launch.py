@@ -224,12 +224,14 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
     """summary.json, and the losses of the last steps. What covers the whole run, resumed or not, comes from the log."""
     lines = list(read_jsonl(path / "metrics.jsonl")) if (path / "metrics.jsonl").exists() else []
     losses = [line["loss"] for line in lines if line["loss"] is not None]
+    timed_flops, timed_s = ([line[name] for line in lines[1:] or lines] for name in ("model_flops", "step_s"))
     summary = {
         "steps": lines[-1]["step"] if lines else result.steps,
         "tokens": sum(line["tokens"] for line in lines),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "tokens_per_s": result.tokens_per_s,
+        "model_tflops_per_s": sum(timed_flops) / sum(timed_s) / 1e12 if any(timed_flops) else None,
         "step_s_median": statistics.median(line["step_s"] for line in lines) if lines else None,
         "tiers": result.tiers,
         "lanes": result.lanes,

@@ -213,6 +213,7 @@ def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequen
         head.add_row(f"loss, mean of last {len(last_losses)}", f"{statistics.fmean(last_losses):.4f} nats")
     speed, step_s = summary["tokens_per_s"], summary["step_s_median"]
     head.add_row("speed", f"{_number(speed, ',.0f')} tokens/s, median step {_number(step_s, '.2f')} s")
+    head.add_row("model FLOPs", f"{_number(summary['model_tflops_per_s'], '.3g')} TFLOP/s, recomputing not counted")
     console.print(head)
 
     lanes = Table(header_style="bold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class MicroBatch:
     """Sorted stream offsets where a document starts; the first is 0, and every row starts one."""
     num_targets: int
     """Labels that are not -100."""
-    num_tokens: int
-    """Tokens that are not padding."""
+    lengths: list[int]
+    """Tokens of each document, padding excluded."""
 
 
 class DataLoader:
@@ -123,19 +124,19 @@ class DataLoader:
         labels = np.full(self._rows * length, IGNORE_LABEL, dtype=np.int64)
         positions = np.zeros(self._rows * length, dtype=np.int64)
         documents: list[int] = []
-        num_tokens = 0
+        lengths: list[int] = []
         for row_start in range(0, self._rows * length, length):
             row = slice(row_start, row_start + length)
             starts, filled = self._fill_row(ids[row], labels[row], positions[row])
             documents += [row_start + start for start in starts]
-            num_tokens += filled
+            lengths += [stop - start for start, stop in itertools.pairwise([*starts, filled])]
         return MicroBatch(
             ids=torch.from_numpy(ids),
             labels=torch.from_numpy(labels),
             positions=torch.from_numpy(positions),
             documents=documents,
             num_targets=int((labels != IGNORE_LABEL).sum()),
-            num_tokens=num_tokens,
+            lengths=lengths,
         )
 
     def _fill_row(

@@ -36,6 +36,8 @@ class StepMetrics:
     """Trained tokens: those that carry a loss, padding and document ends excluded."""
     step_s: float
     tokens_per_s: float
+    model_flops: int = 0
+    """Floating-point operations that the step's tokens need, forward and backward (engine.flops)."""
     nvme_read_bytes: dict[str, int] = field(default_factory=dict)
     """Drive folder -> bytes read from it since the step before."""
     nvme_written_bytes: dict[str, int] = field(default_factory=dict)

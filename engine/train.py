@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from engine import weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Observer, Span, StepMetrics
+from engine.flops import model_flops
 from engine.model import ModelSpec
 from engine.ops import LANES, Op
 from engine.prepare import layouts, model_config, prepare_data
@@ -93,6 +94,7 @@ def train_step(session: Session) -> StepMetrics:
         tokens=data.num_targets,
         step_s=step_s,
         tokens_per_s=data.num_targets / step_s,
+        model_flops=model_flops(session.spec, [n for m in data.micro_batches for n in m.lengths]),
         nvme_read_bytes=nvme_read,
         nvme_written_bytes=nvme_written,
     )

@@ -94,6 +94,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "first_loss",
         "last_loss",
         "tokens_per_s",
+        "model_tflops_per_s",
         "step_s_median",
         "tiers",
         "lanes",
