@@ -27,10 +27,10 @@ GENERATION_BYTES = 3 * 20480 + 3 * 12288 + 12288
 
 
 @pytest.fixture(params=[1, 2])
-def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
-    """Generation 1 on one or two drives."""
-    folders = None if request.param == 1 else [tmp_path / "a", tmp_path / "b"]
-    store = NvmeStore.create(tmp_path / "state", SPECS, budget_bytes=None, drives=folders)
+def store(tmp_path: Path, workspace: Path, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
+    """Generation 1 on one drive, on disk, or on two, in memory where there is some."""
+    base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
+    store = NvmeStore.create(base / "state", SPECS, budget_bytes=None, drives=folders)
     write_all(store, 1)
     store.commit({"step": 1})
     yield store

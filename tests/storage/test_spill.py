@@ -18,8 +18,8 @@ UGLY = [0, 1, 511, 4095, 4096, 4097, 8191, 12288, 100_001, (4 << 20) + 3]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[NvmeStore]:
-    two = [tmp_path / "a", tmp_path / "b"]
+def store(tmp_path: Path, workspace: Path) -> Iterator[NvmeStore]:
+    two = [tmp_path / "a", workspace / "b"]
     store = NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=two)
     yield store
     store.close()
