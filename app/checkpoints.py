@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.rundir import RunDir, is_live, read_recipe
+from app.rundir import RunDir, is_live
 from storage.disk import atomic_write
 from storage.errors import UserError
 
@@ -111,17 +111,16 @@ def scrub_run(run_path: Path) -> str:
     Raises UserError listing every damaged file, or while the run is running.
     """
     from engine.state import drive_folders, state_folder
+    from storage.checkpoints import checkpoint_folder
     from storage.nvme import NvmeStore
 
-    read_recipe(run_path)
     started, size, failures = time.perf_counter(), 0, []
     with RunDir.open(run_path) as run:
         root = state_folder(run.path)
-        stores = [(root, drive_folders(run.path, run.recipe.storage))]
+        drives = drive_folders(run.path, run.recipe.storage)
         names = [info.name for info in list_checkpoints_of(run.path)]
-        stores += [(root / "checkpoints" / name, []) for name in names]
-        for folder, drives in stores:
-            with closing(NvmeStore.open(folder, drives=drives or None)) as store:
+        for folder in (root, *(checkpoint_folder(root, name) for name in names)):
+            with closing(NvmeStore.open(folder, drives=drives)) as store:
                 try:
                     size += store.verify()
                 except UserError as error:

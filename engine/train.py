@@ -225,11 +225,11 @@ def export(
     Raises UserError when the run has no generation yet or `out_dir` cannot be written.
     """
     root = state_folder(run_dir)
-    if checkpoint is None:
-        store = NvmeStore.open(root, drives=drive_folders(run_dir, storage))
-    else:
+    folder = root
+    if checkpoint is not None:
         read_checkpoint(root, checkpoint)
-        store = NvmeStore.open(checkpoint_folder(root, checkpoint))
+        folder = checkpoint_folder(root, checkpoint)
+    store = NvmeStore.open(folder, drives=drive_folders(run_dir, storage))
     try:
         prepared = prepare_data(model, data, run_dir / "data")
         config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
