@@ -78,13 +78,17 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
     direct = direct and _is_aligned(data)
     fd = _open_own(path, os.O_DIRECT if direct else 0, form.file_bytes)
     try:
-        _pwrite(fd, data.data, 0)
-        if direct:
-            block = _last_block()
-            block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
-            _pwrite(fd, block, form.file_bytes - BLOCK_BYTES)
+        block = _last_block()
+        block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
+        if direct and data.size + BLOCK_BYTES == form.file_bytes:
+            # A whole part, in one request: a small second one would wait behind the large ones of other threads.
+            _pwrite(fd, [data.data, block], 0)
+        elif direct:
+            _pwrite(fd, [data.data], 0)
+            _pwrite(fd, [block], form.file_bytes - BLOCK_BYTES)
         else:
-            _pwrite(fd, memoryview(crc.to_bytes(_CRC_BYTES, "little")), form.stored_bytes)
+            _pwrite(fd, [data.data], 0)
+            _pwrite(fd, [block[-_CRC_BYTES:]], form.stored_bytes)
     finally:
         os.close(fd)
     return crc
@@ -213,24 +217,28 @@ def _is_aligned(data: Bytes) -> bool:
     return data.ctypes.data % BLOCK_BYTES == 0 and data.size % BLOCK_BYTES == 0
 
 
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
+def _pwrite(fd: int, data: list[memoryview], offset: int) -> None:
+    """Write the views of `data` one behind the other to the file at `offset`."""
+    while data := [view for view in data if view]:
+        count = os.pwritev(fd, data, offset)
         if count == 0:
             raise OSError(errno.EIO, "the drive took no byte")
-        data, offset = data[count:], offset + count
+        data, offset = _behind(data, count), offset + count
 
 
 def _pread(fd: int, out: list[memoryview], offset: int) -> None:
-    """Fill the views of `out` one after the other from the file's bytes at `offset`."""
-    out = [view for view in out if view]
-    while out:
+    """Fill the views of `out` one behind the other from the file's bytes at `offset`."""
+    while out := [view for view in out if view]:
         count = os.preadv(fd, out, offset)
         if count == 0:
             raise ChunkError("the file ended while it was read")
-        offset += count
-        while out and count >= len(out[0]):
-            count -= len(out[0])
-            out = out[1:]
-        if count:
-            out = [out[0][count:], *out[1:]]
+        out, offset = _behind(out, count), offset + count
+
+
+def _behind(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views behind their first `count` bytes."""
+    left = []
+    for view in views:
+        left.append(view[count:])
+        count -= min(count, len(view))
+    return left

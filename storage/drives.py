@@ -28,10 +28,11 @@ SCRATCH = "scratch"
 CHECKPOINTS = "checkpoints"
 FREE_MARGIN = 1.05
 """What is asked of the free disk, times what is needed: file systems have some use for space themselves."""
-READ_THREADS = 4
-WRITE_THREADS = 4
+READ_THREADS = 8
+WRITE_THREADS = 8
 """Chunk files in flight in each direction on each drive. Each call is a blocking read or write of a whole chunk file,
-which the kernel splits into a deep queue: a few suffice, and they also spread the checksums over the cores."""
+which the kernel splits into a deep queue. A thread that computes a checksum has no request in flight, so that four are
+too few where other work holds the cores (docs/results/storage.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,17 @@ PLACEMENTS = {"nvme": (tiny.FLOOR, tiny.FLOOR), "mixed": (1_100_000, 1_000_000)}
 Patch = Callable[[pytest.MonkeyPatch, Path], None]
 
 
-def failing(function: str, code: int) -> Patch:
-    """From now on the system call behind os.`function` fails with `code`."""
+def failing(code: int, *functions: str) -> Patch:
+    """From now on the system calls behind os.FUNCTION fail with `code`."""
 
     def fail(*args: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    return lambda patch, drive: patch.setattr(os, function, fail)
+    def strike(patch: pytest.MonkeyPatch, drive: Path) -> None:
+        for function in functions:
+            patch.setattr(os, function, fail)
+
+    return strike
 
 
 def drive_goes(patch: pytest.MonkeyPatch, drive: Path) -> None:
@@ -46,10 +50,10 @@ def drive_goes(patch: pytest.MonkeyPatch, drive: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Patch, str]] = {
-    "disk full": (failing("pwrite", errno.ENOSPC), "No space left on device.*free some"),
-    "write error": (failing("pwrite", errno.EIO), "Input/output error"),
-    "read error": (failing("preadv", errno.EIO), "reading .*Input/output error"),
-    "sync error": (failing("fsync", errno.EIO), "Input/output error"),
+    "disk full": (failing(errno.ENOSPC, "pwritev", "pwrite"), "No space left on device.*free some"),
+    "write error": (failing(errno.EIO, "pwritev", "pwrite"), "Input/output error"),
+    "read error": (failing(errno.EIO, "preadv"), "reading .*Input/output error"),
+    "sync error": (failing(errno.EIO, "fsync"), "Input/output error"),
     "drive gone": (drive_goes, "No such file or directory|missing|is it mounted"),
 }
 
@@ -113,8 +117,9 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, 
 
 
 def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, read = os.pwrite, os.preadv
+    write, write_views, read = os.pwrite, os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:4096], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: write_views(fd, [views[0][:4096]], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: read(fd, [views[0][:4096]], offset))
     with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
         go_on(session)

@@ -16,7 +16,20 @@ from typing import Any
 import pytest
 
 BLOCK = 4096
-CHANGING = ("open", "pwrite", "write", "fsync", "ftruncate", "link", "replace", "rename", "unlink", "mkdir", "rmdir")
+CHANGING = (
+    "open",
+    "pwrite",
+    "pwritev",
+    "write",
+    "fsync",
+    "ftruncate",
+    "link",
+    "replace",
+    "rename",
+    "unlink",
+    "mkdir",
+    "rmdir",
+)
 
 
 class Disk:

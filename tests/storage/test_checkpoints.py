@@ -366,7 +366,7 @@ def test_scratch_is_in_no_checkpoint(store: NvmeStore) -> None:
 
 # ---------------------------------------------------------------- kill -9
 
-_CALLS = ("pwrite", "fsync", "replace", "link", "unlink", "mkdir", "rmdir", "write")
+_CALLS = ("pwrite", "pwritev", "fsync", "replace", "link", "unlink", "mkdir", "rmdir", "write")
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ class Failing:
 @pytest.mark.parametrize("first", range(0, 14, 3))
 def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, first: int) -> None:
     with monkeypatch.context() as patch:
-        failing = Failing(patch, "pwrite", code, first)
+        failing = Failing(patch, "pwritev", code, first)
         with pytest.raises(UserError, match=r"/c\.\d\.0: writing [\d,]+ bytes failed: ") as caught:
             write_all(store, 4)
     assert failing.failed
@@ -175,16 +175,16 @@ def test_short_writes(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, aligned
     """The kernel may take less than it was given; with direct I/O whole blocks."""
     if aligned and most < 4096:
         pytest.skip("a direct write takes whole blocks")
-    real, shortened = os.pwrite, 0
+    real, shortened = os.pwritev, 0
     most = max(most, 512)
 
-    def short(fd: int, data: memoryview, offset: int) -> int:
+    def short(fd: int, views: list[memoryview], offset: int) -> int:
         nonlocal shortened
-        shortened += len(data) > most
-        return real(fd, data[:most], offset)
+        shortened += sum(map(len, views)) > most
+        return real(fd, [views[0][:most]], offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", short)
+        patch.setattr(os, "pwritev", short)
         (write_aligned if aligned else write_all)(store, 4)
     assert shortened >= 2
     store.commit({"step": 4})
@@ -217,7 +217,7 @@ def test_short_reads(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, aligned:
 
 def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", lambda fd, data, offset: 0)
+        patch.setattr(os, "pwritev", lambda fd, views, offset: 0)
         with pytest.raises(UserError, match="the drive took no byte"):
             write_all(store, 4)
     advance(store, 4)

@@ -15,7 +15,7 @@ from nvme_state import SPECS, assert_holds, write_all
 from storage import drives
 from storage.nvme import NvmeStore
 
-# System calls of one step: a chunk file is written by two pwrite (bytes, checksum); a commit syncs the 7 chunk files,
+# System calls of one step: a chunk file is written by two pwritev (bytes, checksum); a commit syncs the 7 chunk files,
 # their 3 folders and the new manifest, replaces the manifest, syncs the root and replaces the manifest's backup.
 NUM_PARTS = sum(len(spec.parts()) for spec in SPECS)
 NUM_CALLS = 2 * NUM_PARTS + NUM_PARTS + len(SPECS) + 4
@@ -53,7 +53,7 @@ def _one_step_killed_at(root: Path, number: int) -> None:
     drives.WRITE_THREADS = 1  # one call after the other, so that the number names a place
     store = NvmeStore.open(root)
     count = 0
-    real = {name: getattr(os, name) for name in ("pwrite", "fsync", "replace")}
+    real = {name: getattr(os, name) for name in ("pwritev", "fsync", "replace")}
 
     def counted(name: str):  # type: ignore[no-untyped-def]
         def call(*args):  # type: ignore[no-untyped-def]
