@@ -78,7 +78,7 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
     direct = direct and _is_aligned(data)
     fd = _open_own(path, os.O_DIRECT if direct else 0, form.file_bytes)
     try:
-        block = _last_block()
+        block = own_page()
         block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
         if direct and data.size + BLOCK_BYTES == form.file_bytes:
             # A whole part, in one request: a small second one would wait behind the large ones of other threads.
@@ -126,7 +126,7 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
     """
     fd = _open_chunk(path, form, direct=direct and _is_aligned(out))
     try:
-        block = _last_block()
+        block = own_page()
         if out.size + BLOCK_BYTES == form.file_bytes:  # a whole part: one request for payload and checksum
             _pread(fd, [out.data, block], 0)
         else:
@@ -168,7 +168,7 @@ def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool) -> int:
     """
     fd = _open_chunk(path, form, direct=direct)
     try:
-        block = _last_block()
+        block = own_page()
         _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
     finally:
         os.close(fd)
@@ -205,12 +205,12 @@ def _open_chunk(path: Path, form: ChunkFormat, *, direct: bool) -> int:
 _local = threading.local()
 
 
-def _last_block() -> memoryview:
-    """This thread's page for the end of a chunk file: zeros, then the checksum. Direct I/O wants it aligned."""
-    if not hasattr(_local, "block"):
-        _local.block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    block: memoryview = _local.block
-    return block
+def own_page() -> memoryview:
+    """This thread's page for what direct I/O cannot move from or to where it is: the end of a file."""
+    if not hasattr(_local, "page"):
+        _local.page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    page: memoryview = _local.page
+    return page
 
 
 def _is_aligned(data: Bytes) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import mmap
 import os
 import threading
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from storage.chunk import BLOCK_BYTES
+from storage.chunk import BLOCK_BYTES, own_page
 from storage.crc import checksum
 from storage.disk import disk_error
 from storage.drives import SCRATCH, Drive, DriveSet
@@ -146,7 +145,7 @@ def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
     try:
         views = [blocks]
         if tail:
-            page = _page()
+            page = own_page()
             page[: len(tail)] = tail
             page[len(tail) :] = bytes(BLOCK_BYTES - len(tail))
             views.append(page)
@@ -168,25 +167,14 @@ def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
     fd = _open(path, os.O_RDONLY, out, direct=direct)
     try:
         offset = 0
-        for view in [blocks, _page()] if tail else [blocks]:
+        for view in [blocks, own_page()] if tail else [blocks]:
             while view:
                 count = os.preadv(fd, [view], offset)
                 if count == 0:
                     return None
                 view, offset = view[count:], offset + count
         if tail:
-            tail[:] = _page()[: len(tail)]
+            tail[:] = own_page()[: len(tail)]
     finally:
         os.close(fd)
     return checksum(out.detach().numpy().data, 0)
-
-
-_local = threading.local()
-
-
-def _page() -> memoryview:
-    """This thread's page for tails; direct I/O wants it aligned."""
-    if not hasattr(_local, "page"):
-        _local.page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    page: memoryview = _local.page
-    return page
