@@ -203,8 +203,9 @@ def _train(root: Path, committed: "Synchronized[int]") -> None:
         committed.value = step
         if step % 5 == 0:
             store.checkpoint(f"step-{step}")
-        if step % 5 == 3 and step > 5:
-            delete_checkpoint(root, f"step-{step - 3}")
+        old = f"step-{step - 3}"  # missing where the process before was killed between commit and checkpoint
+        if step % 5 == 3 and old in [info.name for info in list_checkpoints(root)]:
+            delete_checkpoint(root, old)
 
 
 def _mount(image: Path, place: Path) -> None:
