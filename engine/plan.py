@@ -83,6 +83,8 @@ class Problem:
     ram_budget: int
     device_reads: bool = True
     """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
+    reader_bytes: int = 0
+    """Pinned RAM that the reader takes for itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +265,7 @@ class _Planner:
         self.layer_numel = max(numel[name] for name in layers)
         self.pool: dict[str, Pool] = {n: "layer" if size <= self.layer_numel else "edge" for n, size in numel.items()}
         self.part_numel = max(b.part_numel for b in p.buffers)
+        self.ram_budget = p.ram_budget - p.reader_bytes
         # A block that computes with several buffers holds them all at once.
         self.at_once = {
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks)
@@ -358,12 +361,12 @@ class _Planner:
         part_stage = self.stage_bytes(False)[1]
         # GPU-resident state passes through part stages when it is checkpointed.
         through = 2 if resident else 0
-        if activations + everything + through * part_stage <= p.ram_budget:
+        if activations + everything + through * part_stage <= self.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             return _RamPlacement(tiers, parts, part_stages=through)
         placement = self._stages(stream, activations)
-        left = p.ram_budget - sum(placement.parts.values())
+        left = self.ram_budget - sum(placement.parts.values())
         spilling = placement.activation_stages > 0
         if spilling:
             placement.spilled.update(records)
@@ -398,10 +401,10 @@ class _Planner:
                 staged = each * (state_stage + part_stage)
                 moving = own * record if spilling else 0
                 last = each == 2 and (own == 2 or not spilling)
-                if held + staged + moving <= p.ram_budget * (1.0 if last else 0.5):
+                if held + staged + moving <= self.ram_budget * (1.0 if last else 0.5):
                     parts = {"activations": held + moving, "resident blocks": 0, "stages": staged}
                     return _RamPlacement({}, parts, each, each, own if spilling else 0, record if spilling else 0)
-        need = stream + 2 * record + least
+        need = stream + 2 * record + least + p.reader_bytes
         raise BudgetError(
             f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states of "
             f"the step {gib(stream)}, staging of one part {gib(least)} and of one chunk {gib(2 * record)}); give at "
@@ -412,6 +415,8 @@ class _Planner:
         p = self.problem
         resident = self.place_gpu()
         ram = self.place_ram(resident)
+        if p.reader_bytes:
+            ram.parts["reader buffers"] = p.reader_bytes
         on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
         buffers = {}
         for shape in p.buffers:

@@ -166,10 +166,12 @@ def plan_run(
     device: torch.device,
     *,
     device_reads: bool = True,
+    reader_bytes: int = 0,
 ) -> Plan:
     """The plan of a run on this machine. Raises BudgetError when a budget is too small.
 
-    `device_reads`: NVMe reads reach the compute device's memory without a stage in RAM.
+    `device_reads`: NVMe reads reach the compute device's memory without a stage in RAM. `reader_bytes`: pinned RAM that
+    the reader takes for itself.
     """
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
@@ -194,6 +196,7 @@ def plan_run(
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
         device_reads=device_reads,
+        reader_bytes=reader_bytes,
     )
     return make_plan(problem)
 

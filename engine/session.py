@@ -50,7 +50,7 @@ from engine.schedule import ScheduleBuilder, bytes_per_step
 from engine.state import drive_folders, fill_store, load_memory, scratch_arrays, state_arrays, state_folder
 from storage.checkpoints import delete_checkpoint, list_checkpoints
 from storage.errors import UserError
-from storage.nvme import NvmeStore
+from storage.nvme import NvmeStore, Traffic
 from storage.readers import Readers, select_readers
 from storage.safetensors_io import CheckpointReader
 
@@ -121,7 +121,7 @@ class Session:
         num_drives = len(store.drives)
         in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
         self.executor = Executor(self.runtime.perform, device, in_flight)
-        self._traffic = store.traffic()
+        self._traffic = self._traffic_before = store.traffic()
 
     def __enter__(self) -> Session:
         return self
@@ -214,14 +214,16 @@ class Session:
 
     # ------------------------------------------------------------------ drives
 
+    def traffic(self) -> dict[Path, Traffic]:
+        """Bytes moved to and from each drive since the session was opened and its memory filled."""
+        before, now = self._traffic_before, self.store.traffic()
+        return {folder: now[folder] - before.get(folder, Traffic()) for folder in now}
+
     def take_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes read from and written to each drive folder since the last call."""
         before, self._traffic = self._traffic, self.store.traffic()
-        read = {str(f): t.bytes_read - (before[f].bytes_read if f in before else 0) for f, t in self._traffic.items()}
-        written = {
-            str(f): t.bytes_written - (before[f].bytes_written if f in before else 0) for f, t in self._traffic.items()
-        }
-        return read, written
+        moved = {str(folder): now - before.get(folder, Traffic()) for folder, now in self._traffic.items()}
+        return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
 
 
 def automatic_name(step: int) -> str:
@@ -279,7 +281,16 @@ def open_session(
     readers = select_readers(storage.reader, device, drives)
     if readers.warning:
         observer.on_message(readers.warning)
-    plan = plan_run(spec, data, train, budgets, storage, device, device_reads=readers.device is not None)
+    plan = plan_run(
+        spec,
+        data,
+        train,
+        budgets,
+        storage,
+        device,
+        device_reads=readers.device is not None,
+        reader_bytes=readers.pinned_bytes(len(drives)),
+    )
     _refuse_unless_exact(spec, observer)
     nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     identity = run_identity(model, data, train)

@@ -182,7 +182,7 @@ def _report_checkpoints(session: Session, observer: Observer) -> None:
 
 
 def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
-    """What this process moved to and from each drive, and the drive's own word on its wear."""
+    """What the steps of this process moved to and from each drive, and the drive's own word on its wear."""
     return [
         {
             "path": str(folder),
@@ -191,7 +191,7 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
             "bytes_written_per_step": traffic.bytes_written / steps if steps else None,
             "percentage_used": percentage_used(folder),
         }
-        for folder, traffic in session.store.traffic().items()
+        for folder, traffic in session.traffic().items()
     ]
 
 
@@ -205,7 +205,10 @@ def _tiers(session: Session, budgets: BudgetConfig) -> dict[str, dict[str, int]]
     nvme_budget = nvme_peak if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     return {
         "gpu": {"budget_bytes": plan.tiers["gpu"].budget_bytes, "peak_bytes": gpu_peak},
-        "ram": {"budget_bytes": plan.tiers["ram"].budget_bytes, "peak_bytes": session.ram.arena.used_bytes},
+        "ram": {
+            "budget_bytes": plan.tiers["ram"].budget_bytes,
+            "peak_bytes": session.ram.arena.used_bytes + plan.problem.reader_bytes,
+        },
         "nvme": {"budget_bytes": nvme_budget, "peak_bytes": nvme_peak},
     }
 

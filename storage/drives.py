@@ -56,6 +56,10 @@ class Traffic:
     bytes_read: int = 0
     bytes_written: int = 0
 
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        """What was moved since `earlier`."""
+        return Traffic(self.bytes_read - earlier.bytes_read, self.bytes_written - earlier.bytes_written)
+
 
 class Drive:
     """One folder of chunk files, with its own threads: a slow drive never keeps another one waiting."""

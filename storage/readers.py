@@ -54,6 +54,10 @@ class Readers:
     warning: str | None = None
     """Why a better reader is not used."""
 
+    def pinned_bytes(self, num_drives: int) -> int:
+        """Pinned host memory that the device's reader may take for itself, beside any arena."""
+        return self.device.pinned_bytes(num_drives) if isinstance(self.device, KvikioReader) else 0
+
 
 class DirectReader:
     """Our own direct I/O into host memory: no copy, checksum in hardware."""

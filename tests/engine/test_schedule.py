@@ -32,6 +32,7 @@ def problem(
     gpu_budget: int = 10**9,
     ram_budget: int = 10**9,
     device_reads: bool = True,
+    reader_bytes: int = 0,
 ) -> Problem:
     """A small model with one page of parameters per layer and `edge` pages in embedding and head."""
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
@@ -68,6 +69,7 @@ def problem(
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
         device_reads=device_reads,
+        reader_bytes=reader_bytes,
     )
 
 
@@ -86,6 +88,7 @@ problems = st.builds(
     gpu_budget=st.integers(200_000, 3_000_000),
     ram_budget=st.integers(150_000, 3_000_000),
     device_reads=st.booleans(),
+    reader_bytes=st.sampled_from([0, 70_000]),
 )
 
 
