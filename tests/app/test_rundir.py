@@ -19,7 +19,18 @@ from storage.errors import UserError
 
 
 def metrics(step: int, loss: float = 1.0) -> StepMetrics:
-    return StepMetrics(step=step, loss=loss, grad_norm=0.5, lr=1e-3, tokens=7, step_s=0.25, tokens_per_s=28.0)
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=0.5,
+        lr=1e-3,
+        tokens=7,
+        step_s=0.25,
+        tokens_per_s=28.0,
+        model_flops=10**15,
+        nvme_read_bytes={"/mnt/a/run": 4096},
+        nvme_written_bytes={"/mnt/a/run": 8192},
+    )
 
 
 def span(step: int, start_s: float, end_s: float) -> Span:
@@ -132,9 +143,19 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     log.spans([span(2, 0.5, 0.75)])
     log.close("finished")
     log.close("failed")
+    rest = {
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 7,
+        "step_s": 0.25,
+        "tokens_per_s": 28.0,
+        "model_flops": 10**15,
+        "nvme_read_bytes": {"/mnt/a/run": 4096},
+        "nvme_written_bytes": {"/mnt/a/run": 8192},
+    }
     assert lines(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "loss": 1.0, "grad_norm": 0.5, "lr": 1e-3, "tokens": 7, "step_s": 0.25, "tokens_per_s": 28.0},
-        {"step": 2, "loss": None, "grad_norm": 0.5, "lr": 1e-3, "tokens": 7, "step_s": 0.25, "tokens_per_s": 28.0},
+        {"step": 1, "loss": 1.0} | rest,
+        {"step": 2, "loss": None} | rest,
     ]
     assert lines(tmp_path / "spans.jsonl") == [span(1, 0.0, 0.5)._asdict(), span(2, 0.5, 0.75)._asdict()]
     status = json.loads((tmp_path / "status.json").read_text())
