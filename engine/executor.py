@@ -95,7 +95,9 @@ class Executor:
         Waits while MAX_QUEUED ops are queued already: a step over millions of tokens has hundreds of thousands.
         """
         with self._change:
-            self._change.wait_for(lambda: self._failure is not None or len(self._tickets) < MAX_QUEUED)
+            while self._failure is None and len(self._tickets) >= MAX_QUEUED:
+                self._change.wait(0.01)
+                self._retire_gpu_ops()  # nobody else does once all that is queued has been issued
             self._raise_failure()
             for op in ops:
                 self._tickets[op.id] = _Ticket()
