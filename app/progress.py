@@ -145,7 +145,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def plan(self, plan: dict[str, Any]) -> None:
         """Print where the blocks live and what that costs the drives."""
@@ -233,20 +233,18 @@ def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequen
         tiers.add_row(tier, bytes_text(peak), bytes_text(budget), f"{peak / budget:.0%}" if budget else "n/a")
     console.print(tiers)
 
-    drives = Table(header_style="bold")
-    for name in ("drive", "read", "written", "written a step", "endurance used"):
-        drives.add_column(name, justify="left" if name == "drive" else "right", overflow="fold")
     for drive in summary["drives"]:
-        per_step, used = drive["bytes_written_per_step"], drive["percentage_used"]
-        drives.add_row(
-            drive["path"],
-            bytes_text(drive["bytes_read"]),
-            bytes_text(drive["bytes_written"]),
-            "n/a" if per_step is None else bytes_text(per_step),
-            "n/a" if used is None else f"{used:.0f}%",
-        )
-    if summary["drives"]:
-        console.print(drives)
+        console.print(_drive_line(drive), markup=False, highlight=False, soft_wrap=True)
+
+
+def _drive_line(drive: dict[str, Any]) -> str:
+    """What a run moved to and from one drive, and how worn the drive is."""
+    path = min(drive["path"], os.path.relpath(drive["path"]), key=len)
+    per_step, used = drive["bytes_written_per_step"], drive["percentage_used"]
+    step = "" if per_step is None else f" ({bytes_text(per_step)} a step)"
+    worn = "n/a" if used is None else f"{used:.0f}%"
+    moved = f"read {bytes_text(drive['bytes_read'])}, written {bytes_text(drive['bytes_written'])}{step}"
+    return f"drive {path}: {moved}, endurance used {worn}"
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
