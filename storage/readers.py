@@ -190,10 +190,10 @@ class KvikioReader:
 
 
 def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -> Readers:
-    """The readers for a run on `device` whose chunk files lie in existing `folders`.
+    """The readers for a run on `device` whose chunk files lie in `folders`, which need not be there yet.
 
     `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where a small file written to
-    each folder comes back through it; where not, reads pass through host memory and `warning` says why. Host memory
+    each folder, or to the nearest one above it, comes back through it; where not, reads pass through host memory and `warning` says why. Host memory
     (which is also what a CPU computes on) is read with `tensorstore` where that is chosen, else with `direct`: kvikio
     checks no payload. UserError on an unknown choice.
     """
@@ -208,7 +208,7 @@ def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -
     try:
         reader = KvikioReader()
         for folder in folders:
-            _probe(reader, device, folder)
+            _probe(reader, device, next(place for place in (folder, *folder.parents) if place.is_dir()))
     except Exception as error:  # a missing package, library, driver or permission: each has its own type
         reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
         hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""

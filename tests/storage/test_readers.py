@@ -154,14 +154,34 @@ class WrongReader(FailingReader):
         out.fill_(1)
 
 
+class RightReader(FailingReader):
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        DirectReader().read(path, out, form, expected)
+
+
+@pytest.fixture
+def no_cuda_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory "on the GPU" is host memory."""
+    real_zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: real_zeros(*args, **kwargs))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+@pytest.mark.usefixtures("no_cuda_needed")
+def test_the_probe_needs_no_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "KvikioReader", RightReader)
+    chosen = select_readers("auto", CUDA, [tmp_path / "drive" / "run", tmp_path])
+    assert (chosen.warning, chosen.host.name) == (None, "direct")
+    assert isinstance(chosen.device, RightReader)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_cuda_needed")
 @pytest.mark.parametrize(("kind", "reason"), [(FailingReader, "libcuda.so.1"), (WrongReader, "other bytes")])
 def test_fallback_when_the_probe_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FailingReader], reason: str
 ) -> None:
     monkeypatch.setattr(readers, "KvikioReader", kind)
-    real_zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: real_zeros(*args, **kwargs))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     chosen = select_readers("auto", CUDA, [tmp_path])
     assert (chosen.host.name, chosen.device) == ("direct", None)
     assert chosen.warning is not None
