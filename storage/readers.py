@@ -193,9 +193,9 @@ def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -
     """The readers for a run on `device` whose chunk files lie in `folders`, which need not be there yet.
 
     `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where a small file written to
-    each folder, or to the nearest one above it, comes back through it; where not, reads pass through host memory and `warning` says why. Host memory
-    (which is also what a CPU computes on) is read with `tensorstore` where that is chosen, else with `direct`: kvikio
-    checks no payload. UserError on an unknown choice.
+    each folder, or to the nearest one above it, comes back through it; where not, reads pass through host memory and
+    `warning` says why. Host memory (which is also what a CPU computes on) is read with `tensorstore` where that is
+    chosen, else with `direct`: kvikio checks no payload. UserError on an unknown choice.
     """
     if choice not in CHOICES:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
