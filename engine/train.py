@@ -23,9 +23,11 @@ from engine.flops import model_flops
 from engine.model import ModelSpec
 from engine.ops import LANES, Op
 from engine.prepare import layouts, model_config, prepare_data
+from engine.runtime import DivergedError
 from engine.session import CONSTANTS_FILE, Session, open_session
 from engine.state import drive_folders, read_parameters, state_folder
 from storage.checkpoints import checkpoint_folder, read_checkpoint
+from storage.errors import UserError
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore
 from storage.wear import percentage_used
@@ -130,7 +132,15 @@ def train(
         checkpoint=checkpoint,
     )
     with session:
-        result = _run(session, observer)
+        try:
+            result = _run(session, observer)
+        except DivergedError:
+            raise
+        except UserError as error:
+            store = session.store
+            raise UserError(
+                f"{error}. Generation {store.generation} (step {store.meta['step']}) is intact: mend this, then resume"
+            ) from error
         result.tiers = _tiers(session, budgets)
         result.drives = _drives(session, result.steps_done)
     return result

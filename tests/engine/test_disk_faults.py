@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import tiny
 
+from engine.events import Span, StepMetrics
 from engine.ops import Op
 from engine.session import Session
-from engine.train import train_step
+from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 
@@ -114,6 +115,26 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, 
             assert session.store.generation >= before
             go_on(session)
             assert tiny.digest(session.store) == straight
+
+
+def test_the_message_names_file_and_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Filling(tiny.Silent):
+        def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+            super().on_step(metrics, spans)
+            if metrics.step == 3:
+                FAULTS["disk full"][0](monkeypatch, tmp_path)
+
+    with pytest.raises(UserError, match=rf"{tmp_path}/state/.*No space left on device.*Generation \d \(step [12]\) is"):
+        train(
+            model=tiny.model(),
+            data=tiny.data(),
+            train=tiny.training(),
+            budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"),
+            storage=tiny.storage(checkpoint_every=1),
+            run_dir=tmp_path,
+            observer=Filling(),
+            resume=False,
+        )
 
 
 def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypatch: pytest.MonkeyPatch) -> None:
