@@ -167,14 +167,23 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
         f"bench_storage([Path({str(tmp_path)!r})], size_bytes={SIZE}, chunk_bytes={CHUNK}, rounds=10**6)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(bench.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*/store/*/*/*/c.7.0")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(60) != 0
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup ignores SIGHUP, and its children do
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/store/*/*/*/c.7.0")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        process.wait()
     assert list(tmp_path.iterdir()) == []
 
 
