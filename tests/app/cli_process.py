@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,12 @@ if __name__ == "__main__":
 """
 
 
+def default_signals() -> None:
+    """In a child before it starts: signals that the tests' own parent ignores (nohup, a shell's background) count."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Cli:
     """Starts commands in a folder of their own, which holds the recipe tiny.py."""
 
@@ -38,6 +45,7 @@ class Cli:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=default_signals,
         )
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

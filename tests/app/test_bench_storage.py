@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_process import default_signals
 
 from app import bench_storage as bench
 from app.raw_io import Fio, OwnLoop, RawFiles, Timed
@@ -171,7 +172,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
         [sys.executable, "-c", script],
         env=environment,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup ignores SIGHUP, and its children do
+        preexec_fn=default_signals,
     )
     try:
         deadline = time.monotonic() + 60
