@@ -52,12 +52,12 @@ def make_checkpoint(run_path: Path, name: str) -> int:
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
     from engine.session import AUTOMATIC
-    from storage.checkpoints import checkpoint_folder
+    from storage.checkpoints import checkpoint_folder, checkpoint_names
 
     checkpoint_folder(run_path / "state", name)
     if AUTOMATIC.fullmatch(name):
         raise UserError(f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every; choose another")
-    if name in (info.name for info in list_checkpoints_of(run_path)):
+    if name in checkpoint_names(run_path / "state"):
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
     if is_live(run_path):
         return _ask(run_path, name)
@@ -111,14 +111,14 @@ def scrub_run(run_path: Path) -> str:
     Raises UserError listing every damaged file, or while the run is running.
     """
     from engine.state import drive_folders, state_folder
-    from storage.checkpoints import checkpoint_folder
+    from storage.checkpoints import checkpoint_folder, checkpoint_names
     from storage.nvme import NvmeStore
 
     started, size, failures = time.perf_counter(), 0, []
     with RunDir.open(run_path) as run:
         root = state_folder(run.path)
         drives = drive_folders(run.path, run.recipe.storage)
-        names = [info.name for info in list_checkpoints_of(run.path)]
+        names = checkpoint_names(root)
         for folder in (root, *(checkpoint_folder(root, name) for name in names)):
             with closing(NvmeStore.open(folder, drives=drives)) as store:
                 try:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from storage.disk import fsync_file
 from storage.drives import READ_THREADS, WRITE_THREADS
 from storage.errors import UserError
 
@@ -194,17 +195,9 @@ class Fio:
 
 def sync_files(paths: Sequence[Path]) -> float:
     """Make the files durable, as the store's commit does; returns the seconds that it took."""
-
-    def sync(path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
     start = time.perf_counter()
     with ThreadPoolExecutor(LOOP_THREADS) as pool:
-        list(pool.map(sync, paths))
+        list(pool.map(fsync_file, paths))
     return time.perf_counter() - start
 
 

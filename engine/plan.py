@@ -371,8 +371,8 @@ class _Planner:
         if spilling:
             placement.spilled.update(records)
         held = 0
-        for name in rest:
-            placement.tiers[name.name] = dict.fromkeys(sizes, "nvme")
+        for buffer in rest:
+            placement.tiers[buffer.name] = dict.fromkeys(sizes, "nvme")
         for kind, size in sizes.items():
             for buffer in rest:
                 need = _aligned(buffer.numel * size)
@@ -400,8 +400,7 @@ class _Planner:
             for each, own in ((4, 9), (3, 6), (2, 4), (2, 2)):
                 staged = each * (state_stage + part_stage)
                 moving = own * record if spilling else 0
-                last = each == 2 and (own == 2 or not spilling)
-                if held + staged + moving <= self.ram_budget * (1.0 if last else 0.5):
+                if held + staged + moving <= self.ram_budget * (1.0 if own == 2 else 0.5):
                     parts = {"activations": held + moving, "resident blocks": 0, "stages": staged}
                     return _RamPlacement({}, parts, each, each, own if spilling else 0, record if spilling else 0)
         need = stream + 2 * record + least + p.reader_bytes

@@ -48,7 +48,7 @@ from engine.prepare import (
 from engine.runtime import Runtime, StepData
 from engine.schedule import ScheduleBuilder, bytes_per_step
 from engine.state import drive_folders, fill_store, load_memory, scratch_arrays, state_arrays, state_folder
-from storage.checkpoints import delete_checkpoint, list_checkpoints
+from storage.checkpoints import checkpoint_names, delete_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore, Traffic
 from storage.readers import Readers, select_readers
@@ -193,7 +193,7 @@ class Session:
         error = self._checkpoint(name := automatic_name(step))
         if error is not None:
             self.checkpoints.append((name, step, error))
-        steps = sorted(int(match[1]) for info in list_checkpoints(root) if (match := AUTOMATIC.fullmatch(info.name)))
+        steps = sorted(int(match[1]) for name in checkpoint_names(root) if (match := AUTOMATIC.fullmatch(name)))
         for old in steps[: -self.storage.keep_last]:
             if every is None or old % every:
                 delete_checkpoint(root, automatic_name(old))

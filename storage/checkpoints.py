@@ -58,15 +58,20 @@ def checkpoint_folder(root: Path, name: str) -> Path:
     return root / CHECKPOINTS / name
 
 
+def checkpoint_names(root: Path) -> list[str]:
+    """Names of the complete checkpoints of the store in `root`, sorted; no manifest is read."""
+    return sorted(path.parent.name for path in (root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"))
+
+
 def list_checkpoints(root: Path) -> list[CheckpointInfo]:
     """The complete checkpoints of the store in `root`, oldest generation first.
 
     UserError when one has a damaged manifest.
     """
     found = []
-    for path in sorted((root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}")):
-        content = Manifest.read(path.parent)
-        found.append(CheckpointInfo(path.parent.name, content.generation, content.meta))
+    for name in checkpoint_names(root):
+        content = Manifest.read(root / CHECKPOINTS / name)
+        found.append(CheckpointInfo(name, content.generation, content.meta))
     return sorted(found, key=lambda info: info.generation)
 
 
@@ -74,8 +79,7 @@ def read_checkpoint(root: Path, name: str) -> Manifest:
     """The manifest of checkpoint `name`; UserError with the names there are when there is no such."""
     folder = checkpoint_folder(root, name)
     if not (folder / manifest.FILE_NAME).exists():
-        names = [path.parent.name for path in sorted((root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"))]
-        raise UserError(f"{root}: has no checkpoint '{name}'; it has {', '.join(names) or 'none'}")
+        raise UserError(f"{root}: has no checkpoint '{name}'; it has {', '.join(checkpoint_names(root)) or 'none'}")
     return Manifest.read(folder)
 
 
@@ -197,11 +201,6 @@ def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
         for path in (folder / CHECKPOINTS).glob("*"):
             if not (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def count_checkpoints(root: Path) -> int:
-    """Number of complete checkpoints."""
-    return len(list((root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}")))
 
 
 def remove(folder: Path) -> None:

@@ -190,7 +190,7 @@ def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Pa
     """
     found: dict[str, Path] = {}
     for folder in given:
-        candidates = [folder] if current.checkpoint is None else [folder, folder / "checkpoints" / current.checkpoint]
+        candidates = [folder] if current.checkpoint is None else [folder, folder / CHECKPOINTS / current.checkpoint]
         for candidate in candidates:
             identity = read_identity(candidate)
             if identity is None or not identity.drive:

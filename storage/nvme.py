@@ -347,7 +347,7 @@ class NvmeStore:
             if (folder / manifest.FILE_NAME).exists():
                 raise UserError(f"{folder}: there is a checkpoint '{name}' already; choose another name, or delete it")
             arrays = self._committable()
-            count = checkpoints.count_checkpoints(self.root)
+            count = len(checkpoints.checkpoint_names(self.root))
             self._room.require_checkpoint(self._arrays.values(), count, f"checkpoint '{name}'")
             checkpoints.write_checkpoint(name, self._manifest, self._drives, arrays)
 
