@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from engine.flops import attention_flops, matmul_flops, model_flops, visible_pairs
+from engine.flops import attention_flops, executed_flops, matmul_flops, model_flops, visible_pairs
 from engine.model import AttentionShape, ModelSpec
+from engine.plan import Plan
 from engine.prepare import make_config
 
 SHAPE: dict[str, Any] = {
@@ -41,6 +43,36 @@ def test_a_qwen3_by_hand() -> None:
     # A document of 3 tokens has 6 visible pairs: 2 layers x 2 FLOP x 4 heads x (8 + 8) x 6.
     assert attention_flops(model, [3]) == 2 * 2 * 4 * 16 * 6
     assert model_flops(model, [3, 1]) == 3 * (4 * forward + 2 * 2 * 4 * 16 * 7)
+
+
+def plan_of(model: ModelSpec, **changes: Any) -> Plan:
+    """Two chunks of 4 tokens, and what the test says about what is saved."""
+    d, t = tiny.data(sequence_length=8), tiny.training(sequences_per_step=1, chunk_tokens=4)
+    plan = tiny.plan_of(model, d, t, tiny.storage(), "1GiB", "1GiB")
+    return replace(plan, **({"recomputed": frozenset(), "kept": frozenset()} | changes))
+
+
+def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
+    attention_weights, mlp, down, head = 2 * (32 * 32 + 32 * 16), 3 * 32 * 48, 48 * 32, 32 * 96
+    layer = 2 * (attention_weights + mlp)
+    again = layer - 2 * down  # nobody reads the output of the last product
+    # Two documents of 5 and 3 tokens: 15 + 6 pairs, 4 heads; q.k and p.v forward, 3 and 2 of them backward.
+    forward, backward = 2 * 4 * (8 + 8) * 21, 2 * 4 * (3 * 8 + 2 * 8) * 21
+    model = spec("qwen3")
+    assert set(model.unread) == {"mlp.down_proj"}
+
+    flops = executed_flops(model, plan_of(model), [5, 3])
+    assert flops.layer_matmul == 2 * 8 * (3 * layer + again)
+    assert flops.head_matmul == 8 * 3 * 2 * head
+    assert (flops.attention_forward, flops.attention_backward) == (2 * forward, 2 * backward)
+    assert flops.total == 2 * 8 * (3 * layer + again) + 8 * 6 * head + 2 * (forward + backward)
+
+    # Layer 1 (block 2) keeps the graph of its second chunk, layer 0 (block 1) saves its input only.
+    plan = plan_of(model, recomputed=frozenset({1}), kept=frozenset({(2, 1)}))
+    changed = executed_flops(model, plan, [5, 3])
+    assert changed.layer_matmul == flops.layer_matmul + 8 * layer - 4 * again
+    assert changed.attention_forward == flops.attention_forward + forward
+    assert changed.attention_backward == flops.attention_backward
 
 
 @pytest.mark.parametrize(
