@@ -10,7 +10,6 @@ A layer reaches its state through a module global set by `use`: layers run on on
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.attention_backends import choose_backend
+from engine.attention_backends import work_dtype
+from engine.attention_compute import Operands, group_backward, group_forward
+from engine.attention_compute import merge_ as merge_
+from engine.attention_pieces import Span, spans
+from engine.attention_select import Gradients, select
 from storage.errors import UserError
 
 NAME = "penstock"
@@ -98,92 +101,159 @@ def backward_handler(state: AttentionState) -> Handler:
     return handle
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Queries q0..q1 against keys k0..k1 of the stream; `kind` band needs a mask at the sliding window's edge."""
+@dataclass(slots=True)
+class Counts:
+    """FLOPs that attention kernels really computed in this process, measurements left out; whoever reads resets.
 
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    kind: Literal["causal", "full", "band"]
+    Pairs of a query and a key are counted as the kernel computes them: a causal kernel the triangle, a windowed one the
+    band, a masked tile all of it. A pair costs 2 x heads x (qk_dim + v_dim) forward and
+    2 x heads x (3 qk_dim + 2 v_dim) backward, where scores are computed again.
+    """
 
-    def mask(self, window: int, device: torch.device) -> Tensor | None:
-        """Bool [q1 - q0, k1 - k0], true where the key is visible; None where no mask is needed."""
-        if self.kind != "band":
-            return None
-        queries = torch.arange(self.q0, self.q1, device=device)[:, None]
-        keys = torch.arange(self.k0, self.k1, device=device)
-        return (keys <= queries) & (keys > queries - window)
+    forward_flops: int = 0
+    backward_flops: int = 0
+
+    def reset(self) -> None:
+        """Back to zero."""
+        self.forward_flops = self.backward_flops = 0
 
 
-def pieces(start: int, end: int, documents: Sequence[int], window: int | None) -> list[list[Piece]]:
-    """The rectangles that cover the visible keys of queries start..end exactly once, grouped by query range."""
-    groups = []
-    position = start
-    while position < end:
-        index = bisect_right(documents, position)
-        stop = min(end, documents[index]) if index < len(documents) else end
-        document = documents[index - 1]
-        if window is None or stop - document <= window:
-            own = Piece(position, stop, position, stop, "causal")
-            earlier = [Piece(position, stop, document, position, "full")] if document < position else []
-            groups.append([own, *earlier])
-        else:
-            groups += _window_pieces(position, stop, document, window)
-        position = stop
-    return groups
+COUNTS = Counts()
 
 
-def _window_pieces(start: int, stop: int, document: int, window: int) -> list[list[Piece]]:
-    # Tiles of a quarter of the window waste little on masked scores and still are large enough for the kernels.
-    tile = min(max(window // 4, 64), 1024)
-    groups = []
-    for q0 in range(start, stop, tile):
-        q1 = min(q0 + tile, stop)
-        first = max(document, q0 - window + 1)
-        whole = max(document, q1 - window)
-        if whole >= q0:
-            groups.append([Piece(q0, q1, first, q1, "band")])
-            continue
-        group = [Piece(q0, q1, q0, q1, "causal")]
-        if whole < q0:
-            group.append(Piece(q0, q1, whole, q0, "full"))
-        if first < whole:
-            group.append(Piece(q0, q1, first, whole, "band"))
-        groups.append(group)
-    return groups
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int, key_start: int, documents: Sequence[int], call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries at stream positions start..start + n over keys at key_start..key_start + m and no others.
+
+    q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim]; causal, within `documents` and `call.window`;
+    any range of keys: the queries' own, earlier ones, both, later ones. Sinks are left to `finish`. Returns out
+    [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
+    keys has out 0 and lse -inf.
+    """
+    x = Operands(q, k, v, start, key_start, call.scale, call.softcap)
+    out = lse = None
+    for rows, part_out, part_lse in _forward(x, documents, call.window):
+        if rows == slice(0, q.shape[0]):
+            return part_out.to(q.dtype), part_lse
+        if out is None or lse is None:
+            out, lse = _nothing_seen(q, v.shape[-1])
+        out[rows] = part_out
+        lse[:, rows] = part_lse
+    if out is None or lse is None:
+        return _nothing_seen(q, v.shape[-1])
+    return out, lse
+
+
+def _nothing_seen(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+    n, heads, _ = q.shape
+    return q.new_zeros(n, heads, v_dim), q.new_full((heads, n), float("-inf"), dtype=work_dtype(q.dtype))
+
+
+def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention merged over all its keys, with `sinks` [heads] applied: one more key with that score and no value."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * torch.exp(lse - total).transpose(0, 1)[..., None], total
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    start: int,
+    key_start: int,
+    documents: Sequence[int],
+    call: AttentionCall,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
+
+    dout, out [n, heads, v_dim] and lse [heads, n] are of the finished attention over all keys.
+    """
+    x = Operands(q, k, v, start, key_start, call.scale, call.softcap)
+    for rows, parts in _backward(x, documents, call.window, dout, out, lse, dk, dv):
+        for part in parts:
+            dq[rows].add_(part)
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[heads]: the softmax gradient of a key whose value is zero, -p * (dout . out), summed over the queries."""
+    delta = (dout.to(lse.dtype) * out).sum(dim=-1).transpose(0, 1)
+    probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(probability * delta).sum(dim=-1).to(sinks.dtype)
+
+
+def _units(x: Operands, documents: Sequence[int], window: int | None) -> list[list[Span]]:
+    """What the queries see, in lists of spans that one strategy computes."""
+    end, key_end = x.start + x.q.shape[0], x.key_start + x.k.shape[0]
+    found = spans(x.start, end, x.key_start, key_end, documents, window)
+    causal = [span for span in found if span.causal]
+    return [unit for unit in (causal, found[len(causal) :]) if unit]
+
+
+def _forward(x: Operands, documents: Sequence[int], window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, their output, their lse) of all queries that see a key, each once."""
+    pair_flops = 2 * x.q.shape[1] * (x.q.shape[2] + x.v.shape[2])
+    for unit in _units(x, documents, window):
+        strategy = select(x, unit)
+        for group in strategy.groups(unit):
+            out, lse = group_forward(x, strategy.backend, group)
+            COUNTS.forward_flops += pair_flops * sum(strategy.computed_pairs(call) for call in group)
+            yield x.rows(group[0]), out, lse
+
+
+def _backward(
+    x: Operands,
+    documents: Sequence[int],
+    window: int | None,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Adds to dk and dv; (rows, tensors whose sum is their dq) of all queries that see a key, each once."""
+    pair_flops = 2 * x.q.shape[1] * (3 * x.q.shape[2] + 2 * x.v.shape[2])
+    for unit in _units(x, documents, window):
+        strategy = select(x, unit, Gradients(dout, out, lse))
+        for group in strategy.groups(unit):
+            parts = group_backward(x, strategy.backend, group, dout, out, lse, dk, dv)
+            COUNTS.backward_flops += pair_flops * sum(strategy.computed_pairs(call) for call in group)
+            yield x.rows(group[0]), parts
 
 
 def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:
-    for group in pieces(state.start, state.end, state.documents, call.window):
-        rows = slice(group[0].q0 - state.start, group[0].q1 - state.start)
-        out, lse = _piece_forward(state, q[rows], group[0], call)
-        for piece in group[1:]:
-            other_out, other_lse = _piece_forward(state, q[rows], piece, call)
-            out, lse = _merge(out, lse, other_out, other_lse)
-        if call.sinks is not None:
-            # A sink is one more key with a learned score and no value.
-            total = torch.logaddexp(lse, call.sinks.to(lse.dtype)[:, None])
-            out = out * torch.exp(lse - total).transpose(0, 1)[..., None]
-            lse = total
+    x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
+    for rows, part_out, part_lse in _forward(x, state.documents, call.window):
+        out, lse = finish(part_out, part_lse, call.sinks)
         state.out[rows].copy_(out)
         state.lse[:, rows].copy_(lse)
 
 
-def _piece_forward(state: AttentionState, q: Tensor, piece: Piece, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    k, v = state.k[piece.k0 : piece.k1], state.v[piece.k0 : piece.k1]
-    mask = piece.mask(call.window or 0, q.device)
-    backend = choose_backend(q, v, softcap=call.softcap, mask=mask)
-    return backend.forward(q, k, v, causal=piece.kind == "causal", scale=call.scale, mask=mask, softcap=call.softcap)
-
-
-def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each; the first lse is finite everywhere."""
-    total = torch.logaddexp(lse, other_lse)
-    weight = torch.exp(lse - total).transpose(0, 1)[..., None]
-    other_weight = torch.exp(other_lse - total).transpose(0, 1)[..., None]
-    return out * weight + other_out * other_weight, total
+def _chunk_backward(state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall) -> Tensor:
+    assert state.dk is not None, "backward needs the dk window"
+    assert state.dv is not None, "backward needs the dv window"
+    x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
+    dq = torch.empty_like(q)
+    for rows, parts in _backward(
+        x, state.documents, call.window, dout, state.out, state.lse, state.dk[: state.end], state.dv[: state.end]
+    ):
+        if len(parts) == 2:  # a sum of two is rounded once in any dtype
+            torch.add(*parts, out=dq[rows])
+            continue
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.to(state.dk.dtype).add_(part)
+        dq[rows] = total
+    return dq
 
 
 class _SavedAttention(torch.autograd.Function):
@@ -204,43 +274,10 @@ class _SavedAttention(torch.autograd.Function):
         (dout,) = grads
         (q,) = ctx.saved_tensors
         call, state = ctx.call, ctx.state
-        assert state.dk is not None, "backward needs the dk window"
-        assert state.dv is not None, "backward needs the dv window"
-        dq = torch.empty_like(q)
-        for group in pieces(state.start, state.end, state.documents, call.window):
-            rows = slice(group[0].q0 - state.start, group[0].q1 - state.start)
-            partial = torch.zeros((), dtype=state.dk.dtype, device=q.device)
-            for piece in group:
-                keys = slice(piece.k0, piece.k1)
-                k, v = state.k[keys], state.v[keys]
-                mask = piece.mask(call.window or 0, q.device)
-                backend = choose_backend(q, v, softcap=call.softcap, mask=mask)
-                piece_dq, dk, dv = backend.backward(
-                    dout[rows],
-                    q[rows],
-                    k,
-                    v,
-                    state.out[rows],
-                    state.lse[:, rows],
-                    causal=piece.kind == "causal",
-                    scale=call.scale,
-                    mask=mask,
-                    softcap=call.softcap,
-                )
-                state.dk[keys].add_(dk)
-                state.dv[keys].add_(dv)
-                partial = piece_dq if piece is group[0] else partial.to(state.dk.dtype).add_(piece_dq)
-            dq[rows] = partial
+        dq = _chunk_backward(state, dout, q, call)
         own = slice(state.start, state.end)
-        dsinks = _sink_gradient(dout, state, call.sinks) if call.sinks is not None else None
+        dsinks = None if call.sinks is None else sink_gradient(dout, state.out, state.lse, call.sinks)
         return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), dsinks, None, None
-
-
-def _sink_gradient(dout: Tensor, state: AttentionState, sinks: Tensor) -> Tensor:
-    """[heads]: the softmax gradient of a key whose value is zero, -p * (dout . out), summed over the queries."""
-    delta = (dout.to(state.lse.dtype) * state.out).sum(dim=-1).transpose(0, 1)
-    probability = torch.exp(sinks.to(state.lse.dtype)[:, None] - state.lse)
-    return -(probability * delta).sum(dim=-1).to(sinks.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -292,25 +329,25 @@ class MaskPattern:
     size: int
 
 
-_show_patterns = False
-
-
 @contextmanager
 def mask_patterns() -> Iterator[None]:
-    """Inside the block a model's layers are given MaskPattern objects as masks, for reading; outside None."""
-    global _show_patterns
-    _show_patterns = True
+    """Inside the block a model's layers are given MaskPattern objects as masks, for reading; outside None.
+
+    Outside transformers knows of no mask for our attention and makes none: it need not look for document borders in
+    the positions, for which it would wait for the device.
+    """
+    AttentionMaskInterface.register(NAME, mask_pattern)
     try:
         yield
     finally:
-        _show_patterns = False
+        AttentionMaskInterface._global_mapping.pop(NAME, None)
 
 
 def mask_pattern(
     *args: Any, mask_function: Callable[..., Tensor] | None = None, local_size: int | None = None, **kwargs: Any
 ) -> MaskPattern | None:
     """transformers' mask interface. No mask is made: attention itself handles causality, windows and documents."""
-    if not _show_patterns or local_size is None or mask_function is None:
+    if local_size is None or mask_function is None:
         return None
     zero = torch.tensor(0)
     # Of the first query that no longer sees key 0, only a sliding window shows key 1.
@@ -327,4 +364,3 @@ def split_documents(documents: Sequence[int], end: int, chunk: int) -> list[int]
 def register() -> None:
     """Make `attn_implementation="penstock"` known to transformers; harmless to repeat."""
     AttentionInterface.register(NAME, penstock_attention)
-    AttentionMaskInterface.register(NAME, mask_pattern)

@@ -1,47 +1,82 @@
-"""Attention kernels for one pair of query and key ranges, all with saved output and log-sum-exp.
+"""Attention kernels behind one protocol: saved output and log-sum-exp, and gradients from them.
 
-A backend computes softmax(q k^T) v of one rectangle, without ever holding more than a tile of scores. Rectangles that
-share queries are merged outside (engine/attention.py), so `backward` is given the output and log-sum-exp of the
-*merged* attention: the gradient of one rectangle then needs nothing of the others.
+A backend computes softmax(q k^T) v for one `Geometry` of queries and keys without ever holding more than a tile of
+scores. Results that share queries are merged outside (engine/attention.py), so `backward` is given the output and
+log-sum-exp of the *merged* attention: the gradient of one part then needs nothing of the others.
 
 Shapes everywhere: q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim], out and dout
-[n, heads, v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. `mask` is
-bool [n, m], true where the key is visible, and excludes `causal`; `causal` is for n == m only. A row that sees no key
-has out 0 and lse -inf.
+[n, heads, v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. Kernels for
+CUDA are in engine/attention_cuda.py, the choice among all of them in engine/attention_select.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.attention_pieces import Geometry
+
 _TILE = 512
 """Queries and keys of one tile of the reference backend."""
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel is asked to do, without the numbers of queries and keys: it can, or it names what it cannot."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    causal: bool
+    square: bool
+    """As many queries as keys; a causal kernel may be right for these only."""
+    window: bool
+    segments: bool
+    softcap: bool
+    backward: bool
+    deterministic: bool
+
+    @staticmethod
+    def of(q: Tensor, v: Tensor, geometry: Geometry, *, softcap: float | None, backward: bool) -> Problem:
+        """The problem of q [n, heads, qk_dim] and v [m, kv_heads, v_dim] of a tensor pair on one device."""
+        return Problem(
+            device=q.device,
+            dtype=q.dtype,
+            heads=q.shape[1],
+            kv_heads=v.shape[1],
+            qk_dim=q.shape[2],
+            v_dim=v.shape[2],
+            causal=geometry.causal,
+            square=geometry.n == geometry.m,
+            window=geometry.left is not None,
+            segments=bool(geometry.cu_q),
+            softcap=softcap is not None,
+            backward=backward,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
 class Backend(Protocol):
-    """One implementation of attention over a rectangle of queries and keys."""
+    """One implementation of attention."""
 
     name: str
+    masks_tiles: bool
+    """Takes a geometry it has no rule for as a dense mask: right, but for tiles only."""
 
-    def supports(self, q: Tensor, v: Tensor, *, softcap: float | None, mask: Tensor | None) -> bool:
-        """Whether these inputs (their device, dtype and head widths) can be computed here."""
+    def refusal(self, problem: Problem) -> str | None:
+        """Why this cannot be computed here exactly; None where it can."""
         ...
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse)."""
         ...
@@ -54,35 +89,33 @@ class Backend(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        geometry: Geometry,
         *,
-        causal: bool,
         scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this rectangle alone, given the merged `out` and `lse`."""
+        """(dq, dk, dv) of this part alone, in q's dtype or a wider one, given the merged `out` and `lse`."""
         ...
 
 
 class TorchCpuFlash:
-    """torch's fused CPU kernel: grouped-query heads and masks natively; unequal head widths by zero padding."""
+    """torch's fused CPU kernel: grouped-query heads natively; unequal head widths by zero padding."""
 
     name = "torch-cpu-flash"
+    masks_tiles = True
 
-    def supports(self, q: Tensor, v: Tensor, *, softcap: float | None, mask: Tensor | None) -> bool:
+    def refusal(self, problem: Problem) -> str | None:
         """CPU tensors of any float dtype but float16, without soft-cap."""
-        return q.device.type == "cpu" and softcap is None and q.dtype in (torch.float32, torch.bfloat16, torch.float64)
+        if problem.device.type != "cpu":
+            return "computes on the CPU only"
+        if problem.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            return f"does not take {problem.dtype}"
+        if problem.softcap:
+            return "has no soft-cap"
+        return None
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """See Backend.forward."""
         v_dim = v.shape[-1]
@@ -92,15 +125,11 @@ class TorchCpuFlash:
             _heads_first(k, width),
             _heads_first(v, width),
             0.0,
-            causal,
-            attn_mask=_additive(mask, q.dtype),
+            geometry.causal and not geometry.needs_mask,
+            attn_mask=_additive_mask(geometry, q.dtype),
             scale=scale,
         )
-        lse = lse[0]
-        if mask is not None:
-            # The kernel leaves lse 0 in rows that see no key.
-            lse = lse.masked_fill(~mask.any(dim=-1), float("-inf"))
-        return out[0].transpose(0, 1)[..., :v_dim], lse
+        return out[0].transpose(0, 1)[..., :v_dim], lse[0]
 
     def backward(
         self,
@@ -110,11 +139,10 @@ class TorchCpuFlash:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        geometry: Geometry,
         *,
-        causal: bool,
         scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Backend.backward."""
         qk_dim, v_dim = q.shape[-1], v.shape[-1]
@@ -127,8 +155,8 @@ class TorchCpuFlash:
             _heads_first(out, width),
             lse[None],
             0.0,
-            causal,
-            attn_mask=_additive(mask, q.dtype),
+            geometry.causal and not geometry.needs_mask,
+            attn_mask=_additive_mask(geometry, q.dtype),
             scale=scale,
         )
         return (
@@ -138,115 +166,29 @@ class TorchCpuFlash:
         )
 
 
-class TorchCudaFlash:
-    """torch's built-in flash kernel: bfloat16 and float16, heads up to 256 wide, no masks."""
-
-    name = "torch-cuda-flash"
-
-    def supports(self, q: Tensor, v: Tensor, *, softcap: float | None, mask: Tensor | None) -> bool:
-        """CUDA half-precision tensors, without soft-cap or mask."""
-        width = max(q.shape[-1], v.shape[-1])
-        half = q.dtype in (torch.bfloat16, torch.float16)
-        return q.device.type == "cuda" and half and width <= 256 and softcap is None and mask is None
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
-        v_dim = v.shape[-1]
-        width = _round_up(max(q.shape[-1], v_dim), 8)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            _pad(q, width)[None],
-            _pad(k, width)[None],
-            _pad(v, width)[None],
-            None,
-            None,
-            q.shape[0],
-            k.shape[0],
-            0.0,
-            causal,
-            False,
-            scale=scale,
-        )
-        return out[0, ..., :v_dim], lse[0, :, : q.shape[0]]
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
-        qk_dim, v_dim = q.shape[-1], v.shape[-1]
-        width = _round_up(max(qk_dim, v_dim), 8)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            _pad(dout, width)[None],
-            _pad(q, width)[None],
-            _pad(k, width)[None],
-            _pad(v, width)[None],
-            _pad(out, width)[None],
-            lse[None].contiguous(),
-            None,
-            None,
-            q.shape[0],
-            k.shape[0],
-            0.0,
-            causal,
-            no_dropout,
-            torch.empty(0, dtype=torch.uint64, device=q.device),
-            scale=scale,
-        )
-        return dq[0, ..., :qk_dim], dk[0, ..., :qk_dim], dv[0, ..., :v_dim]
-
-
 class TiledReference:
-    """Plain torch, tile by tile: any device, dtype, soft-cap, mask and head widths. Scores are computed in float32."""
+    """Plain torch, tile by tile: any device, dtype, soft-cap, window and head widths. Scores are in float32."""
 
     name = "tiled-reference"
+    masks_tiles = False
 
-    def supports(self, q: Tensor, v: Tensor, *, softcap: float | None, mask: Tensor | None) -> bool:
-        """Everything."""
-        return True
+    def refusal(self, problem: Problem) -> str | None:
+        """Several segments at once are left to kernels."""
+        return "computes one segment at a time" if problem.segments else None
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """See Backend.forward."""
         n, heads, _ = q.shape
-        work = _work_dtype(q.dtype)
+        work = work_dtype(q.dtype)
         out = torch.zeros(heads, n, v.shape[-1], dtype=work, device=q.device)
         lse = torch.full((heads, n), float("-inf"), dtype=work, device=q.device)
-        for rows, columns in _tiles(n, k.shape[0], causal):
-            scores, visible = _scores(q, k, rows, columns, causal, scale, mask, softcap)
-            tile_lse = torch.logsumexp(scores, dim=-1)
-            merged = torch.logaddexp(lse[:, rows], tile_lse)
+        for rows, columns in _tiles(geometry):
+            scores = _scores(q, k, rows, columns, geometry, scale, softcap)
+            merged = torch.logaddexp(lse[:, rows], torch.logsumexp(scores, dim=-1))
             # A row that has seen no key yet keeps weight 0 instead of exp(-inf - -inf).
-            base = torch.where(visible, merged, 0.0)
+            base = merged.masked_fill(torch.isneginf(merged), 0.0)
             probabilities = torch.exp(scores - base[..., None])
             values = _expand(v[columns].to(work), heads)
             out[:, rows] = out[:, rows] * torch.exp(lse[:, rows] - base)[..., None] + probabilities @ values
@@ -261,24 +203,22 @@ class TiledReference:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        geometry: Geometry,
         *,
-        causal: bool,
         scale: float,
-        mask: Tensor | None = None,
-        softcap: float | None = None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Backend.backward."""
         n, heads, qk_dim = q.shape
         kv_heads = k.shape[1]
-        work = _work_dtype(q.dtype)
+        work = work_dtype(q.dtype)
         delta = (dout.to(work) * out.to(work)).sum(dim=-1).transpose(0, 1)
         dq = torch.zeros(heads, n, qk_dim, dtype=work, device=q.device)
         dk = torch.zeros(kv_heads, k.shape[0], qk_dim, dtype=work, device=q.device)
         dv = torch.zeros(kv_heads, k.shape[0], v.shape[-1], dtype=work, device=q.device)
-        for rows, columns in _tiles(n, k.shape[0], causal):
-            scores, _ = _scores(q, k, rows, columns, causal, scale, mask, softcap)
-            base = torch.where(torch.isinf(lse[:, rows]), 0.0, lse[:, rows])
-            probabilities = torch.exp(scores - base[..., None])
+        for rows, columns in _tiles(geometry):
+            scores = _scores(q, k, rows, columns, geometry, scale, softcap)
+            probabilities = torch.exp(scores - lse[:, rows, None])
             tile_dout = dout[rows].to(work).transpose(0, 1)
             dv[:, columns] += _group_sum(probabilities.transpose(1, 2) @ tile_dout, kv_heads)
             dprobabilities = tile_dout @ _expand(v[columns].to(work), heads).transpose(1, 2)
@@ -289,23 +229,15 @@ class TiledReference:
             dscores = dscores * scale
             dq[:, rows] += dscores @ _expand(k[columns].to(work), heads)
             dk[:, columns] += _group_sum(dscores.transpose(1, 2) @ q[rows].to(work).transpose(0, 1), kv_heads)
-        return dq.transpose(0, 1).to(q.dtype), dk.transpose(0, 1).to(q.dtype), dv.transpose(0, 1).to(q.dtype)
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
-BACKENDS: tuple[Backend, ...] = (TorchCpuFlash(), TorchCudaFlash(), TiledReference())
-"""In order of preference; the last one takes everything."""
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums and log-sum-exps of `dtype` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def choose_backend(q: Tensor, v: Tensor, *, softcap: float | None, mask: Tensor | None) -> Backend:
-    """The first backend that supports the inputs."""
-    return next(b for b in BACKENDS if b.supports(q, v, softcap=softcap, mask=mask))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _pad(tensor: Tensor, width: int) -> Tensor:
+def pad(tensor: Tensor, width: int) -> Tensor:
     """Zero-pad the last dimension to `width`: zeros add nothing to q k^T and give output columns that are cut off."""
     missing = width - tensor.shape[-1]
     return functional.pad(tensor, (0, missing)) if missing else tensor
@@ -313,26 +245,30 @@ def _pad(tensor: Tensor, width: int) -> Tensor:
 
 def _heads_first(tensor: Tensor, width: int) -> Tensor:
     """[n, heads, d] -> [1, heads, n, width]."""
-    return _pad(tensor, width).transpose(0, 1)[None]
+    return pad(tensor, width).transpose(0, 1)[None]
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Bool [n, m] -> [1, 1, n, m] of 0 and -inf."""
-    if mask is None:
+def _additive_mask(geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
+    """[1, 1, n, m] of 0 and -inf; None where the kernel needs none."""
+    if not geometry.needs_mask:
         return None
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, float("-inf"))[None, None]
+    n, m = geometry.n, geometry.m
+    hidden = torch.full((n, m), float("-inf"), dtype=dtype)
+    mask = hidden.triu(m - n + 1) if geometry.causal else torch.zeros_like(hidden)
+    if geometry.left is not None:
+        mask += hidden.tril_(m - n - geometry.left - 1)
+    return mask[None, None]
 
 
-def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _tiles(n: int, m: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    for row in range(0, n, _TILE):
-        rows = slice(row, min(row + _TILE, n))
-        for column in range(0, min(m, rows.stop) if causal else m, _TILE):
-            yield rows, slice(column, min(column + _TILE, m))
+def _tiles(geometry: Geometry) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the tiles in which something is visible."""
+    shift = geometry.m - geometry.n
+    for row in range(0, geometry.n, _TILE):
+        rows = slice(row, min(row + _TILE, geometry.n))
+        stop = min(geometry.m, rows.stop + shift) if geometry.causal else geometry.m
+        first = 0 if geometry.left is None else max(0, rows.start + shift - geometry.left)
+        for column in range(first - first % _TILE, stop, _TILE):
+            yield rows, slice(column, min(column + _TILE, geometry.m))
 
 
 def _expand(tensor: Tensor, heads: int) -> Tensor:
@@ -347,27 +283,20 @@ def _group_sum(tensor: Tensor, kv_heads: int) -> Tensor:
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    rows: slice,
-    columns: slice,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Scaled, capped and masked scores [heads, rows, columns] of one tile, and which rows [rows] see any key so far."""
-    work = _work_dtype(q.dtype)
+    q: Tensor, k: Tensor, rows: slice, columns: slice, geometry: Geometry, scale: float, softcap: float | None
+) -> Tensor:
+    """Scaled, capped and masked scores [heads, rows, columns] of one tile."""
+    work = work_dtype(q.dtype)
     queries = q[rows].to(work).transpose(0, 1)
     scores: Tensor = queries @ _expand(k[columns].to(work), q.shape[1]).transpose(1, 2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    rows_seen = torch.ones(scores.shape[1], dtype=torch.bool, device=q.device)
-    if causal and columns.stop > rows.start + 1:
-        row_index = torch.arange(rows.start, rows.stop, device=q.device)
+    if geometry.causal or geometry.left is not None:
+        shift = geometry.m - geometry.n
+        row_index = torch.arange(rows.start + shift, rows.stop + shift, device=q.device)[:, None]
         column_index = torch.arange(columns.start, columns.stop, device=q.device)
-        scores = scores.masked_fill(column_index > row_index[:, None], float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask[rows, columns], float("-inf"))
-        rows_seen = mask[rows, : columns.stop].any(dim=-1)
-    return scores, rows_seen
+        if geometry.causal and columns.stop > rows.start + shift + 1:
+            scores = scores.masked_fill(column_index > row_index, float("-inf"))
+        if geometry.left is not None:
+            scores = scores.masked_fill(column_index < row_index - geometry.left, float("-inf"))
+    return scores

@@ -2,128 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from random import Random
+from typing import Any
+
 import pytest
 import torch
+from attention_reference import causal_band, dense, random, visible_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from engine import attention
-from engine.attention import AttentionCall, AttentionState, pieces
-from engine.attention_backends import BACKENDS, Backend, TiledReference, TorchCpuFlash, choose_backend
+from engine.attention import AttentionCall, AttentionState, attend, attend_backward, finish, merge_, sink_gradient
 from storage.errors import UserError
-
-
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention written out: q [n, heads, d], k and v [m, kv_heads, d], visible [n, m]."""
-    groups = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.einsum("nhd,mhd->hnm", q, keys) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
-    probabilities = scores.softmax(dim=-1)[..., : visible.shape[1]]
-    return torch.einsum("hnm,mhd->nhd", probabilities, values)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype)
-
-
-def sliding(n: int, m: int, window: int) -> Tensor:
-    """Queries m - n .. m of a stream of m tokens."""
-    queries, keys = torch.arange(m - n, m)[:, None], torch.arange(m)
-    return (keys <= queries) & (keys > queries - window)
-
-
-@pytest.mark.parametrize("backend", [TorchCpuFlash(), TiledReference()], ids=lambda b: b.name)
-@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24)], ids=str)
-@pytest.mark.parametrize("case", ["causal", "full", "mask", "softcap"])
-def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int], case: str) -> None:
-    torch.manual_seed(0)
-    n, m = (530, 530) if case in ("causal", "softcap") else (70, 600)
-    softcap = 3.0 if case == "softcap" else None
-    mask = sliding(n, m, 50) if case == "mask" else None
-    q, k, v = random(n, 4, widths[0]), random(m, 2, widths[0]), random(m, 2, widths[1])
-    if not backend.supports(q, v, softcap=softcap, mask=mask):
-        assert (backend.name, case) == ("torch-cpu-flash", "softcap")
-        return
-    causal = case in ("causal", "softcap")
-    visible = mask if mask is not None else torch.ones(n, m, dtype=torch.bool).tril(0 if causal else m)
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    expected = dense(q, k, v, visible, 0.3, softcap)
-    dout = random(*expected.shape)
-    gradients = torch.autograd.grad(expected, (q, k, v), dout)
-    options = {"causal": causal, "scale": 0.3, "mask": mask, "softcap": softcap}
-    with torch.no_grad():
-        out, lse = backend.forward(q, k, v, **options)
-        computed = backend.backward(dout, q, k, v, out, lse, **options)
-    torch.testing.assert_close(out, expected)
-    for grad, reference in zip(computed, gradients, strict=True):
-        torch.testing.assert_close(grad, reference)
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-def test_row_without_keys_has_no_weight(backend: Backend) -> None:
-    q, k, v = random(3, 2, 8), random(5, 2, 8), random(5, 2, 8)
-    mask = torch.tensor([[True] * 5, [False] * 5, [True] * 5])
-    if not backend.supports(q, v, softcap=None, mask=mask):
-        return
-    out, lse = backend.forward(q, k, v, causal=False, scale=1.0, mask=mask)
-    assert torch.equal(out[1], torch.zeros(2, 8, dtype=torch.float64))
-    assert bool(torch.isneginf(lse[:, 1]).all())
-    assert bool(torch.isfinite(lse[:, 0]).all())
-
-
-def test_bfloat16_is_as_close_as_its_rounding() -> None:
-    torch.manual_seed(0)
-    q, k, v = (random(200, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    backend = choose_backend(q, v, softcap=None, mask=None)
-    out, lse = backend.forward(q, k, v, causal=True, scale=0.2)
-    expected = dense(q.double(), k.double(), v.double(), torch.ones(200, 200, dtype=torch.bool).tril(), 0.2)
-    assert out.dtype == torch.bfloat16
-    assert lse.dtype == torch.float32
-    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
-
-
-@st.composite
-def chunked_stream(draw: st.DrawFn) -> tuple[int, list[int], int, int | None]:
-    total = draw(st.integers(1, 400))
-    documents = sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=6))})
-    return total, documents, draw(st.integers(1, total)), draw(st.none() | st.integers(1, 300))
-
-
-@given(chunked_stream())
-@settings(max_examples=150, deadline=None)
-def test_pieces_cover_the_visible_keys_exactly_once(stream: tuple[int, list[int], int, int | None]) -> None:
-    total, documents, chunk, window = stream
-    seen = torch.zeros(total, total, dtype=torch.int32)
-    for start in range(0, total, chunk):
-        for group in pieces(start, min(start + chunk, total), documents, window):
-            assert len({(piece.q0, piece.q1) for piece in group}) == 1
-            assert group[0].k1 == group[0].q1, "the first piece must give every query a key"
-            for piece in group:
-                mask = piece.mask(window or 0, torch.device("cpu"))
-                block = torch.ones(piece.q1 - piece.q0, piece.k1 - piece.k0, dtype=torch.int32)
-                if piece.kind == "causal":
-                    assert (piece.q0, piece.q1) == (piece.k0, piece.k1)
-                    block = block.tril()
-                seen[piece.q0 : piece.q1, piece.k0 : piece.k1] += block if mask is None else mask.int()
-    starts = torch.tensor(documents)
-    owner = torch.bucketize(torch.arange(total), starts, right=True)
-    visible = (owner[:, None] == owner) & sliding(total, total, total if window is None else window)
-    assert torch.equal(seen, visible.int())
 
 
 @pytest.mark.parametrize("chunk", [120, 30, 7, 49])
@@ -139,9 +30,7 @@ def test_chunks_equal_whole_attention(
     q, k, v = random(total, 4, 8), random(total, 2, 8), random(total, 2, v_dim)
     sinks = random(4) if with_sinks else None
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, *([sinks] if sinks is not None else []))]
-    owner = torch.bucketize(torch.arange(total), torch.tensor(documents), right=True)
-    visible = (owner[:, None] == owner) & sliding(total, total, window or total)
-    expected = dense(q, k, v, visible, 0.4, softcap, sinks)
+    expected = dense(q, k, v, visible_keys(total, documents, window), 0.4, softcap, sinks)
     dout = random(*expected.shape)
     reference = torch.autograd.grad(expected, inputs, dout)
 
@@ -167,6 +56,136 @@ def test_chunks_equal_whole_attention(
             sum_ += grad
     for computed, expected_grad in zip(totals, reference, strict=True):
         torch.testing.assert_close(computed, expected_grad)
+
+
+@st.composite
+def divided_streams(draw: st.DrawFn) -> dict[str, Any]:
+    """A stream cut into ranges of queries and ranges of keys that need not meet anywhere."""
+    total = draw(st.integers(1, 150))
+    size = st.sampled_from([1, 7, 63, 64, 65, total])
+    return {
+        "total": total,
+        "documents": sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=4))}),
+        "chunk": draw(size),
+        "key_piece": draw(size),
+        "window": draw(st.none() | st.integers(1, 90)),
+        "softcap": draw(st.sampled_from([None, None, 2.0])),
+        "with_sinks": draw(st.booleans()),
+        "heads": draw(st.sampled_from([(2, 2), (4, 2), (3, 1)])),
+        "widths": draw(st.sampled_from([(8, 8), (12, 8), (6, 10)])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@given(divided_streams())
+@settings(max_examples=60, deadline=None)
+def test_any_ranges_of_keys_in_any_order_are_exact(case: dict[str, Any]) -> None:
+    total, documents, window, chunk, piece = (
+        case[name] for name in ("total", "documents", "window", "chunk", "key_piece")
+    )
+    (heads, kv_heads), (qk_dim, v_dim) = case["heads"], case["widths"]
+    torch.manual_seed(case["seed"])
+    order = Random(case["seed"])
+    sinks = random(heads) if case["with_sinks"] else None
+    q, k, v = random(total, heads, qk_dim), random(total, kv_heads, qk_dim), random(total, kv_heads, v_dim)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, *([] if sinks is None else [sinks]))]
+    expected = dense(q, k, v, visible_keys(total, documents, window), 0.4, case["softcap"], sinks)
+    dout = random(*expected.shape)
+    reference = torch.autograd.grad(expected, inputs, dout)
+
+    call = AttentionCall(scale=0.4, window=window, softcap=case["softcap"], sinks=sinks)
+    dq, dk, dv = (torch.zeros_like(tensor).detach() for tensor in (q, k, v))
+    dsinks = torch.zeros(heads, dtype=torch.float64)
+    with torch.no_grad():
+        for start in range(0, total, chunk):
+            rows = slice(start, min(start + chunk, total))
+            pieces = [slice(first, min(first + piece, total)) for first in range(0, total, piece)]
+            order.shuffle(pieces)
+            where = {"start": start, "documents": documents, "call": call}
+            out, lse = torch.zeros_like(expected[rows]), torch.full((heads, rows.stop - start), -math.inf).double()
+            for keys in pieces:
+                merge_(out, lse, *attend(q[rows], k[keys], v[keys], key_start=keys.start, **where))
+            out, lse = finish(out, lse, sinks)
+            torch.testing.assert_close(out, expected[rows])
+            for keys in pieces:
+                attend_backward(
+                    dout[rows],
+                    q[rows],
+                    k[keys],
+                    v[keys],
+                    out,
+                    lse,
+                    key_start=keys.start,
+                    **where,
+                    dq=dq[rows],
+                    dk=dk[keys],
+                    dv=dv[keys],
+                )
+            if sinks is not None:
+                dsinks += sink_gradient(dout[rows], out, lse, sinks)
+    for computed, expected_grad in zip((dq, dk, dv, dsinks), reference, strict=False):
+        torch.testing.assert_close(computed, expected_grad)
+
+
+def test_rows_without_keys_have_no_weight() -> None:
+    call = AttentionCall(scale=1.0, window=4, softcap=None, sinks=None)
+    q, k, v = random(6, 2, 8), random(3, 2, 8), random(3, 2, 8)
+    # Of queries 10..16 the first sees keys 7, 8 and 9, the second 8 and 9, the third 9 and the others none.
+    out, lse = attend(q, k, v, start=10, key_start=7, documents=[0], call=call)
+    assert bool(torch.isfinite(lse[:, :3]).all())
+    assert torch.equal(out[3:], torch.zeros(3, 2, 8, dtype=torch.float64))
+    assert bool(torch.isneginf(lse[:, 3:]).all())
+    nothing_out, nothing_lse = attend(q, k, v, start=0, key_start=7, documents=[0], call=call)
+    assert not nothing_out.any()
+    assert bool(torch.isneginf(nothing_lse).all())
+    merge_(nothing_out, nothing_lse, out, lse)
+    torch.testing.assert_close(nothing_out, out)
+    assert torch.equal(nothing_lse, lse)
+
+
+def test_bfloat16_is_as_close_as_its_rounding() -> None:
+    torch.manual_seed(0)
+    total, chunk = 200, 70
+    q, k, v, dout = (random(total, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected = dense(*exact, causal_band(total, total), 0.2)
+    reference = torch.autograd.grad(expected, exact, dout.double())
+    call = AttentionCall(scale=0.2, window=None, softcap=None, sinks=None)
+    gradients = [torch.zeros(tensor.shape) for tensor in (q, k, v)]
+    for start in range(0, total, chunk):
+        rows = slice(start, min(start + chunk, total))
+        where = {"start": start, "key_start": 0, "documents": [0], "call": call}
+        keys = slice(0, rows.stop)
+        out, lse = attend(q[rows], k[keys], v[keys], **where)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(out.double(), expected[rows], atol=0.02, rtol=0.02)
+        dq, dk, dv = (gradient[part] for gradient, part in zip(gradients, (rows, keys, keys), strict=True))
+        attend_backward(dout[rows], q[rows], k[keys], v[keys], out, lse, **where, dq=dq, dk=dk, dv=dv)
+    for computed, target in zip(gradients, reference, strict=True):
+        assert (computed - target).norm() <= 0.01 * target.norm()
+
+
+@pytest.mark.parametrize(
+    ("window", "pairs"),
+    # Four chunks of 64: the triangle; with a window the own triangles, and rectangles of the 64, 99 and 99 earlier keys
+    # that the chunk's first query sees, of which some are masked.
+    [(None, 256 * 257 // 2), (100, 4 * 64 * 65 // 2 + 64 * (64 + 99 + 99))],
+    ids=["causal", "window"],
+)
+def test_executed_flops_are_counted_as_the_kernel_computes_them(window: int | None, pairs: int) -> None:
+    total, chunk = 256, 64
+    q, k, v = random(total, 4, 8), random(total, 2, 8), random(total, 2, 6)
+    call = AttentionCall(scale=1.0, window=window, softcap=None, sinks=None)
+    gradients = [torch.zeros_like(tensor) for tensor in (q, k, v)]
+    attention.COUNTS.reset()
+    for start in range(0, total, chunk):
+        rows, keys = slice(start, start + chunk), slice(0, start + chunk)
+        where = {"start": start, "key_start": 0, "documents": [0], "call": call}
+        out, lse = attend(q[rows], k[keys], v[keys], **where)
+        dq, dk, dv = (gradient[part] for gradient, part in zip(gradients, (rows, keys, keys), strict=True))
+        attend_backward(out, q[rows], k[keys], v[keys], out, lse, **where, dq=dq, dk=dk, dv=dv)
+    assert attention.COUNTS.forward_flops == 2 * 4 * (8 + 6) * pairs
+    assert attention.COUNTS.backward_flops == 2 * 4 * (3 * 8 + 2 * 6) * pairs
 
 
 def test_chunked_masks_are_documents_of_their_own() -> None:

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from engine import attention
+from engine.attention_pieces import Span
 from engine.check import CheckResult, check_model
 
 MUST_PASS = (
@@ -105,10 +106,10 @@ def test_broken_layer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_attention_that_forgets_the_past_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_part_only(start: int, end: int, documents: Any, window: Any) -> Any:
-        return [[attention.Piece(start, end, start, end, "causal")]]
+    def own_part_only(start: int, end: int, *others: Any) -> Any:
+        return [Span(start, end, start, end, None)]
 
-    monkeypatch.setattr(attention, "pieces", own_part_only)
+    monkeypatch.setattr(attention, "spans", own_part_only)
     result = check_model(Qwen3Config())
     assert not result.ok
     assert result.reason is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention_backends import TiledReference, TorchCudaFlash
+from engine.attention_backends import Problem, TiledReference
+from engine.attention_cuda import TorchCudaFlash
+from engine.attention_pieces import Geometry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -18,16 +20,15 @@ def test_flash_equals_reference_with_merged_statistics(n: int, m: int, causal: b
     q, k = torch.randn(n, 8, widths[0], **half), torch.randn(m, 2, widths[0], **half)
     v, dout = torch.randn(m, 2, widths[1], **half), torch.randn(n, 8, widths[1], **half)
     flash, reference = TorchCudaFlash(), TiledReference()
-    assert flash.supports(q, v, softcap=None, mask=None)
-    out, lse = flash.forward(q, k, v, causal=causal, scale=0.1)
-    expected_out, expected_lse = reference.forward(q.float(), k.float(), v.float(), causal=causal, scale=0.1)
+    geometry, options = Geometry(n, m, causal), {"scale": 0.1, "softcap": None}
+    assert flash.refusal(Problem.of(q, v, geometry, softcap=None, backward=True)) is None
+    out, lse = flash.forward(q, k, v, geometry, **options)
+    expected_out, expected_lse = reference.forward(q.float(), k.float(), v.float(), geometry, **options)
     torch.testing.assert_close(out.float(), expected_out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
     # As if other keys, elsewhere, had taken half of the weight.
     lse = lse + torch.tensor(2.0).log().item()
-    computed = flash.backward(dout, q, k, v, out, lse, causal=causal, scale=0.1)
-    expected = reference.backward(
-        dout.float(), q.float(), k.float(), v.float(), out.float(), lse, causal=causal, scale=0.1
-    )
+    computed = flash.backward(dout, q, k, v, out, lse, geometry, **options)
+    expected = reference.backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, geometry, **options)
     for grad, target in zip(computed, expected, strict=True):
         assert (grad.float() - target).norm() <= 2e-2 * target.norm()

@@ -1,0 +1,179 @@
+"""Which keys a chunk's queries see, cut into what attention kernels can compute.
+
+Positions count from the start of the stream. A `Span` is the part of a key range that the queries of one document see;
+`spans` cuts any rectangle of queries and keys into them, `cut` turns spans into kernel calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Cut = Literal["whole", "split"]
+"""How spans become kernel calls. whole: as they are, several in one call where the kernel takes segments. split: the
+queries' own keys (causal, square) and the earlier keys (all visible) apart, and at a sliding window's edge tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Which of m keys n queries see: query r sees keys r + m - n - left .. r + m - n, or to the last if not causal.
+
+    Both limits are thus aligned at the bottom right corner; `left` None: no lower limit. `cu_q`, `cu_k`: where several
+    segments lie end to end, the cumulative ends of each, beginning with 0, and the rule holds within each; else empty.
+    Every query sees a key.
+    """
+
+    n: int
+    m: int
+    causal: bool
+    left: int | None = None
+    cu_q: tuple[int, ...] = ()
+    cu_k: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that are visible."""
+        if not self.cu_q:
+            return _pairs(self.n, self.m, self.causal, self.left)
+        lengths = zip(_lengths(self.cu_q), _lengths(self.cu_k), strict=True)
+        return sum(_pairs(n, m, self.causal, self.left) for n, m in lengths)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Neither all pairs nor the lower triangle of a square."""
+        return self.left is not None or (self.causal and self.n != self.m) or len(self.cu_q) > 2
+
+
+def _lengths(cumulative: Sequence[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(cumulative)]
+
+
+def _pairs(n: int, m: int, causal: bool, left: int | None) -> int:
+    # Keys above the diagonal of the bottom right corner, and those more than `left` below it.
+    hidden = n * (n - 1) // 2 if causal else 0
+    if left is not None:
+        old = max(0, m - 1 - left)
+        # The last query does not see `old` keys, each one before it one fewer.
+        rows = min(n, old)
+        hidden += rows * old - rows * (rows - 1) // 2
+    return n * m - hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Queries q0..q1 against keys k0..k1, one launch of a kernel."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Queries q0..q1 of one document against keys k0..k1; each query sees at least one of them.
+
+    Either k1 == q1 and queries see keys up to their own, or k1 <= q0. `window`: the visible keys including the query's
+    own, None where it hides none of these.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    window: int | None
+
+    @property
+    def causal(self) -> bool:
+        """The queries' own keys are among the keys."""
+        return self.k1 == self.q1
+
+    def call(self) -> Call:
+        """All of it as one kernel call."""
+        return _call(self.q0, self.q1, self.k0, self.k1, self.window)
+
+
+def _call(q0: int, q1: int, k0: int, k1: int, window: int | None) -> Call:
+    left = None if window is None or q1 - k0 <= window else window - 1 - (q1 - k1)
+    return Call(q0, q1, k0, k1, Geometry(q1 - q0, k1 - k0, causal=k1 == q1, left=left))
+
+
+def spans(
+    start: int, end: int, key_start: int, key_end: int, documents: Sequence[int], window: int | None
+) -> list[Span]:
+    """What queries start..end see of keys key_start..key_end, in order; queries that see none are in no span.
+
+    Queries and keys of the causal spans follow one another without gaps; at most one span, the last, is not causal.
+    """
+    found = []
+    position = start
+    while position < end:
+        index = bisect_right(documents, position)
+        stop = min(end, documents[index]) if index < len(documents) else end
+        first = max(documents[index - 1], key_start)
+        for q0, q1 in ((max(position, first), min(stop, key_end)), (max(position, key_end), stop)):
+            k0, k1 = first, min(q1, key_end)
+            if window is not None:
+                # Later queries see none of the keys, and no query sees earlier keys.
+                q1 = min(q1, k1 + window - 1)
+                k0 = max(k0, q0 - window + 1)
+            if q0 < q1 and k0 < k1:
+                found.append(Span(q0, q1, k0, k1, window if window is not None and q1 - k0 > window else None))
+        position = stop
+    return found
+
+
+def cut(parts: Sequence[Span], how: Cut, *, segments: bool = False) -> list[list[Call]]:
+    """Kernel calls that cover `parts` exactly once, grouped by query range; results of one group are to be merged.
+
+    `parts` are all causal or one span that is not. `segments`: the kernel takes several spans in one call.
+    """
+    if how == "split":
+        return [group for span in parts for group in _split(span)]
+    if len(parts) == 1 or not segments:
+        return [[span.call()] for span in parts]
+    window = next((span.window for span in parts if span.window is not None), None)
+    q0, k0 = parts[0].q0, parts[0].k0
+    q1, k1 = parts[-1].q1, parts[-1].k1
+    geometry = Geometry(
+        q1 - q0,
+        k1 - k0,
+        causal=True,
+        left=None if window is None else window - 1,
+        cu_q=(0, *(span.q1 - q0 for span in parts)),
+        cu_k=(0, *(span.k1 - k0 for span in parts)),
+    )
+    return [[Call(q0, q1, k0, k1, geometry)]]
+
+
+def _split(span: Span) -> Iterator[list[Call]]:
+    if span.window is not None:
+        yield from _tiles(span, span.window)
+    elif span.causal and span.k0 < span.q0:
+        own = _call(span.q0, span.q1, span.q0, span.q1, None)
+        yield [own, _call(span.q0, span.q1, span.k0, span.q0, None)]
+    else:
+        yield [span.call()]
+
+
+def _tiles(span: Span, window: int) -> Iterator[list[Call]]:
+    # Tiles of a quarter of the window waste little on masked scores and still are large enough for the kernels.
+    tile = min(max(window // 4, 64), 1024)
+    for q0 in range(span.q0, span.q1, tile):
+        q1 = min(q0 + tile, span.q1)
+        k1 = q1 if span.causal else span.k1
+        first, own = max(span.k0, q0 - window + 1), q0 if span.causal else span.k1
+        # Keys whole..own are visible to all; the band before them ends with one that is too, so that no row is empty.
+        whole = q1 - window + 1 if first < q1 - window else first
+        if whole >= own:
+            yield [_call(q0, q1, first, k1, window)]
+            continue
+        group = [_call(q0, q1, q0, q1, None)] if span.causal else []
+        group.append(_call(q0, q1, whole, own, None))
+        if first < whole:
+            group.append(_call(q0, q1, first, whole, window))
+        yield group

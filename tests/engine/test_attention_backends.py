@@ -1,0 +1,52 @@
+"""Attention kernels one by one against one dense softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_reference import causal_band, dense, random
+
+from engine.attention_backends import Backend, Problem, TiledReference, TorchCpuFlash
+from engine.attention_pieces import Geometry
+from engine.attention_select import BACKENDS
+
+SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (530, 530), (1, 40), (64, 65), (70, 600), (530, 531), (513, 1100)]
+
+
+@pytest.mark.parametrize("backend", [TorchCpuFlash(), TiledReference()], ids=lambda b: b.name)
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24)], ids=str)
+@pytest.mark.parametrize("case", ["causal", "full", "window", "old keys", "softcap"])
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int], case: str, n: int, m: int) -> None:
+    torch.manual_seed(0)
+    left = {"window": m // 3, "old keys": m - 1}.get(case)
+    geometry = Geometry(n, m, causal=case not in ("full", "old keys"), left=left)
+    visible = causal_band(n, m, left) if geometry.causal else torch.ones(n, m, dtype=torch.bool)
+    if case == "old keys":  # the second half of a window: the oldest keys are hidden from the last queries
+        geometry = Geometry(n, m, causal=False, left=m // 2)
+        visible = torch.arange(m) >= torch.arange(m - n, m)[:, None] - m // 2
+    softcap = 3.0 if case == "softcap" else None
+    q, k, v = random(n, 4, widths[0]), random(m, 2, widths[0]), random(m, 2, widths[1])
+    refusal = backend.refusal(Problem.of(q, v, geometry, softcap=softcap, backward=True))
+    if refusal is not None:
+        assert (backend.name, case, refusal) == ("torch-cpu-flash", "softcap", "has no soft-cap")
+        return
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    expected = dense(q, k, v, visible, 0.3, softcap)
+    dout = random(*expected.shape)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse = backend.forward(q, k, v, geometry, scale=0.3, softcap=softcap)
+        computed = backend.backward(dout, q, k, v, out, lse, geometry, scale=0.3, softcap=softcap)
+    torch.testing.assert_close(out, expected)
+    for grad, reference in zip(computed, gradients, strict=True):
+        torch.testing.assert_close(grad, reference)
+
+
+def test_every_other_backend_says_why_it_cannot_compute_on_a_cpu() -> None:
+    q, v = random(4, 2, 8, dtype=torch.bfloat16), random(4, 2, 8, dtype=torch.bfloat16)
+    problem = Problem.of(q, v, Geometry(4, 4, causal=True), softcap=None, backward=False)
+    refusals = {backend.name: backend.refusal(problem) for backend in BACKENDS}
+    assert [name for name, refusal in refusals.items() if refusal is None] == ["torch-cpu-flash", "tiled-reference"]
+    assert all("CUDA" in refusal for refusal in refusals.values() if refusal is not None)

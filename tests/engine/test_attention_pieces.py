@@ -1,0 +1,66 @@
+"""How ranges of queries and keys are cut into kernel calls."""
+
+from __future__ import annotations
+
+import torch
+from attention_reference import visible_keys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention_pieces import Cut, Geometry, cut, spans
+
+
+def visible(geometry: Geometry) -> Tensor:
+    """Int32 [n, m], written out from the definition."""
+    table = torch.zeros(geometry.n, geometry.m, dtype=torch.int32)
+    ends_q, ends_k = geometry.cu_q or (0, geometry.n), geometry.cu_k or (0, geometry.m)
+    for i in range(len(ends_q) - 1):
+        n, m = ends_q[i + 1] - ends_q[i], ends_k[i + 1] - ends_k[i]
+        rows, keys = torch.arange(n)[:, None] + m - n, torch.arange(m)
+        seen = keys <= rows if geometry.causal else torch.ones(n, m, dtype=torch.bool)
+        if geometry.left is not None:
+            seen &= keys >= rows - geometry.left
+        table[ends_q[i] : ends_q[i + 1], ends_k[i] : ends_k[i + 1]] = seen.int()
+    return table
+
+
+@st.composite
+def divided_stream(draw: st.DrawFn) -> tuple[int, list[int], int, int, int | None]:
+    total = draw(st.integers(1, 400))
+    documents = sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=6))})
+    length = st.integers(1, total)
+    return total, documents, draw(length), draw(length), draw(st.none() | st.integers(1, 300))
+
+
+@given(divided_stream(), st.sampled_from(["whole", "split"]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_calls_cover_the_visible_keys_exactly_once(
+    stream: tuple[int, list[int], int, int, int | None], how: Cut, segments: bool
+) -> None:
+    total, documents, chunk, piece, window = stream
+    seen = torch.zeros(total, total, dtype=torch.int32)
+    for start in range(0, total, chunk):
+        for first in range(0, total, piece):
+            found = spans(start, min(start + chunk, total), first, min(first + piece, total), documents, window)
+            causal = [span for span in found if span.causal]
+            assert len(found) - len(causal) <= 1
+            for parts in (causal, found[len(causal) :]):
+                for group in cut(parts, how, segments=segments) if parts else []:
+                    assert len({(call.q0, call.q1) for call in group}) == 1
+                    for call in group:
+                        geometry = call.geometry
+                        assert (geometry.n, geometry.m) == (call.q1 - call.q0, call.k1 - call.k0)
+                        table = visible(geometry)
+                        assert bool(table.any(dim=1).all()), "kernels need not know rows without keys"
+                        assert geometry.left is None or geometry.left >= 0, "kernels take -1 for no limit"
+                        assert int(table.sum()) == geometry.pairs
+                        seen[call.q0 : call.q1, call.k0 : call.k1] += table
+    assert torch.equal(seen, visible_keys(total, documents, window).int())
+
+
+def test_documents_of_a_chunk_are_one_call_where_the_kernel_takes_segments() -> None:
+    parts = spans(100, 200, 0, 200, [0, 40, 130, 131], None)
+    ((call,),) = cut(parts, "whole", segments=True)
+    assert (call.q0, call.q1, call.k0, call.k1) == (100, 200, 40, 200)
+    assert (call.geometry.cu_q, call.geometry.cu_k) == ((0, 30, 31, 100), (0, 90, 91, 160))
