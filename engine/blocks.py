@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from engine import attention, skeleton
 from engine.attention import AttentionState
+from engine.batch import ChunkTokens
 from engine.model import ModelSpec
 from engine.recompute import for_backward
 from engine.skeleton import LayerCall, Skeleton
@@ -115,7 +116,7 @@ class ModelRunner:
         with torch.no_grad():
             if not self.spec.length_dependent_rotary:
                 return LayerInputs(tuple(self._skeleton.calls(positions)))
-            sentinel = positions.new_tensor([max_position])
+            sentinel = positions.new_full((1,), max_position)
             calls = self._skeleton.calls(torch.cat([positions, sentinel]))
 
         def cut(tensor: Tensor) -> Tensor:
@@ -139,29 +140,28 @@ class ModelRunner:
     def embed_backward(
         self,
         weights: Mapping[str, Tensor],
-        ids: Tensor,
-        positions: Tensor,
+        tokens: ChunkTokens,
         dx: Tensor,
         grads: Mapping[str, Tensor],
     ) -> None:
-        """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result.
+        """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result for these tokens.
 
         The token table's gradient is computed for the chunk's distinct ids only, never for the whole vocabulary.
         """
-        ids, positions = ids.to(self.device), positions.to(self.device)
-        distinct, compact_ids = torch.unique(ids, return_inverse=True)
         with (
-            self._skeleton.compact_vocabulary(weights, distinct) as (compact, table),
+            self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, table, padding),
             self._skeleton.bound(compact) as bound,
         ):
             with torch.enable_grad():
-                x = self._skeleton.embed(compact_ids, positions)
+                x = self._skeleton.embed(tokens.places, tokens.positions)
             computed = torch.autograd.grad(x, list(bound.values()), dx, allow_unused=True)
         for name, grad in zip(bound, computed, strict=True):
             if grad is None:
                 continue
             if name == table:
-                grads[name].index_add_(0, distinct, grad.to(grads[name].dtype))
+                if padding is not None:
+                    grad.masked_fill_((tokens.distinct == padding)[:, None], 0)
+                grads[name].index_add_(0, tokens.distinct, grad.to(grads[name].dtype))
             else:
                 grads[name].add_(grad)
 
@@ -203,19 +203,18 @@ class ModelRunner:
         self,
         weights: Mapping[str, Tensor],
         x: Tensor,
-        labels: Tensor,
+        tokens: ChunkTokens,
         loss_scale: float,
         grads: Mapping[str, Tensor],
         logits_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        """Loss and gradients of the last layer's output x [n, hidden] against labels (int64 [n], -100 has no loss).
+        """Loss and gradients of the last layer's output x [n, hidden] against the labels of those tokens that have one.
 
         Returns the sum over labels of the cross entropy (float32, 0-dim, not scaled) and dx [n, hidden], the gradient
         of loss_scale x that sum; adds the parameters' gradients to `grads`. Logits exist for as many tokens at once as
         fit `logits_bytes` in float32, at least one.
         """
-        labels = labels.to(self.device)
-        rows = torch.nonzero(labels != -100).squeeze(-1)
+        rows, labels = tokens.rows, tokens.labels
         dx = torch.zeros_like(x)
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         step = max(1, logits_bytes // (4 * self.spec.vocab_size))
@@ -225,7 +224,7 @@ class ModelRunner:
                 part_x = x[part].requires_grad_()
                 with torch.enable_grad():
                     logits = self._skeleton.logits(part_x)
-                part_loss, dlogits = _cross_entropy(logits.detach(), labels[part], loss_scale)
+                part_loss, dlogits = _cross_entropy(logits.detach(), labels[begin : begin + step], loss_scale)
                 loss += part_loss
                 wanted = [part_x, *bound.values()]
                 part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.attention import AttentionState
+from engine.batch import ChunkTokens
 from engine.blocks import LayerInputs, ModelRunner
 from engine.model import EMBED, HEAD, ModelSpec, refuse_unsupported
 from engine.shrink import shrink
@@ -263,7 +264,10 @@ def _stream_one(
     layers = range(len(spec.attention))
     saved: list[list[Tensor]] = []
     states: list[list[AttentionState | None]] = []
-    hidden = [runner.embed(part(weights, EMBED), stream.ids[a:b], stream.positions[a:b]) for a, b in ranges]
+    tokens = [
+        ChunkTokens.of(stream.ids[a:b], stream.labels[a:b], stream.positions[a:b]).to(runner.device) for a, b in ranges
+    ]
+    hidden = [runner.embed(part(weights, EMBED), t.ids, t.positions) for t in tokens]
     for index in layers:
         saved.append(hidden)
         states.append(new_states(runner, index, stream, ranges))
@@ -273,9 +277,9 @@ def _stream_one(
             for x, chunk_inputs, state in zip(hidden, inputs, states[-1], strict=True)
         ]
     loss = 0.0
-    for i, (a, b) in enumerate(ranges):
+    for i in range(len(ranges)):
         chunk_loss, hidden[i] = runner.head(
-            part(weights, HEAD), hidden[i], stream.labels[a:b], 1 / num_targets, part(grads, HEAD), logits_bytes
+            part(weights, HEAD), hidden[i], tokens[i], 1 / num_targets, part(grads, HEAD), logits_bytes
         )
         loss += chunk_loss.item()
     for index in reversed(layers):
@@ -284,10 +288,8 @@ def _stream_one(
             hidden[i] = runner.layer_backward(
                 index, block, saved[index][i], hidden[i], inputs[i], states[index][i], block_grads
             )
-    for i, (a, b) in enumerate(ranges):
-        runner.embed_backward(
-            part(weights, EMBED), stream.ids[a:b], stream.positions[a:b], hidden[i], part(grads, EMBED)
-        )
+    for i in range(len(ranges)):
+        runner.embed_backward(part(weights, EMBED), tokens[i], hidden[i], part(grads, EMBED))
     return loss
 
 

@@ -34,6 +34,8 @@ class MicroBatch:
     """Labels that are not -100."""
     lengths: list[int]
     """Tokens of each document, padding excluded."""
+    max_position: int
+    """The largest of `positions`."""
 
 
 class DataLoader:
@@ -137,6 +139,7 @@ class DataLoader:
             documents=documents,
             num_targets=int((labels != IGNORE_LABEL).sum()),
             lengths=lengths,
+            max_position=int(positions.max()),
         )
 
     def _fill_row(

@@ -20,6 +20,8 @@ class Scalars:
     step: int
     decayed: Tensor
     undecayed: Tensor
+    host: tuple[tuple[float, ...], tuple[float, ...]]
+    """The same two as floats."""
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -54,11 +56,13 @@ def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -
         1 / (1 - config.beta2**step),
         clip,
     ]
-    return Scalars(
-        step=step,
-        decayed=torch.tensor([*common, 1 - lr * config.weight_decay], dtype=torch.float32, device=device),
-        undecayed=torch.tensor([*common, 1.0], dtype=torch.float32, device=device),
-    )
+    rows = torch.tensor([[*common, 1 - lr * config.weight_decay], [*common, 1.0]], dtype=torch.float32)
+    decayed, undecayed = rows.tolist()
+    if device.type == "cuda":
+        pinned = torch.empty_like(rows, pin_memory=True).copy_(rows)
+        rows = pinned.to(device, non_blocking=True)
+        torch.cuda.current_stream(device).synchronize()  # other streams read it
+    return Scalars(step, rows[0], rows[1], (tuple(decayed), tuple(undecayed)))
 
 
 def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor) -> None:
@@ -80,17 +84,23 @@ def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor,
 
 
 def _torch_fused(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor, step: int
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    weights: Tensor,
+    s: tuple[float, ...],
+    step: int,
 ) -> None:
     """The same step through torch's fused kernel, for machines on which torch.compile has no compiler."""
-    lr, beta1, beta2, eps, _, _, clip, keep = (float(x) for x in s)
+    lr, beta1, beta2, eps, _, _, clip, keep = s
     torch._fused_adamw_(
         [master],
         [gradient.float() * clip],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(float(step), device=master.device)],
+        [torch.full((), float(step), device=master.device)],
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -132,11 +142,12 @@ class AdamW:
         state: master, exp_avg, exp_avg_sq, float32 [n]; gradient [n]; weights [n], compute dtype;
         decay_numel: the first elements of the range are decayed, the others not.
         """
-        for start, end, s in ((0, decay_numel, values.decayed), (decay_numel, weights.numel(), values.undecayed)):
+        ranges = ((0, decay_numel, values.decayed), (decay_numel, weights.numel(), values.undecayed))
+        for (start, end, s), host in zip(ranges, values.host, strict=True):
             if start >= end:
                 continue
             master, first, second = (t[start:end] for t in state)
             if self.mode == "fused":
-                _torch_fused(master, first, second, gradient[start:end], weights[start:end], s, values.step)
+                _torch_fused(master, first, second, gradient[start:end], weights[start:end], host, values.step)
             else:
                 self._update(master, first, second, gradient[start:end], weights[start:end], s)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionState
+from engine.batch import ChunkTokens
 from engine.blocks import LayerInputs, ModelRunner
 from engine.config import TrainConfig
 from engine.data import MicroBatch
@@ -44,7 +45,9 @@ class StepData:
     """What a step's ops need besides the state."""
 
     micro_batches: Sequence[MicroBatch]
-    """On the compute device."""
+    """In host memory."""
+    chunks: Sequence[ChunkTokens]
+    """The tokens of the plan's chunks, on the compute device."""
     num_targets: int
     """Tokens with a loss in all micro-batches; the loss is their mean."""
     cursor: dict[str, Any]
@@ -81,8 +84,10 @@ class Runtime:
         self._dtype = runner.dtype
         self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
         self._number = {name: i for i, name in enumerate(plan.buffers)}
-        self._losses = torch.zeros(len(plan.chunks), device=self._device)
-        self._square_norms = torch.zeros(len(plan.buffers), device=self._device)
+        # What "clip" reads of a step, in one tensor so that it is one copy.
+        shapes = [(len(plan.chunks),), (len(plan.buffers),), (2, len(plan.blocks), len(plan.chunks))]
+        self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
+        self._losses, self._square_norms, self._marks = self._split_report(self._report)
         self._steps: dict[int, StepData] = {}
         self._inputs: OrderedDict[tuple[int, int], LayerInputs] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
@@ -101,7 +106,10 @@ class Runtime:
     def perform(self, op: Op) -> Future[Any] | None:
         """Carry out `op`; a Future means that it goes on in the background."""
         with torch.no_grad():
-            return self._actions[op.action](op)
+            future = self._actions[op.action](op)
+            if op.lane == "compute" and "out" in op.slots:
+                self._mark(op, self._hidden(op.slots["out"], self._chunk(op)))
+        return future
 
     def _all_actions(self) -> dict[str, Callable[[Op], Future[Any] | None]]:
         """Action -> its method: `_op_ACTION`, or one method for an action on several kinds."""
@@ -214,9 +222,8 @@ class Runtime:
             return self._inputs[key]
         for old in [old for old in self._inputs if old[0] != op.step]:
             del self._inputs[old]
-        batch = self._micro_batch(op, chunk)
-        longest = int(batch.positions.max())
-        inputs = self.runner.inputs(batch.positions[chunk.start : chunk.end], longest)
+        positions = self._steps[op.step].chunks[chunk.index].positions
+        inputs = self.runner.inputs(positions, self._micro_batch(op, chunk).max_position)
         self._inputs[key] = inputs
         while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > INPUTS_CACHE_BYTES:
             self._inputs.popitem(last=False)
@@ -229,18 +236,15 @@ class Runtime:
 
     def _op_embed_forward(self, op: Op) -> None:
         chunk = self._chunk(op)
-        batch = self._micro_batch(op, chunk)
-        tokens = slice(chunk.start, chunk.end)
-        x = self.runner.embed(self._weights(op), batch.ids[tokens], batch.positions[tokens])
+        tokens = self._steps[op.step].chunks[chunk.index]
+        x = self.runner.embed(self._weights(op), tokens.ids, tokens.positions)
         self._hidden(op.slots["out"], chunk).copy_(x)
 
     def _op_embed_backward(self, op: Op) -> None:
         chunk = self._chunk(op)
-        batch = self._micro_batch(op, chunk)
-        tokens = slice(chunk.start, chunk.end)
+        tokens = self._steps[op.step].chunks[chunk.index]
         dx = self._hidden(op.slots["dy"], chunk)
-        gradients = self._gradients(op)
-        self.runner.embed_backward(self._weights(op), batch.ids[tokens], batch.positions[tokens], dx, gradients)
+        self.runner.embed_backward(self._weights(op), tokens, dx, self._gradients(op))
 
     def _op_layer_forward(self, op: Op) -> None:
         chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
@@ -260,10 +264,10 @@ class Runtime:
 
     def _op_head(self, op: Op) -> None:
         chunk = self._chunk(op)
-        labels = self._micro_batch(op, chunk).labels[chunk.start : chunk.end]
+        tokens = self._steps[op.step].chunks[chunk.index]
         scale = 1.0 / self._steps[op.step].num_targets
         x, gradients = self._hidden(op.slots["x"], chunk), self._gradients(op)
-        loss, dx = self.runner.head(self._weights(op), x, labels, scale, gradients, self._logits_bytes)
+        loss, dx = self.runner.head(self._weights(op), x, tokens, scale, gradients, self._logits_bytes)
         self._losses[op.index] = loss
         self._hidden(op.slots["out"], chunk).copy_(dx)
 
@@ -360,28 +364,37 @@ class Runtime:
         return self.ram.part_stages[slot][: numel * dtype.itemsize].view(dtype)
 
     def _op_clip(self, op: Op) -> None:
-        """Loss, global norm and clipping factor of the step, checked before any state changes."""
+        """Loss, global norm and clipping factor of the step, checked before any state changes.
+
+        Reads the step's results from the compute device, once; the ops that made them are done.
+        """
         data = self._steps[op.step]
-        losses = self._losses.double().cpu()
-        squares = self._square_norms.double().cpu()
-        if not bool(losses.isfinite().all()):
-            chunk = self.plan.chunks[int((~losses.isfinite()).nonzero()[0])]
+        losses, squares, marks = (part.double() for part in self._split_report(self._report.cpu()))
+        if (culprit := first_not_finite(self.plan, losses, squares, marks)) is not None:
             raise DivergedError(
-                f"step {op.step}: the loss of chunk {chunk.index} (micro-batch {chunk.micro_batch}, tokens "
-                f"{chunk.start} to {chunk.end}) is not finite; the last committed generation is intact: resume from it "
+                f"step {op.step}: {culprit} is not finite; the last committed generation is intact: resume from it "
                 "with a lower train.lr, or more train.warmup_steps"
-            )
-        if not bool(squares.isfinite().all()):
-            name = list(self.plan.buffers)[int((~squares.isfinite()).nonzero()[0])]
-            raise DivergedError(
-                f"step {op.step}: the gradient of block {name} is not finite; the last committed generation is intact: "
-                "resume from it with a lower train.lr, or more train.warmup_steps"
             )
         data.loss = float(losses.sum()) / data.num_targets
         data.grad_norm = float(squares.sum().sqrt())
         clip = clip_coefficient(data.grad_norm, self.config.clip_norm)
         for device in {torch.device("cpu"), self._device}:
             data.scalars[device.type] = scalars(self.config, op.step, clip, device)
+
+    def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""
+        plan = self.plan
+        chunks, blocks = len(plan.chunks), len(plan.blocks)
+        losses, squares, marks = report.split([chunks, len(plan.buffers), 2 * blocks * chunks])
+        return losses, squares, marks.view(2, blocks, chunks)
+
+    def _mark(self, op: Op, result: Tensor) -> None:
+        """Note a value that is finite if the result of a block's op on a chunk is; "clip" names the first that is not.
+
+        One more pass over a hidden state, which no one waits for.
+        """
+        backward = not op.action.endswith("_forward")
+        self._marks[int(backward), self._blocks[op.block][0], op.index].copy_(result.sum(dtype=torch.float32))
 
     def learning_rate(self, step: int) -> float:
         """Learning rate with which the gradient of `step` is applied."""
@@ -483,6 +496,35 @@ class Runtime:
 
     def _op_commit(self, op: Op) -> None:
         self._commit(op.step)
+
+
+def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
+    """What first was not finite in a step, in the order of the passes; None if all was.
+
+    losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
+    """
+
+    def of_chunk(what: str, index: int) -> str:
+        chunk = plan.chunks[index]
+        where = f"micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end}"
+        return f"{what} of chunk {chunk.index} ({where})"
+
+    def first_mark(part: Tensor) -> tuple[int, int] | None:
+        bad = (~part.isfinite()).nonzero()
+        return None if not bad.numel() else (int(bad[0, 0]), int(bad[0, 1]))
+
+    if (mark := first_mark(marks[0])) is not None:
+        return of_chunk(f"the output of block {plan.blocks[mark[0]].name}", mark[1])
+    bad = (~losses.isfinite()).nonzero()
+    if bad.numel():
+        return of_chunk("the loss", int(bad[-1]))  # the head goes in backward's order
+    if (mark := first_mark(marks[1].flip(0, 1))) is not None:
+        block, index = len(plan.blocks) - 1 - mark[0], len(plan.chunks) - 1 - mark[1]
+        return of_chunk(f"the gradient of the input of block {plan.blocks[block].name}", index)
+    bad = (~squares.isfinite()).nonzero()
+    if bad.numel():
+        return f"the gradient of block {list(plan.buffers)[int(bad[0])]}"
+    return None
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:

@@ -6,7 +6,6 @@ import platform
 import re
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import weights
+from engine.batch import BatchCarrier
 from engine.blocks import ModelRunner
 from engine.check import check_model
 from engine.config import (
@@ -93,6 +93,7 @@ class Session:
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name, step, why not) of checkpoints asked for, as they are made."""
         loader.seek(store.meta["cursor"])
+        self._carrier = BatchCarrier(plan.chunks, device)
         dtype = torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
@@ -141,10 +142,8 @@ class Session:
         """The batch of the next step, on the compute device."""
         micro_batches = self.loader.next_step()
         return StepData(
-            micro_batches=[
-                replace(m, **{k: getattr(m, k).to(self.device) for k in ("ids", "labels", "positions")})
-                for m in micro_batches
-            ],
+            micro_batches=micro_batches,
+            chunks=self._carrier.carry(micro_batches),
             num_targets=sum(m.num_targets for m in micro_batches),
             cursor=self.loader.cursor,
         )

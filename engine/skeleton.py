@@ -204,22 +204,22 @@ class Skeleton:
     @contextmanager
     def compact_vocabulary(
         self, tensors: Mapping[str, Tensor], distinct: Tensor
-    ) -> Iterator[tuple[dict[str, Tensor], str | None]]:
+    ) -> Iterator[tuple[dict[str, Tensor], str | None, int | None]]:
         """Inside the block the token table has rows for the ids `distinct` [u] only, in that order.
 
-        Yields `tensors` with the table cut down to [u, hidden], and the table's name (None: there is no such table).
+        Yields `tensors` with the table cut down to [u, hidden], the table's name (None: there is no such table), and
+        the padding id, whose row is to get no gradient (None: there is none; inside the block the table knows none).
         """
         module: Any = self.model.get_input_embeddings()
         table = next((n for n, sites in self._sites.items() if any(m is module for m, _ in sites)), None)
         if table is None or table not in tensors:
-            yield dict(tensors), None
+            yield dict(tensors), None, None
             return
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
-            place = (distinct == padding).nonzero()
-            module.padding_idx = int(place) if place.numel() else None
+            module.padding_idx = None
         try:
-            yield {**tensors, table: tensors[table].index_select(0, distinct)}, table
+            yield {**tensors, table: tensors[table].index_select(0, distinct)}, table, padding
         finally:
             if padding is not None:
                 module.padding_idx = padding

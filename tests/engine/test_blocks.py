@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from engine.batch import ChunkTokens
 from engine.blocks import ModelRunner
 from engine.check import TokenStream, new_states, reference_gradients, relative_errors, stream_gradients
 from engine.model import ModelSpec
@@ -95,7 +96,8 @@ def test_head_does_not_depend_on_its_sub_chunks(qwen3: Any, logits_bytes: int) -
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     reference = torch.autograd.grad(expected * 0.5, [x, *(model.get_parameter(name) for name in head)])
     grads = {name: torch.zeros_like(tensor) for name, tensor in head.items()}
-    loss, dx = runner.head(head, x.detach(), labels, 0.5, grads, logits_bytes)
+    tokens = ChunkTokens.of(torch.zeros_like(labels), labels, torch.arange(20))
+    loss, dx = runner.head(head, x.detach(), tokens, 0.5, grads, logits_bytes)
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(dx, reference[0])
     for computed, expected_grad in zip(grads.values(), reference[1:], strict=True):
@@ -105,7 +107,8 @@ def test_head_does_not_depend_on_its_sub_chunks(qwen3: Any, logits_bytes: int) -
 def test_head_without_targets_gives_zero(qwen3: Any) -> None:
     _, _, runner, weights = qwen3
     head = {name: weights[name] for name in ("model.norm.weight", "lm_head.weight")}
-    loss, dx = runner.head(head, torch.randn(4, 64), torch.full((4,), -100), 1.0, {}, 1 << 20)
+    tokens = ChunkTokens.of(torch.arange(4), torch.full((4,), -100), torch.arange(4))
+    loss, dx = runner.head(head, torch.randn(4, 64), tokens, 1.0, {}, 1 << 20)
     assert loss == 0
     assert torch.equal(dx, torch.zeros(4, 64))
 
@@ -118,7 +121,7 @@ def test_embedding_gradient_skips_the_padding_id(qwen3: Any) -> None:
     grads = {name: torch.zeros_like(weights[name])}
     table = {name: weights[name]}
     assert torch.equal(runner.embed(table, ids, positions), weights[name][ids])
-    runner.embed_backward(table, ids, positions, dx, grads)
+    runner.embed_backward(table, ChunkTokens.of(ids, ids, positions), dx, grads)
     expected = torch.zeros_like(weights[name])
     expected[9], expected[100] = dx[0] + dx[2], dx[3]
     torch.testing.assert_close(grads[name], expected)

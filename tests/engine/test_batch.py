@@ -1,0 +1,97 @@
+"""What is known of a batch on the host, and that no op on a lane of the GPU asks the GPU for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.batch import ChunkTokens, pack, unpack
+from engine.executor import GPU_LANES
+from engine.ops import Op
+from engine.train import Session, train_step
+
+ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}
+"""Operators whose result, or its size, is only known once the device has computed it."""
+FROM_HOST = {"lift_fresh"}
+"""What torch.tensor(data) calls: on CUDA a copy from pageable memory."""
+
+
+class Strict(TorchDispatchMode):
+    """Refuses operators that wait for the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ASKS | FROM_HOST, f"{name} waits for the device"
+        if name in ("index", "index_put_", "_index_put_impl_"):
+            indices = [i for i in args[1] if isinstance(i, Tensor)]
+            assert all(i.dtype == torch.int64 for i in indices), "a boolean index waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def watch_gpu_lanes(session: Session) -> set[str]:
+    """Let ops of GPU lanes run in `Strict`; the actions that ran so."""
+    perform, seen = session.runtime.perform, set()
+
+    def strict(op: Op) -> Any:
+        if op.lane not in GPU_LANES:
+            return perform(op)
+        seen.add(op.action)
+        with Strict():
+            return perform(op)
+
+    session.executor._perform = strict
+    return seen
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "llama"])
+@pytest.mark.parametrize("gpu", [tiny.FLOOR, "1GiB"])
+def test_no_op_of_a_gpu_lane_waits_for_the_gpu(tmp_path: Path, gpu: str, model_type: str) -> None:
+    m = tiny.model(model_type=model_type, overrides={"pad_token_id": 3})
+    with tiny.session(tmp_path, m=m, gpu=gpu) as session:
+        seen = watch_gpu_lanes(session)
+        train_step(session)
+        train_step(session)
+        session.finish()
+    assert seen >= {"embed_forward", "layer_forward", "head", "layer_backward", "embed_backward", "norm"}
+
+
+def test_the_watch_sees_what_waits(tmp_path: Path) -> None:
+    with tiny.session(tmp_path) as session:
+        norm = session.runtime._actions["norm"]
+        session.runtime._actions["norm"] = lambda op: norm(op) if float(session.runtime._losses[0]) > 0 else None
+        watch_gpu_lanes(session)
+        with pytest.raises(AssertionError, match="_local_scalar_dense waits for the device"):
+            train_step(session)
+
+
+def test_chunk_tokens_are_those_of_the_labels_and_ids() -> None:
+    ids, labels = torch.tensor([7, 2, 7, 9, 2]), torch.tensor([2, -100, 9, -100, -100])
+    tokens = ChunkTokens.of(ids, labels, torch.tensor([0, 1, 0, 1, 2]))
+    assert tokens.rows.tolist() == [0, 2]
+    assert tokens.labels.tolist() == [2, 9]
+    assert tokens.distinct.tolist() == [2, 7, 9]
+    assert torch.equal(tokens.distinct[tokens.places], ids)
+    empty = ChunkTokens.of(ids, torch.full((5,), -100), torch.arange(5))
+    assert empty.rows.numel() == empty.labels.numel() == 0
+
+
+def test_tensors_laid_end_to_end_come_back() -> None:
+    tensors = [torch.arange(3), torch.empty(0, dtype=torch.int64), torch.tensor([9]), torch.arange(5)]
+    flat = torch.full((12,), -1)
+    assert pack(tensors, flat) == 9
+    there = unpack(flat, [tensor.numel() for tensor in tensors])
+    assert all(torch.equal(a, b) for a, b in zip(there, tensors, strict=True))
+    assert all(t.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for t in there)
+
+
+def test_a_batch_knows_its_longest_position(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, t=tiny.training(sequences_per_step=4, sequences_per_micro_batch=2)) as session:
+        for _ in range(5):
+            for batch in session.fetch().micro_batches:
+                assert batch.max_position == int(batch.positions.max())
