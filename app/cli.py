@@ -212,14 +212,36 @@ def trace(
     typer.echo(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev")
 
 
-@bench_cli.command("step", epilog="Example: penstock bench step --json")
+@bench_cli.command("step", epilog="Example: penstock bench step --suite gpu --json")
 def bench_step_command(
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME...]", help="Measure real shapes: gpu, or suites by name; see --list."),
+    ] = None,
+    list_suites: Annotated[bool, typer.Option("--list", help="List the suites.")] = False,
+    trace_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a Perfetto trace of one step of each case here.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Scratch files go below this folder; default the current one.")
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Begin no case that would probably end later than this.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time one training step of a 168M-parameter model against plain PyTorch."""
+    """Time training steps: of real shapes with --suite, else of a 168M-parameter model against plain PyTorch."""
     from app.bench import bench_step
+    from app.bench_suites import bench_suites, list_text
 
-    bench_step(json=as_json)
+    if list_suites:
+        typer.echo(list_text())
+    elif suite is None:
+        bench_step(json=as_json, folder=folder)
+    else:
+        report = bench_suites(suite, json=as_json, trace_dir=trace_dir, folder=folder, time_limit_s=time_limit)
+        if any(row["status"] == "failed" for row in report["cases"]):
+            raise typer.Exit(REFUSED)
 
 
 @bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")

@@ -1,0 +1,335 @@
+"""What `penstock bench step --suite` measures: models' shapes, batches and budgets, by name.
+
+Shapes are those of the models' public configs. Estimates are for one H200 with 16 CPU cores, start of the process
+included, and decide nothing: what a case takes on this machine is estimated from its FLOPs (`Case.estimate_s`).
+
+| suite | cases | seconds |
+|---|---|---|
+| short | 8B, 32 x 8,192 tokens, 4 layers | 60 |
+| long | 7B and 8B, one sequence of 524,288 tokens, 2 layers each | 65 + 70 |
+| short-24gb, long-24gb | the same with budgets.gpu=24GiB | as above |
+| short-32b | 32B, 16 x 8,192 tokens, 2 layers | 60 |
+| tiers | the largest model that GPU, RAM and drive hold, 16,384 tokens, 2 layers | 90 |
+| full | 7B, one sequence of 524,288 tokens, all 28 layers | 600 |
+| cpu | tiny shapes through the same code | 25 |
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from storage.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A decoder-only model, by the fields of its transformers config."""
+
+    name: str
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def params(self) -> int:
+        """Weights of all matrices."""
+        return self.layers * self.layer_params + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def step_flops(self, rows: int, row_tokens: int) -> int:
+        """About what a step computes, recomputation of the layers' products included."""
+        tokens = rows * row_tokens
+        pairs = rows * row_tokens * (row_tokens + 1) // 2
+        per_layer = 8 * tokens * self.layer_params + pairs * self.heads * self.head_dim * (4 + 10)
+        return self.layers * per_layer + 6 * tokens * self.vocab * self.hidden
+
+
+QWEN25_7B = Shape(
+    name="Qwen2.5-7B",
+    model_type="qwen2",
+    layers=28,
+    hidden=3584,
+    intermediate=18944,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocab=152064,
+    overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+)
+LLAMA3_8B = Shape(
+    name="Llama-3-8B",
+    model_type="llama",
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+)
+QWEN3_32B = Shape(
+    name="Qwen3-32B",
+    model_type="qwen3",
+    layers=64,
+    hidden=5120,
+    intermediate=25600,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab=151936,
+)
+LADDER = (
+    Shape(
+        name="Llama-3.1-405B",
+        model_type="llama",
+        layers=126,
+        hidden=16384,
+        intermediate=53248,
+        heads=128,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128256,
+    ),
+    Shape(
+        name="Mistral-Large-2 (123B)",
+        model_type="mistral",
+        layers=88,
+        hidden=12288,
+        intermediate=28672,
+        heads=96,
+        kv_heads=8,
+        head_dim=128,
+        vocab=32768,
+        overrides={"sliding_window": None},
+    ),
+    Shape(
+        name="Llama-3-70B",
+        model_type="llama",
+        layers=80,
+        hidden=8192,
+        intermediate=28672,
+        heads=64,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128256,
+    ),
+    QWEN3_32B,
+    Shape(
+        name="Qwen3-14B",
+        model_type="qwen3",
+        layers=40,
+        hidden=5120,
+        intermediate=17408,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+    ),
+    LLAMA3_8B,
+    Shape(
+        name="Qwen3-4B",
+        model_type="qwen3",
+        layers=36,
+        hidden=2560,
+        intermediate=9728,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        tied=True,
+    ),
+    Shape(
+        name="Qwen3-1.7B",
+        model_type="qwen3",
+        layers=28,
+        hidden=2048,
+        intermediate=6144,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        tied=True,
+    ),
+    Shape(
+        name="Qwen3-0.6B",
+        model_type="qwen3",
+        layers=28,
+        hidden=1024,
+        intermediate=3072,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        tied=True,
+    ),
+)
+"""What `tiers` chooses from, largest first."""
+
+TINY = Shape(
+    name="tiny",
+    model_type="qwen3",
+    layers=6,
+    hidden=64,
+    intermediate=160,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=512,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One measurement, in a process of its own."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    """The model; of several the first whose whole state the machine holds."""
+    row_tokens: int
+    """Tokens of one sequence."""
+    rows: int = 1
+    """Sequences in a step, each a micro-batch."""
+    chunk_tokens: int
+    layers: tuple[int, ...] | None = None
+    """Depths to cut the model to, in order of preference; None measures all layers."""
+    gpu: str | None = None
+    """budgets.gpu; None takes the default share of what is free."""
+    ram: str | None = None
+    """budgets.ram; None takes the default share of what is free."""
+    spill_state: bool = False
+    """State may live on NVMe; else a machine whose RAM does not hold the cut model skips the case."""
+    warm_up: int = 1
+    """Steps that are not timed: they compile, fill caches and leave a gradient for the first timed step's update."""
+    short_warm_up: bool = False
+    """The warm-up's documents are two chunks long, so that it costs little at full length."""
+    timed: int = 3
+    needs_cuda: bool = True
+    kernel_gaps: bool = False
+    """Run one more step under the profiler and measure how long no kernel ran."""
+    kernel_s: float = 0.5
+    """Seconds for which each kernel alone is measured, at least."""
+    limit_s: float = 200.0
+    """The process is ended after this time, and the case has failed."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.row_tokens
+
+    def estimate_s(self, peak_flops: float | None) -> float:
+        """Seconds that the case takes on a GPU of this peak, roughly, at 45 % of it; an unknown GPU counts as slow."""
+        shape = self.shapes[0] if self.layers is None else replace(self.shapes[0], layers=self.layers[0])
+        steps = self.timed + self.kernel_gaps + (0.15 if self.short_warm_up else 1) * self.warm_up
+        rate = 0.45 * (peak_flops or 100e12)
+        return 30 + 5 * self.kernel_s + steps * shape.step_flops(self.rows, self.row_tokens) / rate
+
+
+def case_to_json(case: Case) -> str:
+    """For another process."""
+    return json.dumps(asdict(case))
+
+
+def case_from_json(text: str) -> Case:
+    """What `case_to_json` wrote."""
+    values = json.loads(text)
+    values["shapes"] = tuple(Shape(**shape) for shape in values["shapes"])
+    return Case(**values)
+
+
+_SHORT = Case(
+    name="short",
+    shapes=(LLAMA3_8B,),
+    row_tokens=8192,
+    rows=32,
+    chunk_tokens=8192,
+    layers=(4, 3, 2),
+    kernel_gaps=True,
+)
+_LONG_7B = Case(
+    name="long-7b",
+    shapes=(QWEN25_7B,),
+    row_tokens=524_288,
+    chunk_tokens=16_384,
+    layers=(2,),
+    short_warm_up=True,
+    timed=1,
+)
+_LONG_8B = replace(_LONG_7B, name="long-8b", shapes=(LLAMA3_8B,))
+_24GB: dict[str, Any] = {"gpu": "24GiB"}
+
+_CPU = Case(
+    name="cpu-short",
+    shapes=(TINY,),
+    row_tokens=48,
+    rows=4,
+    chunk_tokens=48,
+    layers=(2,),
+    gpu="64MiB",
+    ram="256MiB",
+    timed=3,
+    needs_cuda=False,
+    kernel_s=0.02,
+    limit_s=120,
+)
+
+SUITES: dict[str, tuple[Case, ...]] = {
+    "short": (_SHORT,),
+    "short-24gb": (replace(_SHORT, name="short-24gb", kernel_gaps=False, **_24GB),),
+    "long": (_LONG_7B, _LONG_8B),
+    "long-24gb": (
+        replace(_LONG_7B, name="long-24gb-7b", chunk_tokens=8192, **_24GB),
+        replace(_LONG_8B, name="long-24gb-8b", chunk_tokens=8192, **_24GB),
+    ),
+    "short-32b": (replace(_SHORT, name="short-32b", shapes=(QWEN3_32B,), rows=16, layers=(2,), kernel_gaps=False),),
+    "tiers": (
+        Case(
+            name="tiers",
+            shapes=LADDER,
+            row_tokens=8192,
+            rows=2,
+            chunk_tokens=8192,
+            layers=(2,),
+            spill_state=True,
+            timed=1,
+            limit_s=300,
+        ),
+    ),
+    "full": (replace(_LONG_7B, name="full", layers=None, spill_state=True, limit_s=3600),),
+    "cpu": (
+        _CPU,
+        replace(_CPU, name="cpu-long", row_tokens=256, rows=1, chunk_tokens=64, short_warm_up=True),
+        replace(_CPU, name="cpu-tiers", shapes=(TINY,), gpu="6MiB", ram="4MiB", spill_state=True),
+    ),
+}
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    # In order of weight: what a time limit cuts off is the end.
+    "gpu": ("short", "long", "short-24gb", "long-24gb", "tiers", "short-32b"),
+}
+
+
+def cases_of(text: str) -> list[tuple[str, Case]]:
+    """(suite, case) of `NAME[,NAME...]`, each once. Raises UserError for a name that does not exist."""
+    found: list[tuple[str, Case]] = []
+    for name in text.split(","):
+        name = name.strip()
+        if name not in SUITES and name not in GROUPS:
+            raise UserError(f"--suite {name}: no such suite; choose among {', '.join([*GROUPS, *SUITES])}")
+        for suite in GROUPS.get(name, (name,)):
+            found += [(suite, case) for case in SUITES[suite] if (suite, case) not in found]
+    return found

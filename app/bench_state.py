@@ -1,0 +1,113 @@
+"""State for a benchmark: nobody waits for billions of random numbers or writes them to a drive to measure a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.plan import STATE_KINDS, Plan
+from engine.state import state_arrays
+from storage.arena import empty_aligned
+from storage.layout import FlatLayout
+from storage.nvme import NvmeStore
+from storage.readers import Readers
+
+_POOL_NUMEL = (1 << 22) + 7
+"""Odd, so that the rows of no matrix begin at the same place of the pool."""
+_STD = 0.02
+
+
+class DrawnState:
+    """Values of a new model's state: matrices normal with deviation 0.02, norms one, biases and moments zero.
+
+    All matrices are cut from one pool of four million normal numbers: statistics and mantissas are those of random
+    weights, at the speed of a copy.
+    """
+
+    def __init__(self, plan: Plan, layouts: dict[str, FlatLayout]) -> None:
+        self._plan, self._layouts = plan, layouts
+        self._pool = torch.randn(_POOL_NUMEL, generator=torch.Generator().manual_seed(0)) * _STD
+
+    def fill(self, buffer: str, kind: str, part: int, out: Tensor) -> None:
+        """Write part `part` of a kind of a buffer into `out`, float32."""
+        out.zero_()
+        if kind != "master":
+            return
+        start, end = self._plan.buffers[buffer].part(part)
+        layout = self._layouts[buffer]
+        for param in layout.params:
+            first = max(start, layout.offset(param.name))
+            last = min(end, layout.offset(param.name) + param.numel)
+            if first >= last:
+                continue
+            if param.decay:
+                self._cut(out[first - start : last - start], first)
+            elif "bias" not in param.name:
+                out[first - start : last - start] = 1
+
+    def _cut(self, out: Tensor, position: int) -> None:
+        done = 0
+        while done < out.numel():
+            at = (position + done) % _POOL_NUMEL
+            count = min(out.numel() - done, _POOL_NUMEL - at)
+            out[done : done + count] = self._pool[at : at + count]
+            done += count
+
+
+class DrawnStore:
+    """An NvmeStore that holds only the state that the plan puts on NVMe; all other state is drawn when it is read.
+
+    To be opened with and trained from; what it does not hold cannot be committed.
+    """
+
+    def __init__(self, store: NvmeStore, drawn: DrawnState) -> None:
+        self._store, self._drawn = store, drawn
+        self._held = {(array.buffer, array.kind) for array in store.arrays()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
+        """See NvmeStore.read."""
+        if kind not in STATE_KINDS or (buffer, kind) in self._held:
+            return self._store.read(buffer, kind, part, out)
+        self._drawn.fill(buffer, kind, part, out)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def open_drawn(
+    root: Path,
+    plan: Plan,
+    layouts: dict[str, FlatLayout],
+    meta: dict[str, Any],
+    readers: Readers,
+    drives: Sequence[Path] | None = None,
+) -> DrawnStore:
+    """A store in `root` whose first generation is a new model."""
+    arrays = [array for array in state_arrays(plan) if plan.buffers[array.buffer].state == "nvme"]
+    store = NvmeStore.create(root, arrays, budget_bytes=None, drives=drives, readers=readers)
+    drawn = DrawnState(plan, layouts)
+    try:
+        stages = [empty_aligned(plan.part_numel, torch.float32) for _ in range(8)]
+        writing: list[Future[None]] = []
+        for array in arrays:
+            for part, (start, end) in enumerate(array.parts()):
+                if len(writing) >= len(stages):
+                    writing[-len(stages)].result()
+                rows = stages[len(writing) % len(stages)][: end - start]
+                drawn.fill(array.buffer, array.kind, part, rows)
+                writing.append(store.write(array.buffer, array.kind, part, rows))
+        for future in writing:
+            future.result()
+        store.commit(meta)
+    except BaseException:
+        store.close()
+        raise
+    return DrawnStore(store, drawn)
