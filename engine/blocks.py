@@ -1,69 +1,23 @@
 """Running the blocks of a model on one chunk, forward and backward, with weights that live elsewhere.
 
 A `ModelRunner` holds no weights: every call is given views of the flat buffer that just arrived, and gradients are
-added into float32 views of another. Layers of one structure share one template, an unmodified transformers layer whose
-parameters are pointed at the given views; what surrounds the layers is the model's own forward (engine/skeleton.py).
+added into float32 views of another. Layers are run by engine/layers.py; what surrounds them is the model's own forward
+(engine/skeleton.py).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine import attention, skeleton
-from engine.attention import AttentionState
+from engine import skeleton
 from engine.batch import ChunkTokens
+from engine.layers import LayerInputs, LayerRunner
 from engine.model import ModelSpec
-from engine.recompute import for_backward
 from engine.skeleton import LayerCall, Skeleton
-
-_RECOMPILE_LIMIT = 256
-"""torch.compile counts all layer structures, chunk lengths and grad modes of one class together."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """Arguments of every layer for one chunk, beside the hidden state (rotary tables, positions)."""
-
-    calls: tuple[LayerCall, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that the tensors take, each storage once."""
-        leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in self.calls])
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)
-        }
-        return sum(storages.values())
-
-
-class _Template:
-    """One layer module that computes any layer of its structure; `unread` as in ModelSpec."""
-
-    def __init__(
-        self, layer: nn.Module, unread: str | None, *, device: torch.device, dtype: torch.dtype, compile: bool
-    ) -> None:
-        for part in layer.modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None:
-                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
-        self.parameters = dict(layer.named_parameters())
-        self.buffers = dict(layer.named_buffers())
-        twin = layer if unread is None else for_backward(layer, unread)
-        self.modules = (layer, twin)
-        # One graph per chunk length: a general-size graph would also slow down the usual length.
-        self.forward: Callable[..., Any] = torch.compile(layer, dynamic=False) if compile else layer
-        self.recompute: Callable[..., Any] = torch.compile(twin, dynamic=False) if compile else twin
-
-    def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.data = weights[prefix + name]
 
 
 class ModelRunner:
@@ -88,21 +42,12 @@ class ModelRunner:
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = dtype
-        if compile:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
         model = skeleton.build(spec.config)
         prefix, layers = skeleton.find_layers(model)
         skeleton.materialise_buffers(model, model, self.device)
         for name, tensor in (constants or {}).items():
             model.get_buffer(name).data = tensor.to(self.device)
-        self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
-        self._layer_buffers = [dict(layer.named_buffers()) for layer in layers]
-        self._templates = {
-            index: _Template(
-                copy.deepcopy(layers[index]), spec.unread[index], device=self.device, dtype=dtype, compile=compile
-            )
-            for index in sorted(set(spec.structures))
-        }
+        self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
 
     def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
@@ -165,40 +110,6 @@ class ModelRunner:
             else:
                 grads[name].add_(grad)
 
-    def layer(
-        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
-    ) -> Tensor:
-        """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
-        with torch.no_grad():
-            return self._run_layer(index, weights, x, inputs, state, backward=False)
-
-    def layer_backward(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        dy: Tensor,
-        inputs: LayerInputs,
-        state: AttentionState | None,
-        grads: Mapping[str, Tensor],
-    ) -> Tensor:
-        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
-
-        The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
-        in reverse order.
-        """
-        template = self._template(index)
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = self._run_layer(index, weights, x, inputs, state, backward=True)
-        wanted = [x, *template.parameters.values()]
-        dx, *computed = torch.autograd.grad(y, wanted, dy, allow_unused=True)
-        prefix = self._prefixes[index]
-        for name, grad in zip(template.parameters, computed, strict=True):
-            if grad is not None:
-                grads[prefix + name].add_(grad)
-        return dx
-
     def head(
         self,
         weights: Mapping[str, Tensor],
@@ -235,46 +146,6 @@ class ModelRunner:
                         grads[name].add_(grad)
                 del computed
         return loss, dx
-
-    def _template(self, index: int) -> _Template:
-        return self._templates[self.spec.structures[index]]
-
-    def _run_layer(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        state: AttentionState | None,
-        *,
-        backward: bool,
-    ) -> Tensor:
-        template = self._template(index)
-        template.bind(weights, self._prefixes[index])
-        for name, buffer in template.buffers.items():
-            buffer.data = self._layer_buffers[index][name]
-        for module in template.modules:
-            skeleton.adopt_index(module, self._skeleton.layers[index])
-        call = inputs.calls[index]
-        run = template.recompute if backward else template.forward
-        if state is None:
-            output = run(x[None], *call.args, **call.kwargs)
-        else:
-            with attention.use(self._handler(index, state, backward)):
-                output = run(x[None], *call.args, **call.kwargs)
-        y: Tensor = output[0] if isinstance(output, tuple) else output
-        return y[0]
-
-    def _handler(self, index: int, state: AttentionState, backward: bool) -> attention.Handler:
-        shape = self.spec.attention[index]
-        assert shape is not None, "state given for a layer without attention"
-        window = shape.window
-        if shape.chunk is not None:
-            blocks = attention.split_documents(state.documents, state.k.shape[0], shape.chunk)
-            state = replace(state, documents=blocks)
-        handle = attention.backward_handler(state) if backward else attention.forward_handler(state)
-        # A layer that leaves its window to the mask does not pass it on.
-        return lambda q, k, v, call: handle(q, k, v, call if call.window else replace(call, window=window))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:

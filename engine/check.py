@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.attention import AttentionState
 from engine.batch import ChunkTokens
-from engine.blocks import LayerInputs, ModelRunner
+from engine.blocks import ModelRunner
+from engine.layers import LayerInputs
 from engine.model import EMBED, HEAD, ModelSpec, refuse_unsupported
 from engine.shrink import shrink
 from engine.trial import random_model
@@ -273,7 +274,7 @@ def _stream_one(
         states.append(new_states(runner, index, stream, ranges))
         block = part(weights, f"layers.{index}")
         hidden = [
-            runner.layer(index, block, x, chunk_inputs, state)
+            runner.layers.forward(index, block, x, chunk_inputs, state)
             for x, chunk_inputs, state in zip(hidden, inputs, states[-1], strict=True)
         ]
     loss = 0.0
@@ -285,7 +286,7 @@ def _stream_one(
     for index in reversed(layers):
         block, block_grads = part(weights, f"layers.{index}"), part(grads, f"layers.{index}")
         for i in reversed(range(len(ranges))):
-            hidden[i] = runner.layer_backward(
+            hidden[i] = runner.layers.backward(
                 index, block, saved[index][i], hidden[i], inputs[i], states[index][i], block_grads
             )
     for i in range(len(ranges)):

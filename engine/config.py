@@ -117,6 +117,12 @@ class TrainConfig:
     """Sequences laid end to end into one token stream; their number times the sequence length sets the K/V window."""
     chunk_tokens: int = 1024
     """Tokens of one chunk, the unit of activation memory; need not divide anything."""
+    save: Literal["auto", "input", "attention", "everything"] = "auto"
+    """What forward saves of a layer: its input (backward computes attention again); also keys, values and attention's
+    output; or everything, in GPU memory (backward computes nothing again); auto lets the plan choose layer by layer."""
+    kv_window: Literal["auto", "whole", "streamed"] = "auto"
+    """Hold one layer's keys and values of a micro-batch on the GPU whole, or stream them from RAM chunk by chunk; auto
+    streams only where the budget is too small."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1

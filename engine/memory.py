@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.plan import ALIGNMENT, HIDDEN_SLOTS, SAVED_SLOTS, STATE_KINDS, Plan, Pool
+from engine.plan import (
+    ALIGNMENT,
+    HIDDEN_SLOTS,
+    SAVED_SLOTS,
+    STATE_KINDS,
+    Plan,
+    Pool,
+    attention_regions,
+    window_bytes,
+)
 from storage.arena import HostArena, empty_aligned
 
 POOLS: tuple[Pool, ...] = ("layer", "edge")
@@ -46,7 +55,7 @@ class BufferMemory:
 
 @dataclass(slots=True)
 class GpuMemory:
-    """Everything on the compute device except the temporaries of a running op."""
+    """Everything on the compute device except kept graphs and the temporaries of a running op."""
 
     arena: DeviceArena
     buffers: dict[str, BufferMemory] = field(default_factory=dict)
@@ -58,10 +67,8 @@ class GpuMemory:
     """Activation slots, compute dtype [max chunk tokens, hidden]."""
     saved: list[Tensor] = field(default_factory=list)
     """Log-sum-exp and attention output of one chunk, uint8."""
-    kv: Tensor = field(default_factory=lambda: torch.empty(0))
-    """K/V window of one micro-batch, compute dtype, flat."""
-    dkv: Tensor = field(default_factory=lambda: torch.empty(0))
-    """dK/dV window, float32, flat."""
+    window: dict[str, list[Tensor]] = field(default_factory=dict)
+    """What attention reads and sums, uint8: see engine.plan.window_bytes."""
 
 
 @dataclass(slots=True)
@@ -78,6 +85,9 @@ class RamMemory:
     """(block, chunk) -> log-sum-exp and attention output, uint8."""
     kv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(block, chunk) -> keys, then values of the chunk, uint8."""
+    window: dict[str, list[Tensor]] = field(default_factory=dict)
+    """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
+    engine.plan.attention_regions."""
     state_stages: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     """master, exp_avg, exp_avg_sq (float32) and gradient of one part."""
     part_stages: list[Tensor] = field(default_factory=list)
@@ -90,7 +100,7 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     """Carve the compute device's memory; temporaries are not part of it."""
     problem = plan.problem
     parts = plan.tiers["gpu"].parts
-    gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"], device))
+    gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["kept activations"], device))
 
     def typed(numel: int, dtype: torch.dtype) -> Tensor:
         return gpu.arena.slot(numel * dtype.itemsize).view(dtype)
@@ -108,9 +118,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
         numel = plan.weight_slot_numel[pool]
         gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
         gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
-    window = plan.window_tokens
-    gpu.kv = typed(window * max(b.kv_bytes_per_token for b in plan.blocks) // compute_dtype.itemsize, compute_dtype)
-    gpu.dkv = typed(window * max(b.kv_numel_per_token for b in plan.blocks), torch.float32)
+    sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed)
+    gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
     tokens = plan.max_chunk_tokens
     shape = (tokens, problem.hidden_size)
     gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
@@ -148,10 +157,19 @@ def allocate_ram(plan: Plan, *, pin: bool, compute_dtype: torch.dtype, gradient_
             if block.role != "layer" or key in plan.spilled:
                 continue
             suffix = f"{block.name}.{chunk.index}"
-            ram.x[key] = typed(f"x.{suffix}", hidden, compute_dtype).view(shape)
-            if block.kv_bytes_per_token:
-                ram.saved[key] = ram.arena.slot(f"saved.{suffix}", tokens * block.saved_bytes_per_token)
-                ram.kv[key] = ram.arena.slot(f"kv.{suffix}", tokens * block.kv_bytes_per_token)
+            for kind, nbytes in plan.record(*key).items():
+                slot = ram.arena.slot(f"{kind}.{suffix}", nbytes)
+                if kind == "x":
+                    ram.x[key] = slot[: hidden * compute_dtype.itemsize].view(compute_dtype).view(shape)
+                else:
+                    (ram.saved if kind == "saved" else ram.kv)[key] = slot
+    regions = attention_regions(
+        problem, plan.chunks, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
+    )
+    ram.window = {
+        name: [ram.arena.slot(f"window.{name}.{i}", nbytes) for i, nbytes in enumerate(each)]
+        for name, each in regions.items()
+    }
     stage_bytes = plan.activation_stage_bytes
     ram.activation_stages = [ram.arena.slot(f"act.{i}", stage_bytes) for i in range(plan.activation_stages)]
     part = plan.part_numel

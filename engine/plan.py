@@ -1,19 +1,23 @@
-"""The plan: where every kind of every buffer lives, how the step is cut into chunks, how many slots there are.
+"""The plan: where every kind of every buffer lives, how the step is cut into chunks, how many slots there are, what is
+saved for backward and what is computed again.
 
-`make_plan` reads shapes and budgets only: no torch, no device, no file. The schedule, the runtime and the
-command line read the result; nothing else decides a size or a place.
+`engine/planner.py` makes it from a Problem. The schedule, the runtime and the command line read it; nothing else
+decides a size or a place.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from storage.errors import BudgetError
 
 Tier = Literal["gpu", "ram", "nvme"]
 Pool = Literal["layer", "edge"]
 Role = Literal["embed", "layer", "head"]
+Save = Literal["auto", "input", "attention", "everything"]
+"""What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
+that autograd wants, so that nothing is computed again."""
+Window = Literal["auto", "whole", "streamed"]
+"""Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 FP32 = 4
@@ -22,6 +26,10 @@ HIDDEN_SLOTS = 6
 """Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
 SAVED_SLOTS = 3
 """Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
+KV_SLOTS = 4
+"""Chunks of keys and values on the GPU when they are streamed: the op's own, the running one's, two on their way."""
+DKV_SLOTS = 4
+"""Chunks of their gradients on the GPU then: the running op's, the next one's, one leaving, the chunk's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +59,21 @@ class BlockShape:
     """Keys and values, compute dtype."""
     kv_numel_per_token: int = 0
     """Elements of keys and values of one token."""
+    q_numel_per_token: int = 0
+    """Elements of the queries of one token."""
+    out_numel_per_token: int = 0
+    """Elements of attention's output of one token."""
+    window_tokens: int | None = None
+    """Keys that a query sees, its own included; None: all before it."""
+    graph_bytes_per_token: int | None = None
+    """What autograd keeps of a forward of this layer, weights excluded; None: not known, so it is never kept."""
+    again_share: float = 0.0
+    """Work of computing keys, values and attention again, as a share of the layer's forward and backward."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.kv_bytes_per_token > 0
 
     @property
     def saved_bytes_per_token(self) -> int:
@@ -85,6 +108,8 @@ class Problem:
     """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
     reader_bytes: int = 0
     """Pinned RAM that the reader takes for itself."""
+    save: Save = "auto"
+    kv_window: Window = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +177,12 @@ class Plan:
     activation_stage_bytes: int
     spilled: frozenset[tuple[int, int]]
     """(block, chunk) whose saved activations live on NVMe between forward and backward."""
+    recomputed: frozenset[int]
+    """Layers of which only the input is saved: backward computes keys, values and attention again."""
+    kept: frozenset[tuple[int, int]]
+    """(block, chunk) of which everything is saved, on the compute device: backward computes nothing again."""
+    streamed: bool
+    """Keys and values pass through the compute device chunk by chunk; else those of a micro-batch are there whole."""
     tiers: dict[str, TierPlan]
 
     @property
@@ -174,10 +205,19 @@ class Plan:
         """Bytes of saved activations on NVMe at the turn from forward to backward."""
         return sum(self.record_bytes(*record) for record in self.spilled)
 
-    def record_bytes(self, block: int, chunk: int) -> int:
-        """Bytes that backward of a layer's chunk needs saved, see _record_bytes."""
+    @property
+    def window_chunks(self) -> int:
+        """Chunks of one micro-batch."""
+        return max(chunk.local for chunk in self.chunks) + 1
+
+    def record(self, block: int, chunk: int) -> dict[str, int]:
+        """Kind -> bytes of what leaves the compute device for backward of a layer's chunk: x, saved, kv."""
         c = self.chunks[chunk]
-        return sum(_record_bytes(self.problem, self.blocks[block], c.end - c.start))
+        return record(self.problem, block, c.end - c.start, block in self.recomputed, (block, chunk) in self.kept)
+
+    def record_bytes(self, block: int, chunk: int) -> int:
+        """Bytes of the record, each of its kinds in whole pages."""
+        return sum(self.record(block, chunk).values())
 
     @property
     def part_numel(self) -> int:
@@ -200,6 +240,9 @@ class Plan:
             "chunks": len(self.chunks),
             "chunk_tokens": self.max_chunk_tokens,
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
+            "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
+            "kept_activations": {"chunks": len(self.kept), "bytes": self.tiers["gpu"].parts["kept activations"]},
+            "kv_window": "streamed" if self.streamed else "whole",
             "weight_slots": dict(self.weight_slots),
             "gradient_slots": dict(self.gradient_slots),
             "state_stages": self.state_stages,
@@ -221,16 +264,23 @@ def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int
     )
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes in whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _record_bytes(problem: Problem, block: BlockShape, tokens: int) -> tuple[int, int, int]:
-    """Bytes, in whole pages, of what a layer's backward needs of a chunk: input, attention output, keys and values."""
-    hidden = problem.hidden_size * problem.compute_bytes
-    sizes = (hidden, block.saved_bytes_per_token, block.kv_bytes_per_token)
-    hidden_bytes, saved, kv = (_aligned(tokens * size) for size in sizes)
-    return hidden_bytes, saved, kv
+def record(problem: Problem, block: int, tokens: int, recomputed: bool, kept: bool) -> dict[str, int]:
+    """Kind -> bytes, in whole pages, of what leaves the compute device for backward of `tokens` tokens of a layer.
+
+    x: its input; saved: attention's output and log-sum-exp; kv: keys and values.
+    """
+    shape = problem.blocks[block]
+    per_token = {
+        "x": 0 if kept else problem.hidden_size * problem.compute_bytes,
+        "saved": 0 if kept or recomputed else shape.saved_bytes_per_token,
+        "kv": 0 if recomputed else shape.kv_bytes_per_token,
+    }
+    return {kind: aligned(tokens * size) for kind, size in per_token.items() if size}
 
 
 def gib(nbytes: int) -> str:
@@ -238,221 +288,47 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-@dataclass(slots=True)
-class _RamPlacement:
-    """What place_ram decides."""
-
-    tiers: dict[str, dict[str, Tier]]
-    """Buffer -> kind -> tier, for buffers not on the GPU."""
-    parts: dict[str, int]
-    """Bytes of RAM by use."""
-    state_stages: int = 0
-    part_stages: int = 0
-    activation_stages: int = 0
-    activation_stage_bytes: int = 0
-    spilled: set[tuple[int, int]] = field(default_factory=set)
+def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
+    widths: list[int] = [getattr(block, name) for block in blocks]
+    return max(widths)
 
 
-class _Planner:
-    """Fills the GPU's budget with whole buffers, then RAM's with activations, weights, gradients and state."""
+def window_bytes(problem: Problem, max_chunk: int, streamed: bool) -> dict[str, list[int]]:
+    """What attention reads and sums on the compute device: name -> bytes of each buffer, in whole pages.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = p = problem
-        self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
-        self.max_chunk = max(c.end - c.start for c in self.chunks)
-        layers = [buffers for block in p.blocks if block.role == "layer" for buffers in block.buffers]
-        numel = {b.name: b.numel for b in p.buffers}
-        self.layer_numel = max(numel[name] for name in layers)
-        self.pool: dict[str, Pool] = {n: "layer" if size <= self.layer_numel else "edge" for n, size in numel.items()}
-        self.part_numel = max(b.part_numel for b in p.buffers)
-        self.ram_budget = p.ram_budget - p.reader_bytes
-        # A block that computes with several buffers holds them all at once.
-        self.at_once = {
-            pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks)
-            for pool in ("layer", "edge")
-        }
-
-    def slots(self, resident: set[str]) -> tuple[dict[Pool, int], dict[Pool, int], dict[Pool, int]]:
-        """Weight slots, gradient slots and their elements per pool when `resident` buffers need none."""
-        streamed = [b for b in self.problem.buffers if b.name not in resident]
-        weights: dict[Pool, int] = {"layer": 0, "edge": 0}
-        gradients: dict[Pool, int] = {"layer": 0, "edge": 0}
-        numel: dict[Pool, int] = {"layer": 0, "edge": 0}
-        for pool in ("layer", "edge"):
-            members = [b for b in streamed if self.pool[b.name] == pool]
-            if not members:
-                continue
-            numel[pool] = max(b.numel for b in members)
-            extra = 1 if pool == "layer" else 0
-            weights[pool] = min(len(members), self.at_once[pool] + extra)
-            gradients[pool] = min(len(members), self.at_once[pool] + extra)
-        return weights, gradients, numel
-
-    def gpu_parts(self, resident: set[str]) -> dict[str, int]:
-        """Bytes of everything on the GPU when `resident` buffers live there whole."""
-        p = self.problem
-        weights, gradients, numel = self.slots(resident)
-        window = p.rows * p.row_tokens
-        kv = max(b.kv_bytes_per_token for b in p.blocks)
-        kv_numel = max(b.kv_numel_per_token for b in p.blocks)
-        saved = max(b.saved_bytes_per_token for b in p.blocks)
-        held = sum(b.numel for b in p.buffers if b.name in resident)
-        pools: tuple[Pool, ...] = ("layer", "edge")
-        return {
-            "resident blocks": held * (p.compute_bytes + 4 * FP32),
-            "weight slots": sum(weights[k] * _aligned(numel[k] * p.compute_bytes) for k in pools),
-            "gradient slots": sum(gradients[k] * _aligned(numel[k] * FP32) for k in pools),
-            "K/V window": _aligned(window * kv) + _aligned(window * kv_numel * FP32),
-            "activation slots": HIDDEN_SLOTS * _aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
-            + SAVED_SLOTS * _aligned(self.max_chunk * saved),
-            "workspace": p.workspace_bytes,
-        }
-
-    def stream_bytes(self) -> int:
-        """The chunks of one block boundary: the hidden states going up, their gradients coming down."""
-        hidden = self.problem.hidden_size * self.problem.compute_bytes
-        return sum(_aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
-
-    def records(self) -> dict[tuple[int, int], int]:
-        """(block, chunk) -> bytes of its saved activations, in the order in which backward wants them."""
-        p = self.problem
-        return {
-            (i, chunk.index): sum(_record_bytes(p, block, chunk.end - chunk.start))
-            for i, block in reversed(list(enumerate(p.blocks)))
-            if block.role == "layer"
-            for chunk in reversed(self.chunks)
-        }
-
-    def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
-        """Bytes of one state stage and of one part stage."""
-        p = self.problem
-        part = self.part_numel
-        gradient = p.gradient_bytes if grad_on_nvme else 0
-        return _aligned(part * FP32) * 3 + _aligned(part * gradient), _aligned(part * FP32)
-
-    def place_gpu(self) -> set[str]:
-        p = self.problem
-        resident: set[str] = set()
-        need = sum(self.gpu_parts(resident).values())
-        if need > p.gpu_budget:
-            listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(resident).items() if v)
-            raise BudgetError(
-                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
-                f"give at least {need} bytes, or lower train.chunk_tokens, train.sequences_per_micro_batch or "
-                "data.sequence_length"
-            )
-        for buffer in p.buffers:
-            if sum(self.gpu_parts(resident | {buffer.name}).values()) <= p.gpu_budget:
-                resident.add(buffer.name)
-        return resident
-
-    def place_ram(self, resident: set[str]) -> _RamPlacement:
-        """Tier of every kind of the buffers not on the GPU and of every saved activation; RAM by use.
-
-        All activations go to RAM where they fit. Where they do not, weights come first: on NVMe each of their bytes
-        would move three times a step (read, read, written), each byte of anything else twice.
-        """
-        p = self.problem
-        rest = [b for b in p.buffers if b.name not in resident]
-        records, stream = self.records(), self.stream_bytes()
-        activations = stream + sum(records.values())
-        sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": 3 * FP32}
-        everything = sum(_aligned(b.numel * s) for b in rest for s in sizes.values())
-        part_stage = self.stage_bytes(False)[1]
-        # GPU-resident state passes through part stages when it is checkpointed.
-        through = 2 if resident else 0
-        if activations + everything + through * part_stage <= self.ram_budget:
-            tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
-            parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
-            return _RamPlacement(tiers, parts, part_stages=through)
-        placement = self._stages(stream, activations)
-        left = self.ram_budget - sum(placement.parts.values())
-        spilling = placement.activation_stages > 0
-        if spilling:
-            placement.spilled.update(records)
-        held = 0
-        for buffer in rest:
-            placement.tiers[buffer.name] = dict.fromkeys(sizes, "nvme")
-        for kind, size in sizes.items():
-            for buffer in rest:
-                need = _aligned(buffer.numel * size)
-                if held + need <= left:
-                    placement.tiers[buffer.name][kind] = "ram"
-                    held += need
-            if kind == "weights" and spilling:
-                for record, need in records.items():
-                    if need > left - held:
-                        break
-                    placement.spilled.remove(record)
-                    placement.parts["activations"] += need
-                    left -= need
-        placement.parts["resident blocks"] = held
-        return placement
-
-    def _stages(self, stream: int, activations: int) -> _RamPlacement:
-        """How many stages there are: as many as half of the budget holds beside the activations, or the least."""
-        p = self.problem
-        state_stage, part_stage = self.stage_bytes(True)[0], self.stage_bytes(False)[1]
-        record = max(max(_record_bytes(p, block, self.max_chunk)) for block in p.blocks if block.role == "layer")
-        least = 2 * (state_stage + part_stage)
-        for spilling in (False, True):
-            held = stream if spilling else activations
-            for each, own in ((4, 9), (3, 6), (2, 4), (2, 2)):
-                staged = each * (state_stage + part_stage)
-                moving = own * record if spilling else 0
-                if held + staged + moving <= self.ram_budget * (1.0 if own == 2 else 0.5):
-                    parts = {"activations": held + moving, "resident blocks": 0, "stages": staged}
-                    return _RamPlacement({}, parts, each, each, own if spilling else 0, record if spilling else 0)
-        need = stream + 2 * record + least + p.reader_bytes
-        raise BudgetError(
-            f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states of "
-            f"the step {gib(stream)}, staging of one part {gib(least)} and of one chunk {gib(2 * record)}); give at "
-            f"least {need} bytes, or lower train.sequences_per_step, data.sequence_length or storage.chunk_bytes"
-        )
-
-    def plan(self) -> Plan:
-        p = self.problem
-        resident = self.place_gpu()
-        ram = self.place_ram(resident)
-        if p.reader_bytes:
-            ram.parts["reader buffers"] = p.reader_bytes
-        on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
-        buffers = {}
-        for shape in p.buffers:
-            kinds = on_gpu if shape.name in resident else ram.tiers[shape.name]
-            buffers[shape.name] = BufferPlan(
-                name=shape.name,
-                numel=shape.numel,
-                part_numel=shape.part_numel,
-                pool=self.pool[shape.name],
-                weights=kinds["weights"],
-                state=kinds["state"],
-                gradient=kinds["gradient"],
-            )
-        weights, gradients, numel = self.slots(resident)
-        gpu = self.gpu_parts(resident)
-        return Plan(
-            problem=p,
-            buffers=buffers,
-            chunks=self.chunks,
-            weight_slots=weights,
-            weight_slot_numel=numel,
-            gradient_slots=gradients,
-            state_stages=ram.state_stages,
-            part_stages=ram.part_stages,
-            activation_stages=ram.activation_stages,
-            activation_stage_bytes=ram.activation_stage_bytes,
-            spilled=frozenset(ram.spilled),
-            tiers={
-                "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
-                "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
-            },
-        )
-
-
-def make_plan(problem: Problem) -> Plan:
-    """Place every kind of every buffer within the budgets.
-
-    Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
+    Whole: keys and values of a micro-batch (kv) and their float32 gradients (dkv). Streamed: KV_SLOTS and DKV_SLOTS
+    chunks of them, and of the running chunk queries (q), the gradient of attention's output (dout), and in float32 the
+    partial output and its log-sum-exp, or the queries' gradient (partial, partial_lse).
     """
-    return _Planner(problem).plan()
+    blocks = problem.blocks
+    kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
+    if not streamed:
+        tokens = problem.rows * problem.row_tokens
+        return {"kv": [aligned(tokens * kv)], "dkv": [aligned(tokens * kv_numel * FP32)]}
+    q, out = _widest(blocks, "q_numel_per_token"), _widest(blocks, "out_numel_per_token")
+    return {
+        "kv": [aligned(max_chunk * kv)] * KV_SLOTS,
+        "dkv": [aligned(max_chunk * kv_numel * FP32)] * DKV_SLOTS,
+        "q": [aligned(max_chunk * q * problem.compute_bytes)],
+        "dout": [aligned(max_chunk * out * problem.compute_bytes)],
+        "partial": [aligned(max_chunk * max(q, out) * FP32)],
+        "partial_lse": [aligned(max_chunk * _widest(blocks, "lse_bytes_per_token"))],
+    }
+
+
+def attention_regions(
+    problem: Problem, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
+) -> dict[str, list[int]]:
+    """RAM that one block's pass over a micro-batch needs beside the records: name -> bytes per chunk, in whole pages.
+
+    saved: attention's output and log-sum-exp, computed again; kv: keys and values that have no record in RAM; dkv:
+    their float32 gradients.
+    """
+    tokens = [chunk.end - chunk.start for chunk in chunks if chunk.micro_batch == 0]
+    blocks = problem.blocks
+    wanted = {
+        "saved": _widest(blocks, "saved_bytes_per_token") * recomputing,
+        "kv": _widest(blocks, "kv_bytes_per_token") * (streamed and (recomputing or spilling)),
+        "dkv": _widest(blocks, "kv_numel_per_token") * FP32 * streamed,
+    }
+    return {name: [aligned(n * size) for n in tokens] if size else [] for name, size in wanted.items()}

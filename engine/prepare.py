@@ -15,8 +15,11 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
 from engine.data import DataLoader
+from engine.flops import BACKWARD, visible_pairs
+from engine.graph_size import graph_bytes_per_token
 from engine.model import ModelSpec, validate_context
-from engine.plan import BlockShape, BufferShape, Plan, Problem, make_plan
+from engine.plan import FP32, BlockShape, BufferShape, Plan, Problem
+from engine.planner import make_plan
 from engine.tokenizer import TextTokenizer
 from storage.errors import UserError
 from storage.layout import FlatLayout, part_numel_even
@@ -176,10 +179,11 @@ def plan_run(
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
     gpu_budget, ram_budget = budgets(budget, device)
-    compute_bytes = 2 if train.compute_dtype == "bfloat16" else 4
+    dtype = torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
+    compute_bytes = dtype.itemsize
     tokens = data.sequence_length if spec.recurrent else train.chunk_tokens
     problem = Problem(
-        blocks=block_shapes(spec, compute_bytes),
+        blocks=block_shapes(spec, dtype, data.sequence_length),
         buffers=tuple(
             BufferShape(name=n, numel=f.numel, part_numel=part_numel_even(f.numel, part_bytes // 4))
             for n, f in flat.items()
@@ -197,17 +201,24 @@ def plan_run(
         ram_budget=ram_budget,
         device_reads=device_reads,
         reader_bytes=reader_bytes,
+        save=train.save,
+        kv_window=train.kv_window,
     )
     return make_plan(problem)
 
 
-def block_shapes(spec: ModelSpec, compute_bytes: int) -> tuple[BlockShape, ...]:
-    """The blocks as the planner sees them."""
+def block_shapes(spec: ModelSpec, dtype: torch.dtype, row_tokens: int) -> tuple[BlockShape, ...]:
+    """The blocks as the planner sees them, computing in `dtype` on documents of up to `row_tokens` tokens."""
     shapes = []
+    kept = graph_bytes_per_token(spec, dtype)
     for i, block in enumerate(spec.blocks):
-        attention = spec.attention[i - 1] if block.role == "layer" else None
-        if attention is None:
+        if block.role != "layer":
             shapes.append(BlockShape(name=block.name, role=block.role, buffers=block.buffers))
+            continue
+        attention, graph = spec.attention[i - 1], kept[i - 1]
+        if attention is None:
+            shape = BlockShape(name=block.name, role=block.role, buffers=block.buffers, graph_bytes_per_token=graph)
+            shapes.append(shape)
             continue
         kv = attention.kv_heads * (attention.qk_dim + attention.v_dim)
         shapes.append(
@@ -215,13 +226,28 @@ def block_shapes(spec: ModelSpec, compute_bytes: int) -> tuple[BlockShape, ...]:
                 name=block.name,
                 role=block.role,
                 buffers=block.buffers,
-                out_bytes_per_token=attention.heads * attention.v_dim * compute_bytes,
-                lse_bytes_per_token=attention.heads * 4,
-                kv_bytes_per_token=kv * compute_bytes,
+                out_bytes_per_token=attention.heads * attention.v_dim * dtype.itemsize,
+                lse_bytes_per_token=attention.heads * FP32,
+                kv_bytes_per_token=kv * dtype.itemsize,
                 kv_numel_per_token=kv,
+                q_numel_per_token=attention.heads * attention.qk_dim,
+                out_numel_per_token=attention.heads * attention.v_dim,
+                window_tokens=attention.window,
+                graph_bytes_per_token=graph,
+                again_share=_again_share(spec, i, row_tokens),
             )
         )
     return tuple(shapes)
+
+
+def _again_share(spec: ModelSpec, block: int, row_tokens: int) -> float:
+    """Work of queries, keys, values and attention forward, over that of the whole layer forward and backward."""
+    shape = spec.attention[block - 1]
+    assert shape is not None
+    width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim)
+    attention = 2 * shape.heads * (shape.qk_dim + shape.v_dim) * visible_pairs(row_tokens, shape) / row_tokens
+    products = 2 * sum(p.numel for name in spec.blocks[block].buffers for p in spec.buffers[name] if len(p.shape) == 2)
+    return (2 * spec.hidden_size * width + attention) / ((1 + BACKWARD) * (products + attention))
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_bytes: int) -> int:

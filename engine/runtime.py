@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionState
 from engine.batch import ChunkTokens
-from engine.blocks import LayerInputs, ModelRunner
+from engine.blocks import ModelRunner
 from engine.config import TrainConfig
 from engine.data import MicroBatch
+from engine.layer_ops import LayerOps
+from engine.layers import LayerInputs
 from engine.memory import GpuMemory, RamMemory
-from engine.model import AttentionShape
 from engine.ops import WHOLE, Op
 from engine.optimizer import AdamW, Scalars, clip_coefficient, learning_rate, scalars
 from engine.plan import STATE_KINDS, Chunk, Plan
@@ -65,7 +65,6 @@ class Runtime:
         self,
         plan: Plan,
         layouts: dict[str, FlatLayout],
-        attention: Sequence[AttentionShape | None],
         runner: ModelRunner,
         adamw: AdamW,
         store: NvmeStore,
@@ -77,7 +76,6 @@ class Runtime:
     ) -> None:
         self.plan, self.layouts, self.runner, self.adamw, self.store = plan, layouts, runner, adamw, store
         self.gpu, self.ram, self.config = gpu, ram, config
-        self._attention = attention
         self._logits_bytes = logits_bytes
         self._commit = commit
         self._device = runner.device
@@ -91,6 +89,7 @@ class Runtime:
         self._steps: dict[int, StepData] = {}
         self._inputs: OrderedDict[tuple[int, int], LayerInputs] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
+        self.layer_ops = LayerOps(self)
         self._actions = self._all_actions()
 
     def begin(self, step: int, data: StepData) -> None:
@@ -108,35 +107,37 @@ class Runtime:
         with torch.no_grad():
             future = self._actions[op.action](op)
             if op.lane == "compute" and "out" in op.slots:
-                self._mark(op, self._hidden(op.slots["out"], self._chunk(op)))
+                self._mark(op, self.hidden(op.slots["out"], self._chunk(op)))
         return future
 
     def _all_actions(self) -> dict[str, Callable[[Op], Future[Any] | None]]:
-        """Action -> its method: `_op_ACTION`, or one method for an action on several kinds."""
-        of_kinds = {
+        """Action -> its method: `_op_ACTION` here or in LayerOps, or one method for an action on several kinds."""
+        of_kinds: dict[tuple[str, Callable[[str, Op], Future[Any] | None]], tuple[str, ...]] = {
             ("load", self._load_hidden): ("x", "dy"),
             ("store", self._store_hidden): ("x", "dy"),
             ("spill", self._spill): ("x", "saved", "kv"),
             ("unspill", self._unspill): ("x", "saved", "kv"),
+            ("peek", partial(self._unspill, keep=True)): ("x",),
             ("discard", self._discard): ("x", "saved", "kv"),
             ("stage", self._stage_state): STATE_KINDS,
             ("checkpoint", self._checkpoint_part): STATE_KINDS,
         }
         actions = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_op_")}
+        actions |= self.layer_ops.actions()
         for (verb, method), kinds in of_kinds.items():
             actions |= {f"{verb}_{kind}": partial(method, kind) for kind in kinds}
         return actions
 
     # ------------------------------------------------------------------ views
 
-    def _weights(self, op: Op) -> dict[str, Tensor]:
+    def weights(self, op: Op) -> dict[str, Tensor]:
         """Parameters of every buffer of the op's block, by name."""
         views: dict[str, Tensor] = {}
         for name in self._blocks[op.block][1].buffers:
             views.update(self._buffer_views("weights", name, op.slots[name]))
         return views
 
-    def _gradients(self, op: Op) -> dict[str, Tensor]:
+    def gradients(self, op: Op) -> dict[str, Tensor]:
         """float32 gradients of every buffer of the op's block, zeroed where this op is the first to add to them."""
         views: dict[str, Tensor] = {}
         for name in self._blocks[op.block][1].buffers:
@@ -162,60 +163,23 @@ class Runtime:
             self._views[key] = self.layouts[name].views(self._flat(kind, name, slot))
         return self._views[key]
 
-    def _hidden(self, slot: int, chunk: Chunk) -> Tensor:
+    def hidden(self, slot: int, chunk: Chunk) -> Tensor:
+        """Activation [tokens, hidden] in a slot on the compute device."""
         return self.gpu.hidden[slot][: chunk.end - chunk.start]
 
-    def _window(self, flat: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """K and V (or dK and dV) [window tokens, kv_heads, dim] in a flat window."""
-        tokens = self.plan.window_tokens
-        k = tokens * shape.kv_heads * shape.qk_dim
-        v = tokens * shape.kv_heads * shape.v_dim
-        return (
-            flat[:k].view(tokens, shape.kv_heads, shape.qk_dim),
-            flat[k : k + v].view(tokens, shape.kv_heads, shape.v_dim),
-        )
+    def block_index(self, name: str) -> int:
+        """Place of a block in the plan."""
+        return self._blocks[name][0]
 
-    def _saved_parts(self, raw: Tensor, tokens: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] in a uint8 region."""
-        lse_bytes = 4 * shape.heads * tokens
-        out_bytes = tokens * shape.heads * shape.v_dim * self._dtype.itemsize
-        lse = raw[:lse_bytes].view(torch.float32).view(shape.heads, tokens)
-        out = raw[lse_bytes : lse_bytes + out_bytes].view(self._dtype).view(tokens, shape.heads, shape.v_dim)
-        return out, lse
-
-    def _kv_regions(self, op: Op) -> list[tuple[Tensor, Tensor]]:
-        """(window rows, saved copy) of a chunk's keys and of its values."""
-        index = self._blocks[op.block][0]
-        shape, chunk = self._attention[index - 1], self.plan.chunks[op.index]
-        assert shape is not None
-        raw, start, pairs = self._activation("kv", op), 0, []
-        for window in self._window(self.gpu.kv, shape):
-            rows = window[chunk.start : chunk.end]
-            end = start + rows.numel() * self._dtype.itemsize
-            pairs.append((rows, raw[start:end].view(self._dtype).view(rows.shape)))
-            start = end
-        return pairs
-
-    def _attention_state(self, op: Op, layer: int, chunk: Chunk, *, backward: bool) -> AttentionState | None:
-        shape = self._attention[layer]
-        if shape is None:
-            return None
-        k, v = self._window(self.gpu.kv, shape)
-        tokens = chunk.end - chunk.start
-        raw = self.gpu.saved[op.slots["saved"]]
-        out, lse = self._saved_parts(raw, tokens, shape)
-        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._micro_batch(op, chunk).documents)
-        if backward:
-            state.dk, state.dv = self._window(self.gpu.dkv, shape)
-            if "zero:dkv" in op.flags:
-                state.dk.zero_()
-                state.dv.zero_()
-        return state
+    def documents(self, step: int, chunk: Chunk) -> list[int]:
+        """Starts of the documents of the chunk's micro-batch."""
+        return self._steps[step].micro_batches[chunk.micro_batch].documents
 
     def _micro_batch(self, op: Op, chunk: Chunk) -> MicroBatch:
         return self._steps[op.step].micro_batches[chunk.micro_batch]
 
-    def _layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
+    def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
+        """Arguments of every layer for a chunk, made again where they have been dropped."""
         key = (op.step, chunk.index)
         if key in self._inputs:
             self._inputs.move_to_end(key)
@@ -237,39 +201,23 @@ class Runtime:
     def _op_embed_forward(self, op: Op) -> None:
         chunk = self._chunk(op)
         tokens = self._steps[op.step].chunks[chunk.index]
-        x = self.runner.embed(self._weights(op), tokens.ids, tokens.positions)
-        self._hidden(op.slots["out"], chunk).copy_(x)
+        x = self.runner.embed(self.weights(op), tokens.ids, tokens.positions)
+        self.hidden(op.slots["out"], chunk).copy_(x)
 
     def _op_embed_backward(self, op: Op) -> None:
         chunk = self._chunk(op)
         tokens = self._steps[op.step].chunks[chunk.index]
-        dx = self._hidden(op.slots["dy"], chunk)
-        self.runner.embed_backward(self._weights(op), tokens, dx, self._gradients(op))
-
-    def _op_layer_forward(self, op: Op) -> None:
-        chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
-        state = self._attention_state(op, layer, chunk, backward=False)
-        x = self._hidden(op.slots["x"], chunk)
-        y = self.runner.layer(layer, self._weights(op), x, self._layer_inputs(op, chunk), state)
-        self._hidden(op.slots["out"], chunk).copy_(y)
-
-    def _op_layer_backward(self, op: Op) -> None:
-        chunk, layer = self._chunk(op), self._blocks[op.block][0] - 1
-        state = self._attention_state(op, layer, chunk, backward=True)
-        x, dy = self._hidden(op.slots["x"], chunk), self._hidden(op.slots["dy"], chunk)
-        gradients = self._gradients(op)
-        inputs = self._layer_inputs(op, chunk)
-        dx = self.runner.layer_backward(layer, self._weights(op), x, dy, inputs, state, gradients)
-        self._hidden(op.slots["out"], chunk).copy_(dx)
+        dx = self.hidden(op.slots["dy"], chunk)
+        self.runner.embed_backward(self.weights(op), tokens, dx, self.gradients(op))
 
     def _op_head(self, op: Op) -> None:
         chunk = self._chunk(op)
         tokens = self._steps[op.step].chunks[chunk.index]
         scale = 1.0 / self._steps[op.step].num_targets
-        x, gradients = self._hidden(op.slots["x"], chunk), self._gradients(op)
-        loss, dx = self.runner.head(self._weights(op), x, tokens, scale, gradients, self._logits_bytes)
+        x, gradients = self.hidden(op.slots["x"], chunk), self.gradients(op)
+        loss, dx = self.runner.head(self.weights(op), x, tokens, scale, gradients, self._logits_bytes)
         self._losses[op.index] = loss
-        self._hidden(op.slots["out"], chunk).copy_(dx)
+        self.hidden(op.slots["out"], chunk).copy_(dx)
 
     def _op_norm(self, op: Op) -> None:
         gradient = self._flat("gradient", op.block, op.slots.get(op.block, WHOLE))
@@ -286,36 +234,28 @@ class Runtime:
 
     # ------------------------------------------------------------------ links
 
-    def _activation(self, kind: str, op: Op) -> Tensor:
-        """Where an activation of the op's block and chunk is in RAM, uint8: its stage, its own place, or the stream."""
+    def activation(self, kind: str, op: Op) -> Tensor:
+        """Where an activation of the op's block and chunk is in RAM, uint8: its stage, its own place, the place of its
+        chunk in one block's pass, or the stream."""
         if "stage" in op.slots:
             return self.ram.activation_stages[op.slots["stage"]][: op.nbytes]
         key = (self._blocks[op.block][0], op.index)
-        saved: dict[tuple[int, int], Tensor] = getattr(self.ram, kind) if kind != "dy" else {}
-        region = saved[key] if key in saved else self.ram.stream[op.index]
-        return region.view(torch.uint8).view(-1)
+        records = {"x": self.ram.x, "saved": self.ram.saved, "kv": self.ram.kv}.get(kind, {})
+        if key in records:
+            region = records[key]
+        elif kind in self.ram.window:
+            region = self.ram.window[kind][self.plan.chunks[op.index].local]
+        else:
+            region = self.ram.stream[op.index]
+        return region.view(torch.uint8).view(-1)[: op.nbytes]
 
     def _load_hidden(self, kind: str, op: Op) -> None:
-        slot = self._hidden(op.slots["slot"], self._chunk(op))
-        slot.copy_(self._activation(kind, op).view(self._dtype).view(slot.shape), non_blocking=True)
+        slot = self.hidden(op.slots["slot"], self._chunk(op))
+        slot.copy_(self.activation(kind, op).view(self._dtype).view(slot.shape), non_blocking=True)
 
     def _store_hidden(self, kind: str, op: Op) -> None:
-        slot = self._hidden(op.slots["slot"], self._chunk(op))
-        self._activation(kind, op).view(self._dtype).view(slot.shape).copy_(slot, non_blocking=True)
-
-    def _op_load_saved(self, op: Op) -> None:
-        self.gpu.saved[op.slots["saved"]][: op.nbytes].copy_(self._activation("saved", op), non_blocking=True)
-
-    def _op_store_saved(self, op: Op) -> None:
-        self._activation("saved", op).copy_(self.gpu.saved[op.slots["saved"]][: op.nbytes], non_blocking=True)
-
-    def _op_store_kv(self, op: Op) -> None:
-        for window, copy in self._kv_regions(op):
-            copy.copy_(window, non_blocking=True)
-
-    def _op_load_kv(self, op: Op) -> None:
-        for window, copy in self._kv_regions(op):
-            window.copy_(copy, non_blocking=True)
+        slot = self.hidden(op.slots["slot"], self._chunk(op))
+        self.activation(kind, op).view(self._dtype).view(slot.shape).copy_(slot, non_blocking=True)
 
     def _op_load_weights(self, op: Op) -> None:
         weights = self.ram.buffers[op.block].weights
@@ -449,10 +389,10 @@ class Runtime:
         return gather([self.store.read(op.block, "weights", i, flat[a:b]) for i, (a, b) in enumerate(bounds)])
 
     def _spill(self, kind: str, op: Op) -> Future[Any]:
-        return self.store.spill(f"{kind}.{op.block}.{op.index}", self._activation(kind, op))
+        return self.store.spill(f"{kind}.{op.block}.{op.index}", self.activation(kind, op))
 
-    def _unspill(self, kind: str, op: Op) -> Future[Any]:
-        return self.store.unspill(f"{kind}.{op.block}.{op.index}", self._activation(kind, op))
+    def _unspill(self, kind: str, op: Op, *, keep: bool = False) -> Future[Any]:
+        return self.store.unspill(f"{kind}.{op.block}.{op.index}", self.activation(kind, op), keep=keep)
 
     def _discard(self, kind: str, op: Op) -> Future[Any]:
         return self.store.discard(f"{kind}.{op.block}.{op.index}")

@@ -11,16 +11,13 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
 
-from engine.ops import LANES, WHOLE, Emitter, Op, Resource, Slots
-from engine.plan import HIDDEN_SLOTS, SAVED_SLOTS, BlockShape, Chunk, Plan
+from engine.activation_schedule import ActivationSchedule, Mode
+from engine.ops import LANES, WHOLE, Emitter, Op, Resource
+from engine.plan import Chunk, Plan
 from engine.state_schedule import StateSchedule
-
-Mode = Literal["forward", "head", "backward"]
-"""The head runs forward and backward at once, so that a chunk's logits die where they are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +25,25 @@ class _Task:
     """A block computing one chunk."""
 
     visit: int
-    """Number of the pass over all chunks that it belongs to."""
+    """Number of the pass over chunks that it belongs to."""
     mode: Mode
     layer: int
     """Index of the block in the plan."""
     chunk: Chunk
     first: bool
     last: bool
+
+
+@dataclass(slots=True)
+class _Operands:
+    """What a block's compute ops read and write, whichever of them it is."""
+
+    weights: list[Resource]
+    weight_slots: dict[str, int]
+    gradients: list[Resource]
+    gradient_slots: dict[str, int]
+    zero: list[str]
+    """Flags of the gradients that begin with this chunk."""
 
 
 class ScheduleBuilder:
@@ -49,14 +58,7 @@ class ScheduleBuilder:
         self._emitter = Emitter()
         self._emit = self._emitter.emit
         self._state = StateSchedule(plan, self._emitter)
-        self._hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
-        self._saved = Slots("gpu.saved", SAVED_SLOTS)
-        self._stages = Slots("ram.activation_stage", plan.activation_stages)
-        self._on_nvme: set[tuple[str, int, int]] = set()
-        """(kind, block, chunk) of the activations on NVMe."""
-        self._window_chunks = max(chunk.local for chunk in plan.chunks) + 1
-        self._window: list[Any] = [None] * self._window_chunks
-        """Which (layer, chunk, step) each chunk's place in the K/V window holds."""
+        self._activations = ActivationSchedule(plan, self._emitter)
         self._last_user: dict[str, int] = {}
         """Buffer -> the block that is the last to add to its gradient."""
         for index, block in reversed(list(enumerate(plan.blocks))):
@@ -93,11 +95,19 @@ class ScheduleBuilder:
     # ------------------------------------------------------------------ passes over the blocks
 
     def _tasks(self) -> list[_Task]:
-        chunks, head = self._plan.chunks, len(self._plan.blocks) - 1
-        visits: list[tuple[Mode, int, list[Chunk]]] = [("forward", layer, list(chunks)) for layer in range(head)]
+        plan, head = self._plan, len(self._plan.blocks) - 1
+        chunks = list(plan.chunks)
+        visits: list[tuple[Mode, int, list[Chunk]]] = [("forward", layer, chunks) for layer in range(head)]
         # The head goes in backward's order: its last gradients are the first ones needed.
-        visits.append(("head", head, list(reversed(chunks))))
-        visits += [("backward", layer, list(reversed(chunks))) for layer in range(head - 1, -1, -1)]
+        visits.append(("head", head, chunks[::-1]))
+        for layer in range(head - 1, -1, -1):
+            if layer not in plan.recomputed:
+                visits.append(("backward", layer, chunks[::-1]))
+                continue
+            # One micro-batch at a time: its keys and values are in the window when its backward begins.
+            for end in range(len(chunks), 0, -plan.window_chunks):
+                stream = chunks[end - plan.window_chunks : end]
+                visits += [("again", layer, stream), ("backward", layer, stream[::-1])]
         return [
             _Task(visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
             for visit, (mode, layer, order) in enumerate(visits)
@@ -137,254 +147,203 @@ class ScheduleBuilder:
         self._state.fetch(block)
 
     def _leave(self, task: _Task) -> None:
-        """The block has seen all chunks: its weights may go, and gradients that got their last contribution do."""
+        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do."""
         block = self._plan.blocks[task.layer]
         self._state.release(block)
-        if task.mode != "forward":
+        complete = task.chunk.index == 0 if task.mode == "backward" else task.mode == "head"
+        if complete:
             for name in block.buffers:
                 if self._last_user[name] == task.layer:
                     self._state.close_gradient(name)
 
-    # ------------------------------------------------------------------ operands
+    # ------------------------------------------------------------------ one block, one chunk
 
     def _load(self, task: _Task) -> dict[str, int]:
         """Emit the loads of a task's activations; their slots by role."""
-        block = self._plan.blocks[task.layer]
+        block, layer, chunk = self._plan.blocks[task.layer], task.layer, task.chunk
+        kept = task.mode == "backward" and (layer, chunk.index) in self._plan.kept
         loaded: dict[str, int] = {}
-        if block.role != "embed":
-            loaded["x"] = self._load_hidden("x", task)
+        if block.role != "embed" and not kept:
+            loaded["x"] = self._activations.load_hidden("x", task.mode, layer, chunk)
         if task.mode == "backward":
-            loaded["dy"] = self._load_hidden("dy", task)
-            if block.saved_bytes_per_token:
-                loaded["saved"] = self._load_saved(task.layer, task.chunk)
+            loaded["dy"] = self._activations.load_hidden("dy", task.mode, layer, chunk)
+            if block.attends and not kept:
+                loaded["saved"] = self._activations.load_saved(layer, chunk)
         return loaded
 
-    def _load_hidden(self, kind: str, task: _Task) -> int:
-        """Slot with activation `kind` ("x", "dy") of a block's chunk, loaded unless it is still there."""
-        layer, chunk = task.layer, task.chunk
-        content = (kind, layer, chunk.index, self._emitter.step)
-        slot = self._hidden.find(content)
-        if slot is None:
-            slot = self._hidden.take(content)
-            if task.mode == "backward" and kind == "x" and (layer, chunk.index) in self._plan.spilled:
-                stage = self._unspill("x", layer, chunk, self._hidden_bytes(chunk))
-                source: Resource = ("ram.activation_stage", stage)
-                slots = {"slot": slot, "stage": stage}
-            else:
-                source = self._hidden_region(kind, layer, chunk)
-                slots = {"slot": slot}
-            self._emit(
-                "h2d",
-                "load_" + kind,
-                self._plan.blocks[layer].name,
-                chunk.index,
-                reads=[source],
-                writes=[("gpu.hidden", slot)],
-                nbytes=self._hidden_bytes(chunk),
-                slots=slots,
-            )
-        elif task.mode == "backward":
-            self._discard(kind, layer, chunk)
-        return slot
-
-    def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
-        """Where a hidden state waits in RAM: a layer's saved input in its own place, all else in the chunk's stream."""
-        for_layer = kind == "x" and self._plan.blocks[layer].role == "layer"
-        if for_layer and (layer, chunk.index) not in self._plan.spilled:
-            return ("ram.x", layer, chunk.index)
-        return ("ram.stream", chunk.index)
-
-    def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, nbytes: int, slots: dict[str, int]) -> None:
-        """Write a saved activation to NVMe from where it waits in RAM."""
-        self._on_nvme.add((kind, layer, chunk.index))
-        self._emit(
-            "nvme_write",
-            "spill_" + kind,
-            self._plan.blocks[layer].name,
-            chunk.index,
-            reads=[source],
-            writes=[("nvme." + kind, layer, chunk.index)],
-            nbytes=nbytes,
-            slots=slots,
-        )
-
-    def _unspill(self, kind: str, layer: int, chunk: Chunk, nbytes: int) -> int:
-        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
-
-        The read lane runs ahead of the computation by as many stages as there are.
-        """
-        self._on_nvme.remove((kind, layer, chunk.index))
-        stage = self._stages.take((kind, layer, chunk.index))
-        self._stages.release(stage)
-        # Written as well as read: the file goes with its content.
-        self._emit(
-            "nvme_read",
-            "unspill_" + kind,
-            self._plan.blocks[layer].name,
-            chunk.index,
-            writes=[("nvme." + kind, layer, chunk.index), ("ram.activation_stage", stage)],
-            nbytes=nbytes,
-            slots={"stage": stage},
-        )
-        return stage
-
-    def _discard(self, kind: str, layer: int, chunk: Chunk) -> None:
-        """Remove an activation from NVMe, if it is there, because backward found it on the GPU."""
-        if (kind, layer, chunk.index) in self._on_nvme:
-            self._on_nvme.remove((kind, layer, chunk.index))
-            name, file = self._plan.blocks[layer].name, ("nvme." + kind, layer, chunk.index)
-            self._emit("nvme_read", "discard_" + kind, name, chunk.index, writes=[file])
-
-    def _hidden_bytes(self, chunk: Chunk) -> int:
-        problem = self._plan.problem
-        return (chunk.end - chunk.start) * problem.hidden_size * problem.compute_bytes
-
-    def _load_saved(self, layer: int, chunk: Chunk) -> int:
-        block = self._plan.blocks[layer]
-        content = (layer, chunk.index, self._emitter.step)
-        slot = self._saved.find(content)
-        if slot is None:
-            slot = self._saved.take(content)
-            nbytes = (chunk.end - chunk.start) * block.saved_bytes_per_token
-            self._load_saved_part("saved", layer, chunk, ("gpu.saved", slot), nbytes, {"saved": slot})
-        else:
-            self._discard("saved", layer, chunk)
-        return slot
-
-    def _load_saved_part(
-        self, kind: str, layer: int, chunk: Chunk, target: Resource, nbytes: int, slots: dict[str, int]
-    ) -> None:
-        """Load what forward saved of attention ("saved": output and log-sum-exp, "kv": keys and values)."""
-        source: Resource = ("ram." + kind, layer, chunk.index)
-        if (layer, chunk.index) in self._plan.spilled:
-            slots["stage"] = self._unspill(kind, layer, chunk, nbytes)
-            source = ("ram.activation_stage", slots["stage"])
-        name = self._plan.blocks[layer].name
-        self._emit(
-            "h2d", "load_" + kind, name, chunk.index, reads=[source], writes=[target], nbytes=nbytes, slots=slots
-        )
-
-    def _load_window(self, layer: int, chunk: Chunk) -> None:
-        """Bring a chunk's keys and values to its place in the window, unless they are there."""
-        block = self._plan.blocks[layer]
-        content = (layer, chunk.index, self._emitter.step)
-        if self._window[chunk.local] == content or not block.kv_bytes_per_token:
-            self._discard("kv", layer, chunk)
-            return
-        self._window[chunk.local] = content
-        nbytes = (chunk.end - chunk.start) * block.kv_bytes_per_token
-        self._load_saved_part("kv", layer, chunk, ("gpu.kv", chunk.local), nbytes, {})
-
-    # ------------------------------------------------------------------ compute
-
     def _compute(self, task: _Task, loaded: dict[str, int]) -> None:
-        block, chunk = self._plan.blocks[task.layer], task.chunk
-        attends = bool(block.kv_bytes_per_token)
-        if attends and task.mode == "backward" and chunk.local == self._window_chunks - 1:
-            # A micro-batch's last chunk attends to all of its keys and values.
-            for other in reversed(self._plan.chunks):
-                if other.micro_batch == chunk.micro_batch:
-                    self._load_window(task.layer, other)
-        reads = [self._state.weights(name) for name in block.buffers]
-        slots = {name: self._state.weight_slot.get(name, WHOLE) for name in block.buffers} | loaded
-        reads += [("gpu.hidden", loaded[role]) for role in ("x", "dy") if role in loaded]
-        writes: list[Resource] = [("gpu.losses",)] if task.mode == "head" else []
-        flags: list[str] = []
-        if task.mode != "forward":
-            for name in block.buffers:
-                if self._state.open_gradient(name):
-                    flags.append("zero:" + name)
-                slots["gradient:" + name] = self._state.gradient_slot[name]
-                writes.append(self._state.gradient(name))
+        block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
+        operands = self._operands(task)
         kind, layer = ("x", task.layer + 1) if task.mode == "forward" else ("dy", task.layer - 1)
-        if layer >= 0:
-            slots["out"] = self._hidden.take((kind, layer, chunk.index, self._emitter.step))
-            writes.append(("gpu.hidden", slots["out"]))
-        if attends:
-            self._attend(task, slots, reads, writes, flags)
-        action = "head" if task.mode == "head" else f"{block.role}_{task.mode}"
-        self._emit("compute", action, block.name, chunk.index, reads=reads, writes=writes, slots=slots, flags=flags)
-        if layer >= 0:
-            self._store_hidden(kind, layer, chunk, slots["out"])
-        if attends and task.mode == "forward":
-            self._store_attention(block, task, slots["saved"])
+        slots = dict(loaded)
+        if layer >= 0 and task.mode != "again":
+            slots["out"] = activations.hidden.take((kind, *activations.content(layer, chunk)))
+        if not block.attends:
+            self._emit_block(task, operands, slots)
+        elif self._plan.streamed:
+            self._compute_streamed(task, operands, slots)
+        else:
+            self._compute_whole(task, operands, slots)
+        if "out" in slots:
+            activations.store_hidden(kind, layer, chunk, slots["out"])
         for role in loaded.keys() & {"x", "dy"}:
             # The input of a layer is read again in backward.
-            self._hidden.release(loaded[role], keep=role == "x" and task.mode == "forward")
+            activations.hidden.release(loaded[role], keep=role == "x" and task.mode in ("forward", "again"))
         if "saved" in slots:
-            self._saved.release(slots["saved"], keep=task.mode == "forward")
-        if attends and task.mode == "backward":
-            self._load_window_ahead(task)
+            activations.saved.release(slots["saved"], keep=task.mode in ("forward", "again"))
 
-    def _attend(
-        self, task: _Task, slots: dict[str, int], reads: list[Resource], writes: list[Resource], flags: list[str]
+    def _operands(self, task: _Task) -> _Operands:
+        block, state = self._plan.blocks[task.layer], self._state
+        operands = _Operands([], {}, [], {}, [])
+        for name in block.buffers:
+            operands.weights.append(state.weights(name))
+            operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
+            if task.mode in ("head", "backward"):
+                if state.open_gradient(name):
+                    operands.zero.append("zero:" + name)
+                operands.gradient_slots["gradient:" + name] = state.gradient_slot[name]
+                operands.gradients.append(state.gradient(name))
+        return operands
+
+    def _emit_block(
+        self,
+        task: _Task,
+        operands: _Operands,
+        slots: dict[str, int],
+        *,
+        reads: Iterable[Resource] = (),
+        writes: Iterable[Resource] = (),
+        flags: Iterable[str] = (),
     ) -> None:
-        """Add attention's operands: the window up to this chunk, output and log-sum-exp, and dK/dV in backward."""
-        chunk = task.chunk
-        window: list[Resource] = [("gpu.kv", i) for i in range(chunk.local + 1)]
-        if task.mode == "forward":
-            content = (task.layer, chunk.index, self._emitter.step)
-            slots["saved"] = self._saved.take(content)
-            self._window[chunk.local] = content
-            reads += window[:-1]
-            writes += [window[-1], ("gpu.saved", slots["saved"])]
-            return
-        reads += [*window, ("gpu.saved", slots["saved"])]
-        writes.append(("gpu.dkv",))
-        if chunk.local == self._window_chunks - 1:
-            flags.append("zero:dkv")
-
-    def _load_window_ahead(self, task: _Task) -> None:
-        """This chunk's place in the window is free for the chunk that needs it next, in backward's order."""
-        chunk, chunks = task.chunk, self._plan.chunks
-        if chunk.micro_batch > 0:
-            self._load_window(task.layer, chunks[chunk.index - self._window_chunks])
-        elif task.layer > 1:
-            self._load_window(task.layer - 1, chunks[len(chunks) - self._window_chunks + chunk.local])
-
-    def _store_hidden(self, kind: str, layer: int, chunk: Chunk, slot: int) -> None:
-        region, nbytes = self._hidden_region(kind, layer, chunk), self._hidden_bytes(chunk)
+        """Emit the op that runs the block on the chunk, from its input to its output."""
+        block = self._plan.blocks[task.layer]
+        action = "head" if task.mode == "head" else f"{block.role}_{task.mode}"
+        reads = [*operands.weights, *(("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots), *reads]
+        writes = [("gpu.losses",)] if task.mode == "head" else [*writes]
+        writes += operands.gradients
+        flags = [*flags, *operands.zero]
+        if "out" in slots:
+            writes.append(("gpu.hidden", slots["out"]))
+        if (task.layer, task.chunk.index) in self._plan.kept:
+            writes.append(("gpu.graph", task.layer, task.chunk.index))
+            flags.append("kept")
         self._emit(
-            "d2h",
-            "store_" + kind,
+            "compute",
+            action,
+            block.name,
+            task.chunk.index,
+            reads=reads,
+            writes=writes,
+            slots=operands.weight_slots | operands.gradient_slots | slots,
+            flags=flags,
+        )
+
+    def _compute_whole(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        """A layer whose keys and values are in the window over its micro-batch."""
+        layer, chunk, activations = task.layer, task.chunk, self._activations
+        window, last = activations.window(chunk), chunk.local == self._plan.window_chunks - 1
+        if task.mode != "backward":
+            slots["saved"] = activations.saved.take(activations.content(layer, chunk))
+            activations.write_window(layer, chunk)
+            written = [window[-1], ("gpu.saved", slots["saved"])]
+            self._emit_block(task, operands, slots, reads=window[:-1], writes=written)
+            activations.store_saved(layer, chunk, slots["saved"], task.mode)
+            if task.mode == "forward":
+                activations.store_window(layer, chunk)
+            return
+        if last:
+            # A micro-batch's last chunk attends to all of its keys and values.
+            activations.load_whole_window(layer, chunk)
+        saved: list[Resource] = [("gpu.saved", slots["saved"])] if "saved" in slots else []
+        flags = ["zero:dkv"] if last else []
+        self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[("gpu.dkv",)], flags=flags)
+        activations.load_window_ahead(layer, chunk)
+
+    # ------------------------------------------------------------------ keys and values in pieces
+
+    def _compute_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        """A layer whose keys and values pass through the compute device chunk by chunk.
+
+        Its op is cut in three: up to attention, attention over each chunk of keys, and the rest.
+        """
+        if task.mode == "backward":
+            self._backward_streamed(task, operands, slots)
+            return
+        layer, chunk, activations = task.layer, task.chunk, self._activations
+        own = activations.kv.take(activations.content(layer, chunk))
+        slots["saved"] = activations.saved.take(activations.content(layer, chunk))
+        self._emit(
+            "compute",
+            "layer_project",
             self._plan.blocks[layer].name,
             chunk.index,
-            reads=[("gpu.hidden", slot)],
-            writes=[region],
-            nbytes=nbytes,
-            slots={"slot": slot},
+            reads=[*operands.weights, ("gpu.hidden", slots["x"])],
+            writes=[("gpu.q",), ("gpu.kv", own)],
+            slots=operands.weight_slots | {"x": slots["x"], "kv": own},
         )
-        self._hidden.release(slot, keep=True)
-        if kind == "x" and (layer, chunk.index) in self._plan.spilled:
-            self._spill("x", layer, chunk, region, nbytes, {})
-
-    def _store_attention(self, block: BlockShape, task: _Task, slot: int) -> None:
-        layer, chunk = task.layer, task.chunk
-        tokens = chunk.end - chunk.start
-        parts: tuple[tuple[str, Resource, int], ...] = (
-            ("saved", ("gpu.saved", slot), tokens * block.saved_bytes_per_token),
-            ("kv", ("gpu.kv", chunk.local), tokens * block.kv_bytes_per_token),
-        )
-        for kind, source, nbytes in parts:
-            region: Resource = ("ram." + kind, layer, chunk.index)
-            slots = {"saved": slot}
-            spilled = (layer, chunk.index) in self._plan.spilled
-            if spilled:
-                slots["stage"] = self._stages.take((kind, layer, chunk.index))
-                region = ("ram.activation_stage", slots["stage"])
+        activations.store_kv(layer, chunk, own, task.mode)
+        activations.kv.release(own, keep=True)
+        keys = [chunk, *activations.keys(layer, chunk)]
+        for other in keys:
+            kv = activations.load_kv(layer, other)
+            flags = ["first"] * (other is keys[0]) + ["last"] * (other is keys[-1])
+            saved: list[Resource] = [("gpu.saved", slots["saved"])] if other is keys[-1] else []
             self._emit(
-                "d2h",
-                "store_" + kind,
-                block.name,
+                "compute",
+                "attend",
+                self._plan.blocks[layer].name,
                 chunk.index,
-                reads=[source],
-                writes=[region],
-                nbytes=nbytes,
-                slots=slots,
+                reads=[("gpu.q",), ("gpu.kv", kv)],
+                writes=[("gpu.partial",), *saved],
+                slots={"kv": kv, "keys": other.index, "saved": slots["saved"]},
+                flags=flags,
             )
-            if spilled:
-                self._spill(kind, layer, chunk, region, nbytes, slots)
-                self._stages.release(slots["stage"])
+            activations.kv.release(kv, keep=True)
+        activations.store_saved(layer, chunk, slots["saved"], task.mode)
+        if task.mode == "forward":
+            self._emit_block(task, operands, slots, reads=[("gpu.saved", slots["saved"])], flags=["attended"])
+
+    def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        layer, chunk, activations = task.layer, task.chunk, self._activations
+        name, kept = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.kept
+        if chunk.local == self._plan.window_chunks - 1:
+            activations.restore_window(layer, chunk)
+        graph: Resource = ("gpu.graph", layer, chunk.index) if kept else ("gpu.graph",)
+        saved: list[Resource] = [] if kept else [("gpu.saved", slots["saved"])]
+        inputs: list[Resource] = [("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots]
+        self._emit(
+            "compute",
+            "layer_backward_top",
+            name,
+            chunk.index,
+            reads=[*operands.weights, *inputs, *saved],
+            writes=[*operands.gradients, graph, ("gpu.q",), ("gpu.dout",)],
+            slots=operands.weight_slots | operands.gradient_slots | slots,
+            flags=[*operands.zero, *(["kept"] if kept else [])],
+        )
+        keys = [*activations.keys(layer, chunk), chunk]
+        dkv = WHOLE
+        for other in keys:
+            kv, (dkv, new) = activations.load_kv(layer, other), activations.load_dkv(layer, other)
+            flags = ["zero:dkv"] * new + ["first"] * (other is keys[0]) + ["kept"] * kept
+            self._emit(
+                "compute",
+                "attend_backward",
+                name,
+                chunk.index,
+                reads=[("gpu.q",), ("gpu.dout",), ("gpu.kv", kv), *saved, *([graph] if kept else [])],
+                writes=[("gpu.partial",), ("gpu.dkv", dkv)],
+                slots={role: slots[role] for role in ("saved",) if role in slots}
+                | {"kv": kv, "dkv": dkv, "keys": other.index},
+                flags=flags,
+            )
+            activations.kv.release(kv, keep=other is not chunk)
+            if other is not chunk:
+                activations.store_dkv(layer, other, dkv)
+        operands.zero = []
+        sums: list[Resource] = [("gpu.partial",), ("gpu.dkv", dkv)]
+        self._emit_block(task, operands, slots | {"dkv": dkv}, reads=sums, writes=[graph], flags=["attended"])
+        activations.dkv.release(dkv)
 
 
 def bytes_per_step(plan: Plan) -> dict[str, int]:

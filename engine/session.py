@@ -108,7 +108,6 @@ class Session:
         self.runtime = Runtime(
             plan,
             self.layouts,
-            spec.attention,
             runner,
             AdamW("compiled" if compiled else "eager" if train.compile == "off" else "fused"),
             store,

@@ -190,12 +190,12 @@ class NvmeStore:
         """
         return self._watched(self._spill.write(key, src))
 
-    def unspill(self, key: str, out: torch.Tensor) -> Future[None]:
-        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it from disk.
+    def unspill(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
+        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it from disk unless `keep`.
 
         The future raises UserError when the file is damaged, missing or unreadable.
         """
-        return self._watched(self._spill.read(key, out))
+        return self._watched(self._spill.read(key, out, keep=keep))
 
     def discard(self, key: str) -> Future[None]:
         """Remove what was spilled as `key` without reading it."""

@@ -69,14 +69,14 @@ class Spill:
 
         return drive.writers.submit(work)
 
-    def read(self, key: str, out: torch.Tensor) -> Future[None]:
-        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it.
+    def read(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
+        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it unless `keep`.
 
         The future raises UserError when the file is damaged or the disk fails.
         """
         _require_bytes(out)
         with self._lock:
-            entry = self._entries.pop(key)
+            entry = self._entries[key] if keep else self._entries.pop(key)
         assert entry.crc is not None, f"{key} is read before it is written"
         assert entry.num_bytes == out.numel(), (key, entry.num_bytes, out.numel())
 
@@ -84,7 +84,8 @@ class Spill:
             doing = f"reading {entry.num_bytes:,} bytes of activations"
             try:
                 found = _read_file(entry.path, out, direct=entry.drive.direct)
-                os.unlink(entry.path)
+                if not keep:
+                    os.unlink(entry.path)
             except OSError as error:
                 raise disk_error(error, entry.path, doing) from error
             if found != entry.crc:

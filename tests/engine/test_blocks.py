@@ -74,12 +74,12 @@ def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
     assert state is not None
     inputs, x = runner.inputs(stream.positions, 39), torch.randn(40, 64)
     layer = {name: tensor for name, tensor in weights.items() if ".layers.0." in name}
-    runner.layer(0, layer, x, inputs, state)
+    runner.layers.forward(0, layer, x, inputs, state)
     sums = []
     for base in (0.0, 1.0):
         grads = {name: torch.full_like(tensor, base) for name, tensor in layer.items()}
         state.dk, state.dv = torch.zeros_like(state.k), torch.zeros_like(state.v)
-        runner.layer_backward(0, layer, x, torch.ones(40, 64), inputs, state, grads)
+        runner.layers.backward(0, layer, x, torch.ones(40, 64), inputs, state, grads)
         sums.append(grads)
     for name in layer:
         torch.testing.assert_close(sums[1][name], sums[0][name] + 1.0)
@@ -135,10 +135,10 @@ def test_weights_are_used_in_place(qwen3: Any) -> None:
     (state,) = new_states(runner, 1, stream, [(0, 16)])
     inputs, x = runner.inputs(stream.positions, 15), torch.randn(16, 64)
     layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.1." in name}
-    before = runner.layer(1, layer, x, inputs, state)
+    before = runner.layers.forward(1, layer, x, inputs, state)
     for tensor in layer.values():
         tensor.zero_()
-    assert torch.equal(runner.layer(1, layer, x, inputs, state), x)
+    assert torch.equal(runner.layers.forward(1, layer, x, inputs, state), x)
     assert not torch.equal(before, x)
 
 

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import races
+from schedule_replay import Replay
 
-from engine.ops import LANES, Op, Resource
-from engine.plan import BlockShape, BufferShape, Plan, Problem, cut_chunks, make_plan
+from engine.ops import LANES, Op
+from engine.plan import DKV_SLOTS, KV_SLOTS, BlockShape, BufferShape, Plan, Problem, Save, Window, cut_chunks
+from engine.planner import make_plan
 from engine.schedule import ScheduleBuilder
 from storage.errors import BudgetError
 
+BLOCK_OPS = {f"{role}_{mode}" for role in ("embed", "layer") for mode in ("forward", "backward")} | {"head"}
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
 
 
@@ -33,6 +36,11 @@ def problem(
     ram_budget: int = 10**9,
     device_reads: bool = True,
     reader_bytes: int = 0,
+    save: Save = "attention",
+    kv_window: Window = "whole",
+    sliding: frozenset[int] = frozenset(),
+    graph_bytes: int | None = 700,
+    again_share: float = 0.3,
 ) -> Problem:
     """A small model with one page of parameters per layer and `edge` pages in embedding and head."""
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
@@ -47,6 +55,11 @@ def problem(
                 lse_bytes_per_token=HEADS * 4 * attends,
                 kv_bytes_per_token=2 * KV_DIM * 2 * attends,
                 kv_numel_per_token=2 * KV_DIM * attends,
+                q_numel_per_token=HEADS * HEAD_DIM * attends,
+                out_numel_per_token=HEADS * HEAD_DIM * attends,
+                window_tokens=20 if i in sliding else None,
+                graph_bytes_per_token=graph_bytes,
+                again_share=again_share if attends else 0.0,
             )
         )
     head = ("head",) if own_head else ()
@@ -70,10 +83,12 @@ def problem(
         ram_budget=ram_budget,
         device_reads=device_reads,
         reader_bytes=reader_bytes,
+        save=save,
+        kv_window=kv_window,
     )
 
 
-problems = st.builds(
+general = st.builds(
     problem,
     layers=st.integers(1, 5),
     tied=st.booleans(),
@@ -89,7 +104,31 @@ problems = st.builds(
     ram_budget=st.integers(150_000, 3_000_000),
     device_reads=st.booleans(),
     reader_bytes=st.sampled_from([0, 70_000]),
+    save=st.sampled_from(["auto", "input", "attention"]),
+    kv_window=st.sampled_from(["auto", "whole", "streamed"]),
+    sliding=st.frozensets(st.integers(0, 4), max_size=2),
+    graph_bytes=st.sampled_from([None, 300, 3000]),
+    again_share=st.sampled_from([0.05, 0.3]),
 )
+streaming = st.builds(
+    problem,
+    layers=st.integers(1, 3),
+    tied=st.booleans(),
+    edge=st.just(1),
+    micro_batches=st.integers(1, 2),
+    rows=st.integers(1, 2),
+    row_tokens=st.integers(30, 50),
+    chunk_tokens=st.integers(7, 13),
+    without_attention=st.frozensets(st.integers(0, 2), max_size=1),
+    gpu_budget=st.integers(150_000, 600_000),
+    ram_budget=st.integers(100_000, 1_000_000),
+    save=st.sampled_from(["auto", "input", "attention"]),
+    kv_window=st.just("streamed"),
+    sliding=st.frozensets(st.integers(0, 2), max_size=2),
+    graph_bytes=st.sampled_from([None, 300, 3000]),
+    again_share=st.sampled_from([0.05, 0.3]),
+)
+problems = st.one_of(general, streaming)
 
 
 def some_plan(shape: Problem) -> Plan:
@@ -138,6 +177,8 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
         ("ram.state_stage",): plan.state_stages,
         ("ram.part_stage",): plan.part_stages,
         ("ram.activation_stage",): plan.activation_stages,
+        ("gpu.kv",): KV_SLOTS if plan.streamed else plan.window_chunks,
+        ("gpu.dkv",): DKV_SLOTS,
     }
     version = dict.fromkeys(plan.buffers, 0)
     held: dict[tuple[str | int, ...], tuple[str, int]] = {}
@@ -154,7 +195,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
             version[op.block] += last
         if op.action in ("load_weights", "load_weights_part", "read_weights_whole"):
             held["gpu.weights", plan.buffers[op.block].pool, op.slots[op.block]] = (op.block, version[op.block])
-        if op.lane == "compute" and op.action.endswith(("forward", "backward", "head")):
+        if op.action in BLOCK_OPS:
             computed[op.step, op.action, op.block, op.index] += 1
             block = next(b for b in plan.blocks if b.name == op.block)
             for name in block.buffers:
@@ -171,41 +212,27 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
         assert [updated[step, buffer.name] for step in (1, 2, 3)] == [parts] * 3
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems)
-def test_saved_activations_come_back_from_where_they_went(shape: Problem) -> None:
-    """Every region and stage holds, when it is read, the activation that the reader wants; a file is read once."""
+def test_every_op_finds_what_it_wants_where_it_looks(shape: Problem) -> None:
+    """Replays the ops: every slot, region and file holds, when it is read, what the reader wants."""
     plan = some_plan(shape)
-    names = {block.name: i for i, block in enumerate(plan.blocks)}
-    held: dict[Resource, tuple[str, int, int, int]] = {}
-    spilled: set[tuple[int, int]] = set()
+    replay = Replay(plan)
     for op in steps_of(plan, 2):
-        kind = op.action.rpartition("_")[2]
-        if kind not in ("x", "saved", "kv"):
-            continue
-        content = (kind, names[op.block], op.index, op.step)
-        if op.action.startswith("store_"):
-            held[op.writes[0]] = content
-        elif op.action.startswith("spill_"):
-            assert held[op.reads[0]] == content
-            held[op.writes[0]] = content
-            spilled.add((content[1], op.index))
-        elif op.action.startswith(("unspill_", "discard_")):
-            assert held.pop(op.writes[0]) == content
-            if op.action.startswith("unspill_"):
-                held[op.writes[1]] = content
-        else:
-            assert held[op.reads[0]] == content, op
-    assert spilled == plan.spilled
-    assert not any(str(place[0]).startswith("nvme.") for place in held), "a file is left when the step is over"
-    moved = sum(plan.record_bytes(*record) for record in spilled)
-    assert moved == plan.spill_bytes
-    kept = [record for record in ((i, c.index) for i in names.values() for c in plan.chunks) if record not in spilled]
-    if spilled and kept:
-        last = max(block for block, _ in spilled)
-        assert all(block >= last for block, _ in kept if plan.blocks[block].role == "layer"), (
-            "backward's last spill first"
-        )
+        replay.perform(op)
+    assert replay.spilled == plan.spilled
+    files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
+    assert files == [], "a file is left when the step is over"
+    assert replay.graphs == 0
+    kept_in_ram = [key for key in records(plan) if key not in plan.spilled and key not in plan.kept]
+    if plan.spilled and kept_in_ram:
+        last = max(block for block, _ in plan.spilled)
+        assert all(block >= last for block, _ in kept_in_ram), "backward's last spill first"
+
+
+def records(plan: Plan) -> list[tuple[int, int]]:
+    layers = [i for i, block in enumerate(plan.blocks) if block.role == "layer"]
+    return [(i, chunk.index) for i in layers for chunk in plan.chunks]
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())

@@ -80,13 +80,15 @@ def data(**changes: Any) -> DataConfig:
 
 
 def training(**changes: Any) -> TrainConfig:
-    """Eager float32 steps, so that every difference counts."""
+    """Eager float32 steps with one way to save activations, so that every difference counts."""
     settings: dict[str, Any] = {
         "steps": 4,
         "sequences_per_step": 2,
         "chunk_tokens": 16,
         "compute_dtype": "float32",
         "compile": "off",
+        "save": "attention",
+        "kv_window": "whole",
         "lr": 1e-2,
         "device": "cpu",
     }

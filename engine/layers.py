@@ -1,0 +1,397 @@
+"""Running decoder layers on one chunk, forward and backward, with weights that live elsewhere.
+
+Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
+views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
+chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
+`forward_given`; `graph` with `LayerGraph.top` and `LayerGraph.bottom`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine import attention, skeleton
+from engine.attention import AttentionCall, AttentionState
+from engine.model import ModelSpec
+from engine.recompute import for_backward
+from engine.skeleton import LayerCall
+
+_RECOMPILE_LIMIT = 256
+"""torch.compile counts all layer structures, chunk lengths and grad modes of one class together."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Arguments of every layer for one chunk, beside the hidden state (rotary tables, positions)."""
+
+    calls: tuple[LayerCall, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the tensors take, each storage once."""
+        leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in self.calls])
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)
+        }
+        return sum(storages.values())
+
+
+class Projection(NamedTuple):
+    """What a layer asks of attention: q [n, heads, qk_dim], k [n, kv_heads, qk_dim], v [n, kv_heads, v_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: AttentionCall
+
+
+class _Projected(BaseException):
+    """Leaves a layer at its attention call, with the projection as its argument."""
+
+
+class _Template:
+    """One layer module that computes any layer of its structure; `unread` as in ModelSpec."""
+
+    def __init__(
+        self, layer: nn.Module, unread: str | None, *, device: torch.device, dtype: torch.dtype, compile: bool
+    ) -> None:
+        for part in layer.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
+        self.parameters = dict(layer.named_parameters())
+        self.buffers = dict(layer.named_buffers())
+        twin = layer if unread is None else for_backward(layer, unread)
+        self.modules = (layer, twin)
+        # One graph per chunk length: a general-size graph would also slow down the usual length.
+        self.forward: Callable[..., Any] = torch.compile(layer, dynamic=False) if compile else layer
+        self.recompute: Callable[..., Any] = torch.compile(twin, dynamic=False) if compile else twin
+
+    def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data = weights[prefix + name]
+
+
+@dataclass(slots=True)
+class LayerGraph:
+    """The autograd graph of one layer on one chunk, cut at attention: backward is `top`, attention, `bottom`.
+
+    Weights are not part of it where it was made with `detached`: it can outlive the slot that they were in, and reads
+    them from wherever `top` and `bottom` are told that they are.
+    """
+
+    x: Tensor
+    """Leaf [n, hidden]."""
+    y: Tensor
+    names: Sequence[str]
+    """State-dict names of the layer's parameters."""
+    parameters: Sequence[Tensor]
+    projection: Projection | None
+    """With its graph down to x; None for a layer without attention."""
+    out: Tensor | None
+    """Attention's output, a leaf [n, heads, v_dim]."""
+    lse: Tensor | None = None
+    """Its log-sum-exp [heads, n], where the graph is kept from forward to backward."""
+    _weights: _Weights | None = None
+    """Where the graph was made with `detached`."""
+    _dx: Tensor | None = None
+
+    def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
+        """Backward of what follows attention, for dy [n, hidden]; the gradient of attention's output."""
+        wanted = [self.x, *self.parameters] if self.out is None else [self.x, *self.parameters, self.out]
+        found = self._backward([self.y], [dy], wanted, weights, retain=self._shared())
+        self._dx = found[0]
+        self._add(found[1 : 1 + len(self.parameters)], grads)
+        return None if self.out is None else found[-1]
+
+    def bottom(
+        self, weights: Mapping[str, Tensor], given: Sequence[Tensor], grads: Mapping[str, Tensor], dsinks: Tensor | None
+    ) -> Tensor:
+        """Backward of what leads to attention, for the gradients of q, k, v (and of the sinks); dx [n, hidden]."""
+        assert self.projection is not None
+        outputs, gradients = list(self.projection[:3]), list(given)
+        sinks = self.projection.call.sinks
+        if sinks is not None and sinks.requires_grad:
+            assert dsinks is not None
+            outputs.append(sinks)
+            gradients.append(dsinks)
+        found = self._backward(outputs, gradients, [self.x, *self.parameters], weights, retain=False)
+        self._add(found[1:], grads)
+        through = found[0]
+        assert through is not None
+        return through if self._dx is None else through.add_(self._dx)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of a detached graph, each storage once, and of its log-sum-exp."""
+        assert self._weights is not None
+        held = [self.x, self.y, *(self.projection or ())[:3], self.out, self.lse]
+        storages = self._weights.storages | {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None
+        }
+        return sum(storages.values())
+
+    def dx(self) -> Tensor:
+        """dx [n, hidden] of a layer without attention, after `top`."""
+        assert self._dx is not None
+        return self._dx
+
+    def _backward(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        weights: Mapping[str, Tensor],
+        *,
+        retain: bool,
+    ) -> Sequence[Tensor | None]:
+        if self._weights is not None:
+            self._weights.now = next(iter(weights.values()))
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            outputs, wanted, gradients, retain_graph=retain, allow_unused=True
+        )
+        return found
+
+    def _add(self, found: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
+        for name, grad in zip(self.names, found, strict=True):
+            if grad is not None:
+                grads[name].add_(grad)
+
+    def _shared(self) -> bool:
+        """Whether the way from y and the way from q, k, v to x have a node in common, which `top` must not free."""
+        if self.projection is None:
+            return False
+        return bool(_nodes([self.y]) & _nodes(self.projection[:3]))
+
+
+def _nodes(tensors: Sequence[Tensor]) -> set[Any]:
+    """The autograd nodes that backward from `tensors` passes, leaves excluded."""
+    found: set[Any] = set()
+    left = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while left:
+        node = left.pop()
+        if node in found or not node.next_functions:
+            continue
+        found.add(node)
+        left += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+class _WeightView(NamedTuple):
+    """A view into the flat buffer of a layer's weights, wherever that is."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+@dataclass(slots=True)
+class _Weights:
+    """Saved-tensor hooks that keep views of the weights as views, and count the rest."""
+
+    now: Tensor
+    """Any view into the flat buffer."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Storage (by its handle, which tensors without data have too) -> bytes, of all that the graph holds."""
+
+    def pack(self, tensor: Tensor) -> Tensor | _WeightView:
+        storage = tensor.untyped_storage()
+        if storage._cdata == self.now.untyped_storage()._cdata:
+            return _WeightView(tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def unpack(self, packed: Tensor | _WeightView) -> Tensor:
+        if isinstance(packed, _WeightView):
+            return self.now.as_strided(*packed)
+        return packed
+
+
+class LayerRunner:
+    """The layers of `spec` on `device` in `dtype`; see ModelRunner for what `weights` and `grads` are."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: nn.ModuleList,
+        prefix: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        compile: bool,
+    ) -> None:
+        """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it."""
+        self._spec, self._layers = spec, layers
+        if compile:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
+        self._buffers = [dict(layer.named_buffers()) for layer in layers]
+        self._templates = {
+            index: _Template(
+                copy.deepcopy(layers[index]), spec.unread[index], device=device, dtype=dtype, compile=compile
+            )
+            for index in sorted(set(spec.structures))
+        }
+
+    # ------------------------------------------------------------------ from end to end
+
+    def forward(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
+    ) -> Tensor:
+        """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
+        with torch.no_grad():
+            handler = None if state is None else attention.forward_handler(self._in_blocks(index, state))
+            return self._run(index, weights, x, inputs, handler)
+
+    def backward(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        dy: Tensor,
+        inputs: LayerInputs,
+        state: AttentionState | None,
+        grads: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
+
+        The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
+        in reverse order.
+        """
+        template = self._template(index)
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            handler = None if state is None else attention.backward_handler(self._in_blocks(index, state))
+            y = self._run(index, weights, x, inputs, handler, recompute=True)
+        wanted = [x, *template.parameters.values()]
+        dx, *computed = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+        prefix = self._prefixes[index]
+        for name, grad in zip(template.parameters, computed, strict=True):
+            if grad is not None:
+                grads[prefix + name].add_(grad)
+        return dx
+
+    def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
+        """Starts of the documents of a stream of `tokens`, or of the blocks that layer `index` cuts them into."""
+        shape = self._spec.attention[index]
+        if shape is None or shape.chunk is None:
+            return documents
+        return attention.split_documents(documents, tokens, shape.chunk)
+
+    def _in_blocks(self, index: int, state: AttentionState) -> AttentionState:
+        documents = self.documents(index, state.documents, state.k.shape[0])
+        return state if documents is state.documents else replace(state, documents=documents)
+
+    # ------------------------------------------------------------------ in pieces
+
+    def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+        """What layer `index` asks of attention for x [n, hidden]; nothing after that is computed."""
+
+        def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+            raise _Projected(Projection(q, k, v, call))
+
+        try:
+            with torch.no_grad():
+                self._run(index, weights, x, inputs, leave)
+        except _Projected as found:
+            projection: Projection = found.args[0]
+            return projection
+        raise AssertionError(f"layer {index} does not attend")
+
+    def forward_given(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, out: Tensor
+    ) -> Tensor:
+        """Output [n, hidden] of layer `index` for x [n, hidden] and the output of its attention."""
+        with torch.no_grad():
+            return self._run(index, weights, x, inputs, lambda q, k, v, call: out)
+
+    def graph(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        attend: Callable[[Projection], Tensor] | None,
+        *,
+        detached: bool,
+    ) -> LayerGraph:
+        """Run layer `index` on x [n, hidden] with its graph, attention's output given by `attend` (None: no attention).
+
+        `detached`: the graph is kept while the weights' slot and x's serve others. Otherwise it is for backward at
+        once, and what nobody reads of the output is left out.
+        """
+        template = self._template(index)
+        x = (x.clone() if detached else x.detach()).requires_grad_()
+        seen: list[Projection] = []
+        leaves: list[Tensor] = []
+
+        def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+            assert attend is not None
+            seen.append(Projection(q, k, v, call))
+            with torch.no_grad():
+                out = attend(Projection(q.detach(), k.detach(), v.detach(), call))
+            leaves.append((out.clone() if detached else out.detach()).requires_grad_())
+            return leaves[0]
+
+        handler = None if attend is None else handle
+        hooks = _Weights(next(iter(weights.values())))
+        if detached:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                y = self._run(index, weights, x, inputs, handler)
+        else:
+            with torch.enable_grad():
+                y = self._run(index, weights, x, inputs, handler, recompute=True)
+        return LayerGraph(
+            x=x,
+            y=y,
+            names=[self._prefixes[index] + name for name in template.parameters],
+            parameters=list(template.parameters.values()),
+            projection=seen[0] if seen else None,
+            out=leaves[0] if leaves else None,
+            _weights=hooks if detached else None,
+        )
+
+    # ------------------------------------------------------------------ templates
+
+    def _template(self, index: int) -> _Template:
+        return self._templates[self._spec.structures[index]]
+
+    def _run(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        template = self._template(index)
+        template.bind(weights, self._prefixes[index])
+        for name, buffer in template.buffers.items():
+            buffer.data = self._buffers[index][name]
+        for module in template.modules:
+            skeleton.adopt_index(module, self._layers[index])
+        call = inputs.calls[index]
+        run = template.recompute if recompute else template.forward
+        if handler is None:
+            output = run(x[None], *call.args, **call.kwargs)
+        else:
+            with attention.use(self._with_window(index, handler)):
+                output = run(x[None], *call.args, **call.kwargs)
+        y: Tensor = output[0] if isinstance(output, tuple) else output
+        return y[0]
+
+    def _with_window(self, index: int, handler: attention.Handler) -> attention.Handler:
+        """`handler` told of the layer's window, which a layer that leaves it to the mask does not pass on."""
+        shape = self._spec.attention[index]
+        assert shape is not None, "attention of a layer without it"
+        window = shape.window
+        return lambda q, k, v, call: handler(q, k, v, call if call.window else replace(call, window=window))
