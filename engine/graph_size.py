@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 def graph_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
-    """Per layer: bytes of a detached LayerGraph per token, when it runs eagerly; weights and log-sum-exp excluded.
+    """Per layer: bytes of a kept LayerGraph per token, when it runs eagerly; weights and log-sum-exp excluded.
 
     A compiled layer keeps no more. None for a layer that cannot run without data.
     """
@@ -58,12 +58,13 @@ def _graph_bytes(
 
     def attend(p: Projection) -> Tensor:
         assert shape is not None
-        return torch.empty(tokens, shape.heads, shape.v_dim, dtype=dtype, device=META)
+        return p.q.new_empty(tokens, shape.heads, shape.v_dim)
 
     x = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=META)
     inputs = _inputs(spec, dtype, tokens)
-    graph = runner.graph(index, weights, x, inputs, None if shape is None else attend, detached=True)
-    return graph.nbytes
+    if shape is None:
+        return runner.keep(index, weights, x, inputs, None).nbytes
+    return runner.graph(index, weights, x, inputs, attend, keep=True).nbytes
 
 
 def _inputs(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> LayerInputs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import attention
-from engine.attention import AttentionState
+from engine.attention import AttentionState, KeptAttention
 from engine.layers import LayerGraph, Projection
 from engine.model import AttentionShape
 from engine.ops import Op
@@ -27,8 +27,8 @@ class LayerOps:
         self._plan, self._gpu, self._ram = runtime.plan, runtime.gpu, runtime.ram
         self._layers, self._dtype = runtime.runner.layers, runtime.runner.dtype
         self._shapes = runtime.runner.spec.attention
-        self._kept: dict[tuple[int, int], LayerGraph] = {}
-        """(layer, chunk) -> the graph that waits for backward."""
+        self._kept: dict[tuple[int, int], tuple[LayerGraph, KeptAttention | None]] = {}
+        """(layer, chunk) -> the graph that waits for backward, and the attention in it."""
         self.kept_bytes = 0
         """Bytes of the graphs that wait."""
         self.kept_peak_bytes = 0
@@ -100,7 +100,7 @@ class LayerOps:
         layer, chunk = self._layer(op)
         shape = self._shape(layer)
         k, v = self._window("kv", shape)
-        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._runtime.documents(op.step, chunk))
+        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._documents(op, layer, chunk))
         if op.action == "layer_backward":
             state.dk, state.dv = self._window("dkv", shape)
             if "zero:dkv" in op.flags:
@@ -112,44 +112,43 @@ class LayerOps:
 
     def _op_layer_forward(self, op: Op) -> None:
         runtime, (layer, chunk) = self._runtime, self._layer(op)
-        weights, inputs = runtime.weights(op), runtime.layer_inputs(op, chunk)
-        x, shape = runtime.hidden(op.slots["x"], chunk), self._shapes[layer]
-        given = "attended" in op.flags
-        state = None if shape is None or given else self._state(op, *self._saved(op, shape))
         if "kept" in op.flags:
-            y = self._keep(op, state, shape).y.detach()
-        elif given:
-            assert shape is not None
-            y = self._layers.forward_given(layer, weights, x, inputs, self._saved(op, shape)[0])
+            y = self._keep(op)
         else:
-            y = self._layers.forward(layer, weights, x, inputs, state)
+            weights, inputs = runtime.weights(op), runtime.layer_inputs(op, chunk)
+            x, shape = runtime.hidden(op.slots["x"], chunk), self._shapes[layer]
+            if shape is None:
+                y = self._layers.forward(layer, weights, x, inputs, None)
+            elif "attended" in op.flags:
+                y = self._layers.forward_given(layer, weights, x, inputs, self._saved(op, shape)[0])
+            else:
+                y = self._layers.forward(layer, weights, x, inputs, self._state(op, *self._saved(op, shape)))
         runtime.hidden(op.slots["out"], chunk).copy_(y)
 
-    def _keep(self, op: Op, state: AttentionState | None, shape: AttentionShape | None) -> LayerGraph:
-        """Run a layer forward and keep its graph until backward."""
+    def _keep(self, op: Op) -> Tensor:
+        """Run a layer forward and keep its graph until backward; its output."""
         runtime, (layer, chunk) = self._runtime, self._layer(op)
-        handler = None if state is None else attention.forward_handler(state)
-
-        def attend(p: Projection) -> Tensor:
-            assert shape is not None
-            return self._saved(op, shape)[0] if handler is None else handler(*p)
-
-        x, inputs = runtime.hidden(op.slots["x"], chunk), runtime.layer_inputs(op, chunk)
-        run = None if shape is None else attend
-        if state is not None:
-            state.documents = self._documents(op, layer, chunk)
-        graph = self._layers.graph(layer, runtime.weights(op), x, inputs, run, detached=True)
-        if shape is not None:
-            graph.lse = self._saved(op, shape)[1].clone()
-        self._kept[layer, op.index] = graph
+        weights, inputs = runtime.weights(op), runtime.layer_inputs(op, chunk)
+        x, shape = runtime.hidden(op.slots["x"], chunk), self._shapes[layer]
+        attends: KeptAttention | None = None
+        if shape is None:
+            graph = self._layers.keep(layer, weights, x, inputs, None)
+        elif self._plan.streamed:
+            out, lse = self._saved(op, shape)
+            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=True)
+            graph.lse = lse.clone()
+        else:
+            attends = KeptAttention(self._state(op, *self._saved(op, shape)))
+            graph = self._layers.keep(layer, weights, x, inputs, attends.forward)
+        self._kept[layer, op.index] = graph, attends
         self.kept_bytes += graph.nbytes
         self.kept_peak_bytes = max(self.kept_peak_bytes, self.kept_bytes)
-        return graph
+        return graph.y.detach()
 
-    def _release(self, op: Op) -> LayerGraph:
-        graph = self._kept.pop((self._layer(op)[0], op.index))
+    def _release(self, op: Op) -> tuple[LayerGraph, KeptAttention | None]:
+        graph, attends = self._kept.pop((self._layer(op)[0], op.index))
         self.kept_bytes -= graph.nbytes
-        return graph
+        return graph, attends
 
     def _op_layer_again(self, op: Op) -> None:
         """Keys and values into the window, attention's output and log-sum-exp, of a layer that saved its input only."""
@@ -157,7 +156,6 @@ class LayerOps:
         x, inputs = runtime.hidden(op.slots["x"], chunk), runtime.layer_inputs(op, chunk)
         projection = self._layers.project(layer, runtime.weights(op), x, inputs)
         state = self._state(op, *self._saved(op, self._shape(layer)))
-        state.documents = self._documents(op, layer, chunk)
         with torch.no_grad():
             attention.forward_handler(state)(*projection)
 
@@ -176,18 +174,12 @@ class LayerOps:
         runtime.hidden(op.slots["out"], chunk).copy_(dx)
 
     def _backward_kept(self, op: Op, weights: dict[str, Tensor], dy: Tensor, gradients: dict[str, Tensor]) -> Tensor:
-        """Backward through a kept graph, attention over the whole window."""
-        graph, (layer, chunk) = self._release(op), self._layer(op)
-        dout = graph.top(weights, dy, gradients)
-        if dout is None:
-            return graph.dx()
-        assert graph.projection is not None
-        assert graph.out is not None
-        assert graph.lse is not None
-        state = self._state(op, graph.out.detach(), graph.lse)
-        state.documents = self._documents(op, layer, chunk)
-        dq, dk, dv, dsinks = attention.chunk_backward(state, dout, graph.projection.q.detach(), graph.projection.call)
-        return graph.bottom(weights, (dq, dk, dv), gradients, dsinks)
+        """Backward through a kept graph that is not cut."""
+        graph, attends = self._release(op)
+        if attends is not None:
+            attends.state = self._state(op, attends.state.out, attends.state.lse)
+        graph.top(weights, dy, gradients)
+        return graph.dx()
 
     # ------------------------------------------------------------------ attention in pieces
 
@@ -237,11 +229,11 @@ class LayerOps:
         runtime, (layer, chunk) = self._runtime, self._layer(op)
         weights, gradients, shape = runtime.weights(op), runtime.gradients(op), self._shape(layer)
         if "kept" in op.flags:
-            graph = self._kept[layer, op.index]
+            graph, _ = self._kept[layer, op.index]
         else:
             x, inputs = runtime.hidden(op.slots["x"], chunk), runtime.layer_inputs(op, chunk)
             out = self._saved(op, shape)[0]
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, detached=False)
+            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=False)
         dout = graph.top(weights, runtime.hidden(op.slots["dy"], chunk), gradients)
         assert dout is not None
         assert graph.projection is not None

@@ -3,7 +3,7 @@
 Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
 views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
 chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
-`forward_given`; `graph` with `LayerGraph.top` and `LayerGraph.bottom`).
+`forward_given`, `graph`). The graph of a forward can be kept for its backward (`keep`, `graph`).
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class _Template:
 class LayerGraph:
     """The autograd graph of one layer on one chunk, cut at attention: backward is `top`, attention, `bottom`.
 
-    Weights are not part of it where it was made with `detached`: it can outlive the slot that they were in, and reads
-    them from wherever `top` and `bottom` are told that they are.
+    A graph that is not cut, since its attention is part of it or the layer has none, has `top` only. Weights are not
+    part of a graph made to be kept: it can outlive the slot that they were in, and reads them from wherever `top` and
+    `bottom` are told that they are.
     """
 
     x: Tensor
@@ -93,14 +94,14 @@ class LayerGraph:
     names: Sequence[str]
     """State-dict names of the layer's parameters."""
     parameters: Sequence[Tensor]
-    projection: Projection | None
-    """With its graph down to x; None for a layer without attention."""
-    out: Tensor | None
-    """Attention's output, a leaf [n, heads, v_dim]."""
+    projection: Projection | None = None
+    """With its graph down to x; None where the graph is not cut."""
+    out: Tensor | None = None
+    """Attention's output, a leaf [n, heads, v_dim], where the graph is cut."""
     lse: Tensor | None = None
-    """Its log-sum-exp [heads, n], where the graph is kept from forward to backward."""
+    """Its log-sum-exp [heads, n], where the graph is cut and kept."""
     _weights: _Weights | None = None
-    """Where the graph was made with `detached`."""
+    """Where the graph is kept."""
     _dx: Tensor | None = None
 
     def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
@@ -130,7 +131,7 @@ class LayerGraph:
 
     @property
     def nbytes(self) -> int:
-        """Memory of a detached graph, each storage once, and of its log-sum-exp."""
+        """Memory of a kept graph, each storage once, and of its log-sum-exp."""
         assert self._weights is not None
         held = [self.x, self.y, *(self.projection or ())[:3], self.out, self.lse]
         storages = self._weights.storages | {
@@ -139,7 +140,7 @@ class LayerGraph:
         return sum(storages.values())
 
     def dx(self) -> Tensor:
-        """dx [n, hidden] of a layer without attention, after `top`."""
+        """dx [n, hidden], after `top`, of a graph that is not cut."""
         assert self._dx is not None
         return self._dx
 
@@ -318,44 +319,65 @@ class LayerRunner:
         weights: Mapping[str, Tensor],
         x: Tensor,
         inputs: LayerInputs,
-        attend: Callable[[Projection], Tensor] | None,
+        attend: Callable[[Projection], Tensor],
         *,
-        detached: bool,
+        keep: bool,
     ) -> LayerGraph:
-        """Run layer `index` on x [n, hidden] with its graph, attention's output given by `attend` (None: no attention).
+        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output `attend` gives.
 
-        `detached`: the graph is kept while the weights' slot and x's serve others. Otherwise it is for backward at
-        once, and what nobody reads of the output is left out.
+        `keep`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
+        Otherwise it is for backward at once, and what nobody reads of the layer's output is left out.
         """
-        template = self._template(index)
-        x = (x.clone() if detached else x.detach()).requires_grad_()
         seen: list[Projection] = []
         leaves: list[Tensor] = []
 
         def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-            assert attend is not None
             seen.append(Projection(q, k, v, call))
             with torch.no_grad():
                 out = attend(Projection(q.detach(), k.detach(), v.detach(), call))
-            leaves.append((out.clone() if detached else out.detach()).requires_grad_())
+            leaves.append((out.clone() if keep else out.detach()).requires_grad_())
             return leaves[0]
 
-        handler = None if attend is None else handle
+        graph = self._graph(index, weights, x, inputs, handle, keep=keep)
+        graph.projection, graph.out = seen[0], leaves[0]
+        return graph
+
+    def keep(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+    ) -> LayerGraph:
+        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it."""
+        return self._graph(index, weights, x, inputs, handler, keep=True)
+
+    def _graph(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+        *,
+        keep: bool,
+    ) -> LayerGraph:
+        template = self._template(index)
+        x = (x.clone() if keep else x.detach()).requires_grad_()
         hooks = _Weights(next(iter(weights.values())))
-        if detached:
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                y = self._run(index, weights, x, inputs, handler)
-        else:
-            with torch.enable_grad():
+        with torch.enable_grad():
+            if keep:
+                with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                    y = self._run(index, weights, x, inputs, handler)
+            else:
                 y = self._run(index, weights, x, inputs, handler, recompute=True)
         return LayerGraph(
             x=x,
             y=y,
             names=[self._prefixes[index] + name for name in template.parameters],
             parameters=list(template.parameters.values()),
-            projection=seen[0] if seen else None,
-            out=leaves[0] if leaves else None,
-            _weights=hooks if detached else None,
+            _weights=hooks if keep else None,
         )
 
     # ------------------------------------------------------------------ templates

@@ -285,7 +285,11 @@ class _Planner:
         fixed = 0
         for spilling in (False, True):
             pinned = sum(sum(self.record(*key).values()) for key in self.kept)
-            if spilling and stream + pinned + self.block_bytes(True) + least > self.ram_budget // 2:
+            if (
+                spilling
+                and p.save == "auto"
+                and stream + pinned + self.block_bytes(True) + least > self.ram_budget // 2
+            ):
                 self.kept.clear()
                 pinned = 0
             saved = pinned if spilling else sum(self.records().values())

@@ -80,7 +80,7 @@ def test_a_streamed_window_gives_the_same_gradients(tmp_path: Path, expected: An
 
 
 def test_the_kept_graphs_are_as_large_as_planned(tmp_path: Path) -> None:
-    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(save="everything")) as session:
+    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(save="everything", chunk_tokens=48)) as session:
         run(session)
         planned = session.plan.tiers["gpu"].parts["kept activations"]
         measured = session.runtime.layer_ops.kept_peak_bytes
