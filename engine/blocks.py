@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from engine import loss as loss_terms
 from engine import skeleton
 from engine.batch import ChunkTokens
 from engine.layers import LayerInputs, LayerRunner
@@ -49,6 +50,8 @@ class ModelRunner:
             model.get_buffer(name).data = tensor.to(self.device)
         self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
+        self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
+        self._logits_cost: loss_terms.LogitsCost | None = None
 
     def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
         """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document).
@@ -121,42 +124,37 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """Loss and gradients of the last layer's output x [n, hidden] against the labels of those tokens that have one.
 
-        Returns the sum over labels of the cross entropy (float32, 0-dim, not scaled) and dx [n, hidden], the gradient
+        Returns the sum over labels of the cross entropy (float64, 0-dim, not scaled) and dx [n, hidden], the gradient
         of loss_scale x that sum; adds the parameters' gradients to `grads`. Logits exist for as many tokens at once as
-        fit `logits_bytes` in float32, at least one.
+        fit `logits_bytes` with all that goes with them, at least one.
         """
-        rows, labels = tokens.rows, tokens.labels
         dx = torch.zeros_like(x)
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        step = max(1, logits_bytes // (4 * self.spec.vocab_size))
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._skeleton.bound(weights) as bound:
-            for begin in range(0, rows.shape[0], step):
-                part = rows[begin : begin + step]
-                part_x = x[part].requires_grad_()
+            cost = self._find_logits_cost(bound)
+            step = loss_terms.rows_at_once(logits_bytes, cost)
+            for part, labels in zip(tokens.rows.split(step), tokens.labels.split(step), strict=True):
+                if not part.numel():
+                    break  # what splitting no rows gives
+                part_x = x.index_select(0, part).requires_grad_()
                 with torch.enable_grad():
                     logits = self._skeleton.logits(part_x)
-                part_loss, dlogits = _cross_entropy(logits.detach(), labels[begin : begin + step], loss_scale)
-                loss += part_loss
+                # `data`, as autograd would see a write to `detach()` and rebuild the way back with a copy of it.
+                dlogits = logits.data if cost.in_place else logits.data.clone()
+                loss += self._cross_entropy(dlogits, labels, loss_scale, logits_bytes // loss_terms.WORK_SHARE)
                 wanted = [part_x, *bound.values()]
                 part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)
                 del logits, dlogits
-                dx[part] = part_dx
+                dx.index_copy_(0, part, part_dx)
                 for name, grad in zip(bound, computed, strict=True):
                     if grad is not None:
                         grads[name].add_(grad)
                 del computed
         return loss, dx
 
-
-def _cross_entropy(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropy (float32) of logits [n, vocab], and scale x its gradient in the logits' dtype."""
-    # In place throughout: one float32 copy of the logits is the largest thing that ever exists here.
-    work = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-    work.sub_(work.amax(dim=-1, keepdim=True))
-    index = labels[:, None]
-    target = work.gather(1, index)
-    total = work.exp_().sum(dim=-1, keepdim=True)
-    loss = (total.log() - target).sum()
-    work.mul_(scale / total)
-    work.scatter_add_(1, index, torch.full_like(total, -scale))
-    return loss.float(), work.to(logits.dtype)
+    def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
+        if self._logits_cost is None:
+            x = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype, device=self.device).requires_grad_()
+            with torch.enable_grad():
+                self._logits_cost = loss_terms.LogitsCost.of(lambda: self._skeleton.logits(x), bound.values())
+        return self._logits_cost

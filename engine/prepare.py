@@ -24,8 +24,8 @@ from engine.tokenizer import TextTokenizer
 from storage.errors import UserError
 from storage.layout import FlatLayout, part_numel_even
 
-LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""Size of the float32 logits that live at once, per device type."""
+LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""What the logits that exist at once take with their gradient and their float32 rows, per device type."""
 
 _SHAPE_FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -255,7 +255,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
 
     A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
     hidden states, and the gradients of its parameters before they are summed. Experts count for the tokens routed to
-    them. The head holds its logits in the compute dtype, in float32 and as a gradient.
+    them. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in float32.
     """
     text = spec.config.get_text_config(decoder=True)
     routed = getattr(text, "num_experts_per_tok", None) or 1
@@ -268,7 +268,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
             widths += sum(routed * p.shape[1] for p in params if len(p.shape) == 3)
             temporaries = tokens * compute_bytes * (2 * widths + 8 * spec.hidden_size)
         else:
-            logits = min(logits_bytes, tokens * spec.vocab_size * 4) if block.role == "head" else 0
-            temporaries = 3 * logits + 4 * tokens * spec.hidden_size * 4
+            logits = min(logits_bytes, tokens * spec.vocab_size * 12) if block.role == "head" else 0
+            temporaries = logits + 4 * tokens * spec.hidden_size * 4
         worst = max(worst, temporaries + gradients)
     return worst

@@ -229,7 +229,7 @@ class Skeleton:
         self._run(ids, positions, "embed")
         assert self._inject is not None
         x, self._inject = self._inject, None
-        return x[0]
+        return x.squeeze(0)
 
     def calls(self, positions: Tensor) -> list[LayerCall]:
         """Arguments of every layer for tokens at `positions` [n]."""
@@ -247,7 +247,7 @@ class Skeleton:
             output = self._run(zeros, zeros, "logits")
         finally:
             self._inject = None
-        logits: Tensor = output.logits[0]
+        logits: Tensor = output.logits.squeeze(0)  # an index would copy the gradient on the way back
         return logits
 
     def _install(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,0 +1,115 @@
+"""The head's loss: exact at every block size, in the logits' own memory, within its limit of bytes."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.batch import ChunkTokens
+from engine.blocks import ModelRunner
+from engine.loss import CrossEntropy, LogitsCost, rows_at_once
+from engine.model import HEAD, initialize
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
+)
+@pytest.mark.parametrize("work_bytes", [1, 3 * 4 * 257, 1 << 20])
+def test_cross_entropy_is_torchs(compile: bool, dtype: torch.dtype, tolerance: float, work_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (10 * torch.randn(20, 257, generator=generator)).to(dtype)
+    logits[4] += 1e4  # only differences count
+    labels = torch.randint(257, (20,), generator=generator)
+    exact = logits.double().clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(0.3 * expected, exact)
+    loss = CrossEntropy(compile=compile)(logits, labels, 0.3, work_bytes)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.double(), gradient, rtol=tolerance, atol=tolerance * 0.3)
+
+
+def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
+    from engine.prepare import model_config
+
+    config = model_config(tiny.model(**model), tiny.data(), 300)
+    spec = tiny.spec_of(config)
+    runner = ModelRunner(spec, device="cpu", dtype=torch.bfloat16)
+    names = next(block.buffers for block in spec.blocks if block.name == HEAD)
+    return runner, {k: t.bfloat16() for name in names for k, t in initialize(spec, name, 0).items()}
+
+
+class PeakOfLogits(TorchDispatchMode):
+    """The most bytes that tensors of `vocab` columns took together."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self._vocab, self._hidden = vocab, hidden
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(tensor, Tensor) or tensor.shape[-1:] != (self._vocab,):
+                continue
+            if self._hidden in tensor.shape:
+                continue  # a parameter's gradient
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, storage._cdata, None)
+            self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "rows_per_limit"),
+    [
+        ("llama", {}, 1.0),
+        ("qwen3", {}, 1.0),
+        ("cohere", {}, 0.3),
+        ("gemma2", {"final_logit_softcapping": 5.0}, 0.2),
+    ],
+)
+def test_logits_stay_within_their_limit(model: str, overrides: dict[str, Any], rows_per_limit: float) -> None:
+    runner, weights = head_of(model_type=model, overrides=overrides, tie_embeddings=model in ("cohere", "gemma2"))
+    vocab, limit, rows = 300, 64 * 300 * 2, 160
+    tokens = ChunkTokens.of(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows))
+    x = torch.randn(rows, 32).bfloat16()
+    grads = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
+    runner.head(weights, x, tokens, 1.0, grads, limit)  # finds the cost of a row
+    with PeakOfLogits(vocab, 32) as seen:
+        runner.head(weights, x, tokens, 1.0, grads, limit)
+    assert limit * rows_per_limit * 0.7 <= seen.peak <= limit
+
+
+def test_autograd_is_asked_whether_the_logits_may_be_overwritten() -> None:
+    x, w = torch.randn(2, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    plain = LogitsCost.of(lambda: x @ w.T, [w])
+    assert plain == LogitsCost(row_bytes=30 * 4, in_place=True)
+    scaled = LogitsCost.of(lambda: (x @ w.T) * 0.5, [w])
+    assert scaled.in_place
+    capped = LogitsCost.of(lambda: torch.tanh(x @ w.T), [w])
+    assert not capped.in_place, "tanh's backward reads its result"
+    assert capped.row_bytes > scaled.row_bytes > plain.row_bytes
+    assert rows_at_once(8 * 1200, plain) == 70
+    assert rows_at_once(1, plain) == 1
+
+
+def test_compiled_and_eager_heads_train_alike(tmp_path: Path) -> None:
+    from engine.train import train_step
+
+    losses = []
+    for compile in ("off", "on"):
+        with tiny.session(tmp_path / compile, t=tiny.training(compile=compile)) as session:
+            losses.append([train_step(session).loss for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
