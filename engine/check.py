@@ -21,6 +21,7 @@ from engine.batch import ChunkTokens
 from engine.blocks import ModelRunner
 from engine.layers import LayerInputs
 from engine.model import EMBED, HEAD, ModelSpec, refuse_unsupported
+from engine.pieces import backward_in_pieces, forward_in_pieces
 from engine.shrink import shrink
 from engine.trial import random_model
 from storage.errors import UserError
@@ -99,8 +100,12 @@ class TokenStream:
         )
 
 
-def check_model(config: PretrainedConfig, *, chunk_tokens: int = _CHUNK, seed: int = 0) -> CheckResult:
+def check_model(
+    config: PretrainedConfig, *, pieces: bool = False, chunk_tokens: int = _CHUNK, seed: int = 0
+) -> CheckResult:
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
+
+    With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
@@ -109,10 +114,10 @@ def check_model(config: PretrainedConfig, *, chunk_tokens: int = _CHUNK, seed: i
     kind = config.model_type
     try:
         small, spec = _small_model(config)
-        error, worst = _compare(small, spec, chunk_tokens, seed, torch.float32)
+        error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32)
         if TOLERANCE < error < _NARROW:
             with contextlib.suppress(UserError):  # no float64 reference: the float32 result stands
-                error, worst = _compare(small, spec, chunk_tokens, seed, torch.float64)
+                error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float64)
     except UserError as refusal:
         return CheckResult(kind, False, None, None, str(refusal))
     if error <= TOLERANCE:
@@ -134,7 +139,7 @@ def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]
 
 
 def _compare(
-    small: PretrainedConfig, spec: ModelSpec, chunk_tokens: int, seed: int, dtype: torch.dtype
+    small: PretrainedConfig, spec: ModelSpec, pieces: bool, chunk_tokens: int, seed: int, dtype: torch.dtype
 ) -> tuple[float, str]:
     """Largest relative error and where it is; "loss" is the loss. Raises UserError saying what cannot be computed."""
     whole = spec.length_dependent_rotary or spec.recurrent
@@ -159,7 +164,7 @@ def _compare(
     weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
     try:
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants)
-        loss, grads = stream_gradients(runner, weights, [TokenStream.of(documents)], chunk_tokens)
+        loss, grads = stream_gradients(runner, weights, [TokenStream.of(documents)], chunk_tokens, pieces=pieces)
     except UserError:
         raise
     except Exception as error:
@@ -227,16 +232,20 @@ def stream_gradients(
     streams: Sequence[Stream],
     chunk_tokens: int,
     logits_bytes: int = 1 << 14,
+    *,
+    pieces: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss per target and all gradients (float32; float64 if the runner is), every block and chunk in turn.
 
-    `weights`: all parameters by state-dict name in the runner's dtype.
+    `weights`: all parameters by state-dict name in the runner's dtype. `pieces`: attention over one chunk of keys at a
+    time.
     """
     spec = runner.spec
     grads = {name: torch.zeros(tensor.shape, dtype=_sum_dtype(runner)) for name, tensor in weights.items()}
     num_targets = sum(int((stream.labels != -100).sum()) for stream in streams)
     loss = sum(
-        _stream_one(runner, spec, weights, stream, chunk_tokens, logits_bytes, num_targets, grads) for stream in streams
+        _stream_one(runner, spec, weights, stream, chunk_tokens, logits_bytes, num_targets, grads, pieces)
+        for stream in streams
     )
     return loss / num_targets, grads
 
@@ -254,6 +263,7 @@ def _stream_one(
     logits_bytes: int,
     num_targets: int,
     grads: dict[str, Tensor],
+    pieces: bool,
 ) -> float:
     def part(source: Mapping[str, Tensor], block: str) -> dict[str, Tensor]:
         buffers = next(b.buffers for b in spec.blocks if b.name == block)
@@ -275,6 +285,8 @@ def _stream_one(
         block = part(weights, f"layers.{index}")
         hidden = [
             runner.layers.forward(index, block, x, chunk_inputs, state)
+            if state is None or not pieces
+            else forward_in_pieces(runner.layers, index, block, x, chunk_inputs, state, ranges)
             for x, chunk_inputs, state in zip(hidden, inputs, states[-1], strict=True)
         ]
     loss = 0.0
@@ -286,9 +298,11 @@ def _stream_one(
     for index in reversed(layers):
         block, block_grads = part(weights, f"layers.{index}"), part(grads, f"layers.{index}")
         for i in reversed(range(len(ranges))):
-            hidden[i] = runner.layers.backward(
-                index, block, saved[index][i], hidden[i], inputs[i], states[index][i], block_grads
-            )
+            x, dy, state = saved[index][i], hidden[i], states[index][i]
+            if state is None or not pieces:
+                hidden[i] = runner.layers.backward(index, block, x, dy, inputs[i], state, block_grads)
+                continue
+            hidden[i] = backward_in_pieces(runner.layers, index, block, x, dy, inputs[i], state, block_grads, ranges)
     for i in range(len(ranges)):
         runner.embed_backward(part(weights, EMBED), tokens[i], hidden[i], part(grads, EMBED))
     return loss

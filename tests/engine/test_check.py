@@ -31,9 +31,10 @@ MUST_PASS = (
 )
 
 
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("model_type", MUST_PASS)
-def test_default_config_passes(model_type: str) -> None:
-    result = check_model(CONFIG_MAPPING[model_type]())
+def test_default_config_passes(model_type: str, pieces: bool) -> None:
+    result = check_model(CONFIG_MAPPING[model_type](), pieces=pieces)
     assert result.ok, result.reason
     assert result.max_rel_error is not None
     assert result.max_rel_error <= 1e-5
@@ -81,8 +82,9 @@ def test_default_config_passes(model_type: str) -> None:
     ],
 )
 def test_variants_pass(model_type: str, fields: dict[str, Any]) -> None:
-    result = check_model(CONFIG_MAPPING[model_type](**fields))
-    assert result.ok, result.reason
+    for pieces in (False, True):
+        result = check_model(CONFIG_MAPPING[model_type](**fields), pieces=pieces)
+        assert result.ok, result.reason
 
 
 def test_broken_layer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
