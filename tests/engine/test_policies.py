@@ -10,6 +10,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain import plain_training
 
 from engine.session import Session
 from engine.train import train_step
@@ -77,6 +78,60 @@ def test_a_streamed_window_gives_the_same_gradients(tmp_path: Path, expected: An
         close(run(session), expected)
         ops = {span.op for span in session.executor.take_spans()}
     assert ops >= {"layer_project", "attend", "attend_backward", "load_kv", "load_dkv", "store_dkv"}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    save=st.sampled_from(["auto", "input", "attention", "everything"]),
+    kv_window=st.sampled_from(["whole", "streamed", "auto"]),
+    chunk_tokens=st.integers(5, 70),
+    sequences=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
+    documents=st.integers(1, 40),
+    seed=st.integers(0, 3),
+    window=st.sampled_from([None, 9]),
+    gpu=st.sampled_from([tiny.FLOOR, 1_000_000, "1GiB"]),
+    ram=st.sampled_from([tiny.FLOOR, 600_000, "1GiB"]),
+)
+def test_gradients_are_those_of_plain_pytorch(
+    tmp_path_factory: pytest.TempPathFactory,
+    save: str,
+    kv_window: str,
+    chunk_tokens: int,
+    sequences: tuple[int, int],
+    documents: int,
+    seed: int,
+    window: int | None,
+    gpu: str | int,
+    ram: str | int,
+) -> None:
+    per_step, per_micro_batch = sequences
+    t = training(
+        steps=1,
+        save=save,
+        kv_window=kv_window,
+        chunk_tokens=chunk_tokens,
+        sequences_per_step=per_step,
+        sequences_per_micro_batch=per_micro_batch,
+        clip_norm=None,
+    )
+    overrides = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    options: dict[str, Any] = {
+        "m": tiny.model(num_layers=2, overrides=overrides),
+        "d": tiny.data(sequence_length=64, max_documents=documents, seed=seed),
+        "t": t,
+        "gpu": "1GiB" if save == "everything" else gpu,
+        "ram": ram if save != "everything" else "1GiB",
+    }
+    folder = tmp_path_factory.mktemp("any")
+    with tiny.session(folder / "plain", **options) as reference:
+        losses, _, moments = plain_training(reference, 1)
+    with tiny.session(folder / "run", **options) as session:
+        metrics = train_step(session)
+        session.finish()
+        found = tiny.first_moments(session.store, session.spec)
+    assert metrics.loss == pytest.approx(losses[0], rel=1e-5)
+    for name, moment in moments.items():
+        assert (found[name] - moment).norm() <= 2e-5 * moment.norm(), name
 
 
 def test_the_kept_graphs_are_as_large_as_planned(tmp_path: Path) -> None:

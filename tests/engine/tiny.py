@@ -196,6 +196,17 @@ def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     return found
 
 
+def first_moments(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
+    """Adam's first moments in the committed generation, by the parameters' names."""
+    found: dict[str, Tensor] = {}
+    flat = layouts(spec)
+    for array in store.arrays():
+        if array.kind == "exp_avg":
+            whole = torch.cat([_stored(store, array, part) for part in range(len(array.parts()))])
+            found |= flat[array.buffer].views(whole)
+    return found
+
+
 def digest(store: NvmeStore) -> str:
     """A hash of every byte of the committed generation."""
     total = hashlib.sha256()

@@ -1,0 +1,55 @@
+"""Training as anybody would write it, to compare with."""
+
+from __future__ import annotations
+
+import itertools
+
+import tiny
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.optimizer import learning_rate
+from engine.session import Session
+
+
+def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """The same steps in plain PyTorch: transformers' model, autograd, AdamW, clip_grad_norm_.
+
+    Losses, weights, and Adam's first moments, which after one step are gradients.
+    """
+    config, spec, t = session.spec.config, session.spec, session.config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    start = tiny.parameters(session.store, spec)
+    model.load_state_dict(start, strict=False)
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for p in model.parameters():
+        groups[p.ndim > 1].append(p)
+    adamw = torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": t.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        betas=(t.beta1, t.beta2),
+        eps=t.eps,
+    )
+    losses = []
+    for step in range(1, steps + 1):
+        micro_batches = session.loader.next_step()
+        targets = sum(m.num_targets for m in micro_batches)
+        total = 0.0
+        for m in micro_batches:
+            bounds = [*m.documents, len(m.ids)]
+            for first, last in itertools.pairwise(bounds):
+                logits = model(input_ids=m.ids[None, first:last]).logits[0]
+                labels = m.labels[first:last]
+                loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets
+                loss.backward()
+                total += loss.item()
+        if t.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(t, step)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(total)
+    weights = {names[id(p)]: p.detach() for p in model.parameters()}
+    return losses, weights, {names[id(p)]: adamw.state[p]["exp_avg"] for p in model.parameters()}
