@@ -104,7 +104,9 @@ class Session:
             plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
         )
         load_memory(store, plan, self.gpu, self.ram, dtype)
-        runner = ModelRunner(spec, device=device, dtype=dtype, compile=compiled, constants=constants)
+        runner = ModelRunner(
+            spec, device=device, dtype=dtype, compile=compiled, in_pieces=plan.streamed, constants=constants
+        )
         self.runtime = Runtime(
             plan,
             self.layouts,
@@ -289,7 +291,7 @@ def open_session(
         device_reads=readers.device is not None,
         reader_bytes=readers.pinned_bytes(len(drives)),
     )
-    _refuse_unless_exact(spec, observer)
+    _refuse_unless_exact(spec, plan, observer)
     nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     identity = run_identity(model, data, train)
     root = state_folder(run_dir)
@@ -336,9 +338,9 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
     observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
 
 
-def _refuse_unless_exact(spec: ModelSpec, observer: Observer) -> None:
+def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
-    result = check_model(spec.config)
+    result = check_model(spec.config, pieces=plan.streamed)
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
     observer.on_message(f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})")
