@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,10 +20,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention_backends import work_dtype
-from engine.attention_compute import Operands, group_backward, group_forward
+from engine.attention_compute import Gradients, Operands, group_backward, group_forward
 from engine.attention_compute import merge_ as merge_
 from engine.attention_pieces import Span, spans
-from engine.attention_select import Gradients, select
+from engine.attention_select import attention_report as attention_report
+from engine.attention_select import measure as measure
+from engine.attention_select import select
 from storage.errors import UserError
 
 NAME = "penstock"
@@ -94,11 +96,27 @@ def forward_handler(state: AttentionState) -> Handler:
 def backward_handler(state: AttentionState) -> Handler:
     """Stands in for attention in the recomputed layer: the saved output forward, exact gradients backward."""
 
-    def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        out: Tensor = _SavedAttention.apply(q, k, v, call.sinks, call, state)  # type: ignore[no-untyped-call]
-        return out
+    return KeptAttention(state).saved
 
-    return handle
+
+@dataclass(slots=True)
+class KeptAttention:
+    """Attention of one chunk inside a graph that outlives forward: its windows may be others in backward."""
+
+    state: AttentionState
+    """What the next forward or backward of the graph works with; out and lse of its own once it has run forward."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """A Handler: attention as `forward_handler` computes it, with a graph."""
+        with torch.no_grad():
+            forward_handler(self.state)(q, k, v, call)
+        self.state = replace(self.state, out=self.state.out.clone(), lse=self.state.lse.clone())
+        return self.saved(q, k, v, call)
+
+    def saved(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """A Handler: the output that the state holds, with a graph."""
+        out: Tensor = _SavedAttention.apply(q, k, v, call.sinks, call, self)  # type: ignore[no-untyped-call]
+        return out
 
 
 @dataclass(slots=True)
@@ -219,15 +237,15 @@ def _backward(
     lse: Tensor,
     dk: Tensor,
     dv: Tensor,
-) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Adds to dk and dv; (rows, tensors whose sum is their dq) of all queries that see a key, each once."""
+) -> Iterator[tuple[slice, Iterator[Tensor]]]:
+    """(rows, tensors whose sum is their dq) of all queries that see a key, each once; adds to dk and dv meanwhile."""
     pair_flops = 2 * x.q.shape[1] * (3 * x.q.shape[2] + 2 * x.v.shape[2])
+    gradients = Gradients(dout, out, lse)
     for unit in _units(x, documents, window):
-        strategy = select(x, unit, Gradients(dout, out, lse))
+        strategy = select(x, unit, gradients)
         for group in strategy.groups(unit):
-            parts = group_backward(x, strategy.backend, group, dout, out, lse, dk, dv)
+            yield x.rows(group[0]), group_backward(x, strategy.backend, group, gradients, dk, dv)
             COUNTS.backward_flops += pair_flops * sum(strategy.computed_pairs(call) for call in group)
-            yield x.rows(group[0]), parts
 
 
 def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:
@@ -238,7 +256,10 @@ def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> Non
         state.lse[:, rows].copy_(lse)
 
 
-def _chunk_backward(state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall) -> Tensor:
+def _chunk_backward(
+    state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv of the chunk itself (q's dtype) and of the sinks, for dout [n, heads, v_dim]; adds to the windows."""
     assert state.dk is not None, "backward needs the dk window"
     assert state.dv is not None, "backward needs the dv window"
     x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
@@ -246,14 +267,13 @@ def _chunk_backward(state: AttentionState, dout: Tensor, q: Tensor, call: Attent
     for rows, parts in _backward(
         x, state.documents, call.window, dout, state.out, state.lse, state.dk[: state.end], state.dv[: state.end]
     ):
-        if len(parts) == 2:  # a sum of two is rounded once in any dtype
-            torch.add(*parts, out=dq[rows])
-            continue
-        total = parts[0]
-        for part in parts[1:]:
+        total = next(parts)
+        for part in parts:
             total = total.to(state.dk.dtype).add_(part)
         dq[rows] = total
-    return dq
+    own = slice(state.start, state.end)
+    dsinks = None if call.sinks is None else sink_gradient(dout, state.out, state.lse, call.sinks)
+    return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), dsinks
 
 
 class _SavedAttention(torch.autograd.Function):
@@ -261,23 +281,19 @@ class _SavedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, state: AttentionState
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, kept: KeptAttention
     ) -> Tensor:
         # k and v are not kept: forward left the same values in the windows.
         ctx.save_for_backward(q)
         ctx.call = call
-        ctx.state = state
-        return state.out.detach()
+        ctx.kept = kept
+        return kept.state.out.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout,) = grads
         (q,) = ctx.saved_tensors
-        call, state = ctx.call, ctx.state
-        dq = _chunk_backward(state, dout, q, call)
-        own = slice(state.start, state.end)
-        dsinks = None if call.sinks is None else sink_gradient(dout, state.out, state.lse, call.sinks)
-        return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), dsinks, None, None
+        return *_chunk_backward(ctx.kept.state, dout, q, ctx.call), None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -21,6 +21,8 @@ from torch.nn import functional
 
 from engine.attention_pieces import Geometry
 
+ALIGNMENT = 256
+"""Lengths that are multiples of it are few in a run, however its documents lie."""
 _TILE = 512
 """Queries and keys of one tile of the reference backend."""
 
@@ -40,6 +42,8 @@ class Problem:
     """As many queries as keys; a causal kernel may be right for these only."""
     window: bool
     segments: bool
+    aligned: bool
+    """Queries and keys are multiples of `ALIGNMENT`."""
     softcap: bool
     backward: bool
     deterministic: bool
@@ -58,6 +62,7 @@ class Problem:
             square=geometry.n == geometry.m,
             window=geometry.left is not None,
             segments=bool(geometry.cu_q),
+            aligned=not (geometry.n % ALIGNMENT or geometry.m % ALIGNMENT),
             softcap=softcap is not None,
             backward=backward,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -70,6 +75,9 @@ class Backend(Protocol):
     name: str
     masks_tiles: bool
     """Takes a geometry it has no rule for as a dense mask: right, but for tiles only."""
+    forward_keys: int | None
+    """Earlier keys are cut into calls of so many, to bound what the kernel allocates; None: they are not."""
+    backward_keys: int | None
 
     def refusal(self, problem: Problem) -> str | None:
         """Why this cannot be computed here exactly; None where it can."""
@@ -103,6 +111,8 @@ class TorchCpuFlash:
 
     name = "torch-cpu-flash"
     masks_tiles = True
+    forward_keys: int | None = None
+    backward_keys: int | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """CPU tensors of any float dtype but float16, without soft-cap."""
@@ -171,6 +181,8 @@ class TiledReference:
 
     name = "tiled-reference"
     masks_tiles = False
+    forward_keys: int | None = None
+    backward_keys: int | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """Several segments at once are left to kernels."""

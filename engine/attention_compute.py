@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,38 +54,35 @@ def _call_forward(x: Operands, backend: Backend, call: Call) -> tuple[Tensor, Te
     return backend.forward(x.q[x.rows(call)], x.k[keys], x.v[keys], call.geometry, scale=x.scale, softcap=x.softcap)
 
 
-def group_backward(
-    x: Operands,
-    backend: Backend,
-    group: Sequence[Call],
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> list[Tensor]:
-    """Adds to dk, dv [m, kv_heads, dim]; returns what each call contributes to dq of the group's rows, to be summed.
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What backward needs beside the operands: dout, out [n, heads, v_dim] and lse [heads, n], merged over all keys."""
 
-    dout, out [n, heads, v_dim] and lse [heads, n] of all queries, merged over all keys.
-    """
-    parts = []
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def group_backward(
+    x: Operands, backend: Backend, group: Sequence[Call], given: Gradients, dk: Tensor, dv: Tensor
+) -> Iterator[Tensor]:
+    """What each call contributes to dq of the group's rows, to be summed; adds to dk, dv [m, kv_heads, dim]."""
     for call in group:
         rows, keys = x.rows(call), x.keys(call)
         call_dq, call_dk, call_dv = backend.backward(
-            dout[rows],
+            given.dout[rows],
             x.q[rows],
             x.k[keys],
             x.v[keys],
-            out[rows],
-            lse[:, rows],
+            given.out[rows],
+            given.lse[:, rows],
             call.geometry,
             scale=x.scale,
             softcap=x.softcap,
         )
         dk[keys].add_(call_dk)
         dv[keys].add_(call_dv)
-        parts.append(call_dq)
-    return parts
+        yield call_dq
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

@@ -127,15 +127,26 @@ def spans(
     return found
 
 
-def cut(parts: Sequence[Span], how: Cut, *, segments: bool = False) -> list[list[Call]]:
+def cut(
+    parts: Sequence[Span], how: Cut, *, segments: bool = False, keys_per_call: int | None = None
+) -> list[list[Call]]:
     """Kernel calls that cover `parts` exactly once, grouped by query range; results of one group are to be merged.
 
     `parts` are all causal or one span that is not. `segments`: the kernel takes several spans in one call.
+    `keys_per_call`: keys before a span's queries are cut into calls of so many, if there is no window.
     """
     if how == "split":
-        return [group for span in parts for group in _split(span)]
-    if len(parts) == 1 or not segments:
-        return [[span.call()] for span in parts]
+        return [group for span in parts for group in _split(span, keys_per_call)]
+    if segments and len(parts) > 1:
+        long = keys_per_call is not None and parts[0].q0 - parts[0].k0 > keys_per_call
+        together = parts[1:] if long else parts
+        if len(together) > 1:
+            return [*([_whole(parts[0], keys_per_call)] if long else []), [_join(together)]]
+    return [_whole(span, keys_per_call) for span in parts]
+
+
+def _join(parts: Sequence[Span]) -> Call:
+    """Causal spans that follow one another as one call with segments."""
     window = next((span.window for span in parts if span.window is not None), None)
     q0, k0 = parts[0].q0, parts[0].k0
     q1, k1 = parts[-1].q1, parts[-1].k1
@@ -147,17 +158,30 @@ def cut(parts: Sequence[Span], how: Cut, *, segments: bool = False) -> list[list
         cu_q=(0, *(span.q1 - q0 for span in parts)),
         cu_k=(0, *(span.k1 - k0 for span in parts)),
     )
-    return [[Call(q0, q1, k0, k1, geometry)]]
+    return Call(q0, q1, k0, k1, geometry)
 
 
-def _split(span: Span) -> Iterator[list[Call]]:
+def _whole(span: Span, keys_per_call: int | None) -> list[Call]:
+    own = span.q0 if span.causal else span.k1
+    if keys_per_call is None or span.window is not None or own - span.k0 <= keys_per_call:
+        return [span.call()]
+    *earlier, (last, _) = _ranges(span.k0, own, keys_per_call)
+    calls = [_call(span.q0, span.q1, k0, k1, None) for k0, k1 in earlier]
+    return [_call(span.q0, span.q1, last, span.k1, None), *calls]
+
+
+def _ranges(start: int, stop: int, size: int | None) -> list[tuple[int, int]]:
+    return [(a, min(a + size, stop)) for a in range(start, stop, size)] if size else [(start, stop)]
+
+
+def _split(span: Span, keys_per_call: int | None) -> Iterator[list[Call]]:
     if span.window is not None:
         yield from _tiles(span, span.window)
-    elif span.causal and span.k0 < span.q0:
-        own = _call(span.q0, span.q1, span.q0, span.q1, None)
-        yield [own, _call(span.q0, span.q1, span.k0, span.q0, None)]
-    else:
-        yield [span.call()]
+        return
+    own = [_call(span.q0, span.q1, span.q0, span.q1, None)] if span.causal else []
+    earlier = (span.k0, span.q0 if span.causal else span.k1)
+    ranges = _ranges(*earlier, keys_per_call) if earlier[0] < earlier[1] else []
+    yield [*own, *(_call(span.q0, span.q1, k0, k1, None) for k0, k1 in ranges)]
 
 
 def _tiles(span: Span, window: int) -> Iterator[list[Call]]:

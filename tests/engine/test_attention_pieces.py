@@ -33,10 +33,10 @@ def divided_stream(draw: st.DrawFn) -> tuple[int, list[int], int, int, int | Non
     return total, documents, draw(length), draw(length), draw(st.none() | st.integers(1, 300))
 
 
-@given(divided_stream(), st.sampled_from(["whole", "split"]), st.booleans())
+@given(divided_stream(), st.sampled_from(["whole", "split"]), st.booleans(), st.none() | st.integers(1, 100))
 @settings(max_examples=150, deadline=None)
 def test_calls_cover_the_visible_keys_exactly_once(
-    stream: tuple[int, list[int], int, int, int | None], how: Cut, segments: bool
+    stream: tuple[int, list[int], int, int, int | None], how: Cut, segments: bool, keys_per_call: int | None
 ) -> None:
     total, documents, chunk, piece, window = stream
     seen = torch.zeros(total, total, dtype=torch.int32)
@@ -46,7 +46,7 @@ def test_calls_cover_the_visible_keys_exactly_once(
             causal = [span for span in found if span.causal]
             assert len(found) - len(causal) <= 1
             for parts in (causal, found[len(causal) :]):
-                for group in cut(parts, how, segments=segments) if parts else []:
+                for group in cut(parts, how, segments=segments, keys_per_call=keys_per_call) if parts else []:
                     assert len({(call.q0, call.q1) for call in group}) == 1
                     for call in group:
                         geometry = call.geometry
@@ -55,6 +55,9 @@ def test_calls_cover_the_visible_keys_exactly_once(
                         assert bool(table.any(dim=1).all()), "kernels need not know rows without keys"
                         assert geometry.left is None or geometry.left >= 0, "kernels take -1 for no limit"
                         assert int(table.sum()) == geometry.pairs
+                        if keys_per_call is not None and window is None and len(geometry.cu_q) <= 2:
+                            own = geometry.n if geometry.causal else 0
+                            assert geometry.m - own <= keys_per_call
                         seen[call.q0 : call.q1, call.k0 : call.k1] += table
     assert torch.equal(seen, visible_keys(total, documents, window).int())
 
