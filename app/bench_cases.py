@@ -219,6 +219,8 @@ class Case:
     """The warm-up's documents are two chunks long, so that it costs little at full length."""
     timed: int = 3
     needs_cuda: bool = True
+    compiled: bool = False
+    """Compile on the CPU, too; on CUDA it is always done."""
     kernel_gaps: bool = False
     """Run one more step under the profiler and measure how long no kernel ran."""
     kernel_s: float = 0.5
@@ -248,6 +250,7 @@ def case_from_json(text: str) -> Case:
     """What `case_to_json` wrote."""
     values = json.loads(text)
     values["shapes"] = tuple(Shape(**shape) for shape in values["shapes"])
+    values["layers"] = values["layers"] and tuple(values["layers"])
     return Case(**values)
 
 
@@ -313,7 +316,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "cpu": (
         _CPU,
         replace(_CPU, name="cpu-long", row_tokens=256, rows=1, chunk_tokens=64, short_warm_up=True),
-        replace(_CPU, name="cpu-tiers", shapes=(TINY,), gpu="6MiB", ram="4MiB", spill_state=True),
+        replace(_CPU, name="cpu-tiers", shapes=(TINY,), gpu="2MiB", ram="4MiB", spill_state=True),
     ),
 }
 

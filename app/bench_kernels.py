@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.attention_backends import Backend
-from engine.attention_compute import Operands
+from engine.attention_compute import Gradients, Operands
 from engine.attention_pieces import Call, spans
-from engine.attention_select import Gradients, select
+from engine.attention_select import select
 from engine.model import AttentionShape, ModelSpec
 
 _ROUNDS = 3

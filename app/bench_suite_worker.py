@@ -94,12 +94,12 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
         lr=1e-5,
         lr_schedule="constant",
         device="cuda" if on_gpu else "cpu",
-        compile="auto" if on_gpu else "off",
+        compile="auto" if on_gpu or case.compiled else "off",
     )
     storage = StorageConfig(checkpoint_every=10**9)
     limits = BudgetConfig(gpu=case.gpu, ram=case.ram)
     gpu_bytes, ram_bytes = budgets(limits, device)
-    _, full_spec = _model(shape, shape.layers, data)
+    _, full_spec = shape_model(shape, shape.layers, data)
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
     whole = BudgetConfig(gpu=gpu_bytes, ram=ram_bytes if case.spill_state else _EVERYTHING)
     readers = select_readers("auto", device, [folder])
@@ -108,7 +108,7 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
         _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
     reasons = []
     for layers in case.layers or (shape.layers,):
-        model, spec = _model(shape, layers, data)
+        model, spec = shape_model(shape, layers, data)
         share = layers / shape.layers
         gpu, ram = _scaled_budgets(full_plan, share)
         cut = BudgetConfig(gpu=gpu, ram=ram if case.spill_state and share < 1 else ram_bytes)
@@ -124,7 +124,8 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
     raise Skip(reasons[-1])
 
 
-def _model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfig, ModelSpec]:
+def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfig, ModelSpec]:
+    """The shape with so many layers."""
     model = ModelConfig(
         model_type=shape.model_type,
         num_layers=layers,
@@ -244,20 +245,19 @@ def _shortened(batch: MicroBatch, tokens: int) -> MicroBatch:
     return replace(batch, positions=positions, documents=starts, lengths=lengths, max_position=int(positions.max()))
 
 
-def open_case(case: Case, setup: Setup, folder: Path) -> Session:
-    """A session on drawn state, with the case's batches."""
+def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_tokens: int = 0) -> Session:
+    """A session on drawn state with random tokens; the first `short_steps` batches have documents of that length."""
     corpus = prepare_data(setup.model, setup.data, folder / "data").corpus
     loader = make_loader(corpus, setup.spec, setup.data, setup.train)
     identity = run_identity(setup.model, setup.data, setup.train)
     meta = run_meta(0, 0, loader.cursor, identity)
     store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
-    steps = case.warm_up if case.short_warm_up else 0
     try:
         return Session(
             spec=setup.spec,
             plan=setup.plan,
             store=cast(NvmeStore, store),
-            loader=cast(DataLoader, WarmUpLoader(loader, steps, 2 * case.chunk_tokens)),
+            loader=cast(DataLoader, WarmUpLoader(loader, short_steps, document_tokens)),
             constants={},
             train=setup.train,
             storage=setup.storage,
@@ -343,7 +343,8 @@ def _tiers(session: Session) -> dict[str, dict[str, int]]:
 def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     """Run the case and return its figures. Raises Skip where the machine is too small."""
     setup = choose(case, folder)
-    session = open_case(case, setup, folder)
+    short_steps = case.warm_up if case.short_warm_up else 0
+    session = open_case(setup, folder, short_steps=short_steps, document_tokens=2 * case.chunk_tokens)
     try:
         ran = run_steps(case, session, folder)
     finally:

@@ -244,6 +244,32 @@ def bench_step_command(
             raise typer.Exit(REFUSED)
 
 
+@bench_cli.command("memory", epilog="Example: penstock bench memory --save docs/results/memory-law")
+def bench_memory_command(
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write FILE.json and the plot FILE.svg (needs matplotlib).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the GPU tier's bytes on the CPU from 4k to 128k tokens, at two depths, K/V window whole and streamed."""
+    from app.bench_memory import bench_memory
+
+    bench_memory(json=as_json, save=save)
+
+
+@bench_cli.command("attention", epilog="Example: penstock bench attention --tokens 65536")
+def bench_attention_command(
+    tokens: Annotated[int, typer.Option(help="Tokens of the sequence; a step takes minutes at 65,536.")] = 65_536,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; step and plain attention take turns.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time a long-context step of a small model on the CPU against its attention alone in plain torch."""
+    from app.bench_attention import bench_attention
+
+    bench_attention(tokens=tokens, chunk_tokens=chunk, rounds=rounds, json=as_json)
+
+
 @bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")
 def bench_storage_command(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Folders on the drives to measure.")],

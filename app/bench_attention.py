@@ -1,0 +1,114 @@
+"""`penstock bench attention`: one training step of a long sequence against its attention alone in plain torch.
+
+At long context attention is nearly all of a step, so a pipeline that hides everything else takes as long as
+`scaled_dot_product_attention`, forward and backward, of as many heads over the whole sequence in one call, once per
+layer. Both run in this process, in turn.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.bench_cases import Case, Shape
+from storage.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.session import Session
+
+TOKENS = 65_536
+CHUNK_TOKENS = 4096
+SHAPE = Shape(
+    name="2 layers, 8 heads over 2 of 64",
+    model_type="qwen3",
+    layers=2,
+    hidden=128,
+    intermediate=256,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    vocab=512,
+)
+
+
+def bench_attention(
+    *,
+    tokens: int = TOKENS,
+    chunk_tokens: int = CHUNK_TOKENS,
+    rounds: int = 1,
+    compile: bool = True,
+    json: bool = False,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Time `rounds` steps over one document of `tokens` tokens and torch's attention in turn; print the ratio.
+
+    Returns `ratio` (median of the rounds' step over attention), `step_s`, `attention_s` (all layers), and the rounds.
+    """
+    if tokens < 2 * chunk_tokens:
+        raise UserError(f"--tokens {tokens}: give at least two chunks, {2 * chunk_tokens}")
+    found: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd()) as scratch:
+        session = _session(tokens, chunk_tokens, compile, Path(scratch))
+        try:
+            _step_s(session)  # of short documents: compiles, and leaves a gradient to apply under the next
+            for _ in range(rounds):
+                alone = _attention_s(session, tokens)
+                step = _step_s(session)
+                found.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
+        finally:
+            session.close()
+    report: dict[str, Any] = {key: statistics.median(each[key] for each in found) for key in found[0]}
+    report |= {"tokens": tokens, "chunk_tokens": chunk_tokens, "model": SHAPE.name, "rounds": found}
+    print(json_module.dumps(report, indent=2) if json else _text(report))
+    return report
+
+
+def _text(report: dict[str, Any]) -> str:
+    spread = ", ".join(f"{each['ratio']:.3f}" for each in report["rounds"])
+    return (
+        f"{report['model']}, {report['tokens']:,} tokens in chunks of {report['chunk_tokens']:,}, bf16\n"
+        f"step {report['step_s']:.2f} s, its attention alone in torch {report['attention_s']:.2f} s, "
+        f"ratio {report['ratio']:.3f} ({spread})"
+    )
+
+
+def _session(tokens: int, chunk_tokens: int, compile: bool, folder: Path) -> Session:
+    from app.bench_suite_worker import choose, open_case
+
+    case = Case(
+        name="attention",
+        shapes=(SHAPE,),
+        row_tokens=tokens,
+        chunk_tokens=chunk_tokens,
+        needs_cuda=False,
+        compiled=compile,
+    )
+    return open_case(choose(case, folder), folder, short_steps=1, document_tokens=2 * chunk_tokens)
+
+
+def _step_s(session: Session) -> float:
+    from engine.train import train_step
+
+    return train_step(session).step_s
+
+
+def _attention_s(session: Session, tokens: int) -> float:
+    """Seconds of forward and backward of every layer's heads, each layer in one call over the whole sequence."""
+    import torch
+    from torch.nn import functional
+
+    total_s = 0.0
+    for shape in session.spec.attention:
+        assert shape is not None
+        sizes = ((shape.heads, shape.qk_dim), (shape.kv_heads, shape.qk_dim), (shape.kv_heads, shape.v_dim))
+        q, k, v = (torch.randn(1, n, tokens, d, dtype=torch.bfloat16, requires_grad=True) for n, d in sizes)
+        dout = torch.randn(1, shape.heads, tokens, shape.v_dim, dtype=torch.bfloat16)
+        start = time.perf_counter()
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out.backward(dout)
+        total_s += time.perf_counter() - start
+    return total_s

@@ -1,0 +1,293 @@
+"""`penstock bench memory`: the compute device's memory against the sequence's length, measured on the CPU.
+
+A step is run for every length, depth and treatment of the K/V window, each in a process of its own. Two things are
+measured: what the arena of the "gpu" tier handed out, and the growth of the process's peak resident memory over what
+it was before the session, less the RAM tier. Budgets are the least that the planner accepts, so that nothing of what
+is left over becomes resident blocks or kept activations, and malloc gives back what is freed.
+
+The law is 12 x kv_heads x head_dim bytes per token (K and V in bfloat16, their gradients in float32) and a constant,
+which is taken from the shortest sequence. Documents are short, so that 131,072 tokens take seconds on two cores: the
+window spans the whole sequence wherever documents end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json as json_module
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.bench_cases import Shape
+from app.progress import bytes_text
+from storage.errors import BudgetError, UserError
+
+if TYPE_CHECKING:
+    from engine.plan import Plan
+    from engine.session import Session
+
+LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
+DEPTHS = (1, 4)
+WINDOWS = ("whole", "streamed")
+CHUNK_TOKENS = 512
+DOCUMENT_TOKENS = 1024
+SHAPE = Shape(
+    name="narrow, with the keys and values of Qwen2.5-7B",
+    model_type="qwen3",
+    layers=1,
+    hidden=128,
+    intermediate=256,
+    heads=4,
+    kv_heads=4,
+    head_dim=128,
+    vocab=512,
+)
+
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+"""glibc's malloc returns freed memory at once: else temporaries of many sizes leave holes that look like use."""
+
+
+def bench_memory(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[int] = DEPTHS,
+    windows: Sequence[str] = WINDOWS,
+    document_tokens: int = DOCUMENT_TOKENS,
+    json: bool = False,
+    save: Path | None = None,
+) -> dict[str, Any]:
+    """Measure, print a table (JSON with `json`), and with `save` write SAVE.json and the plot SAVE.svg.
+
+    Returns the report; `deviation` is the largest of growth over the law's growth, less one, over all whole windows,
+    and for streamed ones of the largest size over the smallest.
+    """
+    if save is not None and not save.parent.is_dir():
+        raise UserError(f"{save.parent}: no such folder; make it first")
+    rows = []
+    for window in windows:
+        for depth in depths:
+            for tokens in lengths:
+                rows.append(_measured(tokens, depth, window, document_tokens))
+                print(_row(rows[-1]), file=sys.stderr, flush=True)
+    per_token = 12 * SHAPE.kv_heads * SHAPE.head_dim
+    report = {
+        "bytes_per_token": per_token,
+        "chunk_tokens": CHUNK_TOKENS,
+        "document_tokens": document_tokens,
+        "rows": rows,
+        "deviation": {
+            key: {window: deviation(rows, window, key, per_token) for window in windows}
+            for key in ("arena_bytes", "resident_bytes")
+        },
+        "depth_difference": {
+            key: {window: depth_difference(rows, window, key) for window in windows}
+            for key in ("arena_bytes", "resident_bytes")
+        },
+    }
+    if save is not None:
+        save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
+        plot(report, save.with_suffix(".svg"))
+    print(json_module.dumps(report, indent=2) if json else table(report))
+    return report
+
+
+def deviation(rows: Sequence[dict[str, Any]], window: str, key: str, per_token: int) -> float:
+    """Largest distance of a size from the law (whole) or from a constant (streamed), as a share of it."""
+    worst = 0.0
+    for depth in {row["depth"] for row in rows}:
+        sizes = {r["tokens"]: r[key] for r in rows if (r["window"], r["depth"]) == (window, depth)}
+        first = min(sizes)
+        constant = sizes[first] - (per_token * first if window == "whole" else 0)
+        for tokens, size in sizes.items():
+            law = constant + (per_token * tokens if window == "whole" else 0)
+            worst = max(worst, abs(size - law) / law)
+    return worst
+
+
+def depth_difference(rows: Sequence[dict[str, Any]], window: str, key: str) -> float:
+    """Largest difference between depths at one length, as a share of the smaller size."""
+    worst = 0.0
+    for tokens in {row["tokens"] for row in rows}:
+        sizes = [row[key] for row in rows if (row["window"], row["tokens"]) == (window, tokens)]
+        worst = max(worst, max(sizes) / min(sizes) - 1)
+    return worst
+
+
+def _row(row: dict[str, Any]) -> str:
+    return (
+        f"{row['window']:<9}{row['depth']:>6}{row['tokens']:>9,}{bytes_text(row['arena_bytes']):>12}"
+        f"{bytes_text(row['resident_bytes']):>12}{bytes_text(row['ram_bytes']):>12}{row['step_s']:>8.1f}"
+    )
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"law: {report['bytes_per_token']:,} bytes a token, chunks of {report['chunk_tokens']:,}, documents of "
+        f"{report['document_tokens']:,} tokens",
+        f"{'window':<9}{'layers':>6}{'tokens':>9}{'arena':>12}{'resident':>12}{'RAM tier':>12}{'step s':>8}",
+        *map(_row, report["rows"]),
+    ]
+    for key, what in (("arena_bytes", "arena"), ("resident_bytes", "resident")):
+        for window, share in report["deviation"][key].items():
+            other = report["depth_difference"][key][window]
+            law = "law" if window == "whole" else "constant"
+            lines.append(f"{what}, {window}: within {share:.2%} of the {law}, depths differ by {other:.2%}")
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Draw the sizes over the lengths. Needs matplotlib (the dev extra)."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("the plot needs matplotlib: pip install 'penstock[dev]'") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "penstock"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
+    rows, per_token = report["rows"], report["bytes_per_token"]
+    for axis, key, title in zip(
+        axes,
+        ("arena_bytes", "resident_bytes"),
+        ('"gpu" tier, as its arena counts it', "the process, less the RAM tier"),
+        strict=True,
+    ):
+        for window, depth in sorted({(row["window"], row["depth"]) for row in rows}, reverse=True):
+            found = sorted((r["tokens"], r[key]) for r in rows if (r["window"], r["depth"]) == (window, depth))
+            x, y = [tokens for tokens, _ in found], [size / 2**20 for _, size in found]
+            mark = "o" if depth == max(row["depth"] for row in rows) else "x"
+            layers = f"{depth} layer{'s' if depth > 1 else ''}"
+            axis.plot(
+                x, y, mark, color="C0" if window == "whole" else "C1", fillstyle="none", label=f"{window}, {layers}"
+            )
+            if window == "whole" and depth == min(row["depth"] for row in rows):
+                law = [(y[0] * 2**20 + per_token * (tokens - x[0])) / 2**20 for tokens in x]
+                axis.plot(x, law, "-", color="C0", linewidth=0.8, label=f"{per_token:,} bytes a token")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.set_xticks([row["tokens"] for row in rows], [f"{row['tokens'] // 1024}k" for row in rows])
+        axis.set_xlabel("tokens of the sequence")
+        axis.set_ylabel("MiB")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_title(title, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+# ---------------------------------------------------------------------- one measurement, in a process of its own
+
+
+def _measured(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
+    arguments = {"tokens": tokens, "depth": depth, "window": window, "document_tokens": document_tokens}
+    command = [sys.executable, "-m", "app.bench_memory", json_module.dumps(arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "USE_HUB_KERNELS": "0"} | _GIVE_BACK
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if process.returncode != 0:
+        raise UserError(f"bench memory failed at {arguments}:\n{process.stderr.strip()[-4000:]}")
+    row: dict[str, Any] = json_module.loads(process.stdout.splitlines()[-1])
+    return row
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process's resident memory: VmRSS now, VmHWM the highest since the last `_forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> dict[str, Any]:
+    """One step in this process, after one of two chunks that loads and allocates what any step does."""
+    from engine.train import train_step
+
+    row: dict[str, Any] = {"tokens": tokens, "depth": depth, "window": window}
+    for name, length in (("warm-up", 2 * CHUNK_TOKENS), ("measured", tokens)):
+        (folder / name).mkdir()
+        before = _resident("VmRSS")
+        session = _session(length, depth, window, document_tokens, folder / name)
+        _forget_peak()
+        try:
+            step_s = train_step(session).step_s
+            session.executor.drain()
+            ram_bytes = session.ram.arena.used_bytes
+            row |= {
+                "arena_bytes": session.gpu.arena.used_bytes,
+                "resident_bytes": _resident("VmHWM") - before - ram_bytes,
+                "ram_bytes": ram_bytes,
+                "step_s": step_s,
+            }
+        finally:
+            session.close()
+        del session
+        gc.collect()
+    return row
+
+
+def _session(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> Session:
+    """A session on the least GPU budget that the planner accepts, everything else in RAM."""
+    import torch
+
+    from app.bench_suite_worker import Setup, open_case, shape_model
+    from engine.config import BudgetConfig, DataConfig, StorageConfig, TrainConfig
+    from engine.prepare import plan_run
+    from storage.readers import select_readers
+
+    data = DataConfig(source="random", sequence_length=tokens, max_documents=1)
+    train = TrainConfig(
+        steps=1,
+        chunk_tokens=CHUNK_TOKENS,
+        device="cpu",
+        compile="off",
+        save="attention",
+        kv_window=window,  # type: ignore[arg-type]
+    )
+    shape = replace(SHAPE, layers=depth)
+    storage = StorageConfig(checkpoint_every=10**9)
+    device = torch.device("cpu")
+    model, spec = shape_model(shape, depth, data)
+
+    def plan(gpu_bytes: int) -> Plan | None:
+        try:
+            return plan_run(spec, data, train, BudgetConfig(gpu=gpu_bytes, ram="64GiB"), storage, device)
+        except BudgetError:
+            return None
+
+    low, high = 0, 1 << 40  # refused, accepted
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if plan(middle) else (middle, high)
+    least = plan(high)
+    assert least is not None
+    readers = select_readers("direct", device, [folder])
+    setup = Setup(shape, spec, spec, least, least, model, data, train, storage, device, readers)
+    return open_case(setup, folder, short_steps=1, document_tokens=document_tokens)
+
+
+def main() -> None:
+    """Measure one row in this process and print it as JSON."""
+    from engine import runtime
+
+    runtime.INPUTS_CACHE_BYTES = 0  # else up to 64 MiB of rotary tables would be found in the process, too
+    parser = argparse.ArgumentParser(prog="python -m app.bench_memory", description=main.__doc__)
+    parser.add_argument("arguments", type=json_module.loads)
+    arguments = parser.parse_args().arguments
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path.cwd()) as folder:
+        print(json_module.dumps(measure(**arguments, folder=Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

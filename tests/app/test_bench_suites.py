@@ -1,0 +1,298 @@
+"""The step suites: what they choose, the figures they compute, and the whole path on the CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app import bench_cases, bench_suites
+from app.bench_cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_from_json, case_to_json, cases_of
+from app.bench_figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
+from app.bench_state import DrawnState
+from app.bench_suite_worker import Setup, Skip, WarmUpLoader, choose, nvme_bytes, shape_model
+from engine.config import DataConfig
+from engine.data import IGNORE_LABEL, MicroBatch
+from engine.flops import StepFlops, executed_flops, model_flops
+from engine.prepare import layouts
+from storage.errors import UserError
+
+CPU_SHORT, CPU_LONG, CPU_TIERS = SUITES["cpu"]
+
+
+# ---------------------------------------------------------------------- names and shapes
+
+
+def test_names_of_suites_and_groups() -> None:
+    assert [case.name for _, case in cases_of("long, short")] == ["long-7b", "long-8b", "short"]
+    gpu = cases_of("gpu")
+    assert {suite for suite, _ in gpu} == {"short", "long", "short-24gb", "long-24gb", "tiers", "short-32b"}
+    assert len(cases_of("gpu,short")) == len(gpu)  # each once
+    with pytest.raises(UserError, match="--suite nope: no such suite; choose among gpu, short"):
+        cases_of("short,nope")
+    assert all(case_from_json(case_to_json(case)) == case for cases in SUITES.values() for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"), [(QWEN25_7B, 7.6), (LLAMA3_8B, 8.0), (QWEN3_32B, 32.8)], ids=lambda value: str(value)[:20]
+)
+def test_shapes_are_those_of_the_models(shape: bench_cases.Shape, billions: float) -> None:
+    data = DataConfig(source="random", sequence_length=8192)
+    _, spec = shape_model(shape, shape.layers, data)
+    assert round(spec.num_params / 1e9, 1) == billions
+    assert shape.params == pytest.approx(spec.num_params, rel=1e-3)
+    _, two = shape_model(shape, 2, data)
+    assert shape.step_flops(1, 8192) * 2 / shape.layers < model_flops(two, [8192]) * 1.6
+
+
+# ---------------------------------------------------------------------- figures by hand
+
+
+def span(lane: str, op: str, block: str, start: float, end: float, step: int = 1) -> dict[str, Any]:
+    return {"lane": lane, "op": op, "block": block, "start_s": start, "end_s": end, "bytes": 0, "step": step}
+
+
+def one_step(step: int, begin: float, stretch: float = 1.0) -> list[dict[str, Any]]:
+    """Of 10 s: layers from 1 to 4 and from 5 to 9 (with gaps), the rest at the edges."""
+    at = [
+        ("embed_forward", "embed", 0.0, 1.0),
+        ("layer_forward", "layers.0", 1.0, 2.0),
+        ("layer_forward", "layers.1", 2.5, 4.0),
+        ("head", "head", 4.0, 5.0),
+        ("layer_backward", "layers.1", 5.0, 7.0),
+        ("layer_backward", "layers.0", 7.0, 9.0),
+        ("embed_backward", "embed", 9.0, 9.5),
+    ]
+    spans = [span("compute", op, block, begin + a * stretch, begin + b * stretch, step) for op, block, a, b in at]
+    return [*spans, span("optimizer", "clip", "all", begin + 10 * stretch, begin + 10 * stretch, step)]
+
+
+def test_layers_and_edges_of_a_step_by_hand() -> None:
+    spans = [span("optimizer", "clip", "all", 5.0, 5.0, 0), *one_step(1, 5.0)]
+    times = step_times(spans, 1)
+    assert (times.step_s, times.layers_s, times.edges_s) == (10.0, 7.0, 3.0)
+    assert times.scaled(4.0) == 31.0
+    assert times.scaled(1.0) == 10.0
+
+
+def test_the_median_step_counts() -> None:
+    spans = [span("optimizer", "clip", "all", 0.0, 0.0, 0)]
+    for step, (begin, stretch) in enumerate(((0.0, 1.0), (10.0, 3.0), (40.0, 2.0)), start=1):
+        spans += one_step(step, begin, stretch)
+    times, all_s = median_times(spans, [1, 2, 3])
+    assert all_s == [10.0, 30.0, 20.0]
+    assert (times.step_s, times.layers_s) == (20.0, 14.0)
+
+
+def test_the_limit_by_hand() -> None:
+    flops = scaled_flops(StepFlops(3 * 10**12, 10**12, 10**12, 2 * 10**12), 2.0)
+    assert flops == StepFlops(6 * 10**12, 10**12, 2 * 10**12, 4 * 10**12)
+    kernels = {
+        "matmul_tflops": {"layer": 3.0, "head": 1.0},
+        "attention_tflops": {"forward": 2.0, "backward": 1.0},
+    }
+    assert limit_s(flops, kernels) == pytest.approx(2 + 1 + 1 + 4)
+
+
+def test_gaps_between_kernels_by_hand() -> None:
+    def kernel(stream: int, start: float, length: float) -> dict[str, Any]:
+        return {"cat": "kernel", "ts": start, "dur": length, "args": {"stream": stream}}
+
+    events = [kernel(7, 0, 40), kernel(7, 50, 50), kernel(7, 90, 10), kernel(3, 0, 5), {"cat": "gpu_memcpy", "ts": 1}]
+    assert kernel_idle(events) == pytest.approx(0.1)
+    with pytest.raises(UserError, match="no kernel"):
+        kernel_idle([])
+
+
+# ---------------------------------------------------------------------- what a case is made of
+
+
+def chosen(case: Case, folder: Path) -> Setup:
+    return choose(replace(case, needs_cuda=False), folder)
+
+
+def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> None:
+    for gpu, resident in (("24GiB", 0.0), ("110GiB", 0.5), ("400GiB", 1.0)):
+        case = replace(SUITES["short"][0], gpu=gpu, ram="100GiB", rows=1)  # few tokens: what is left over holds blocks
+        setup = chosen(case, tmp_path)
+
+        def share(plan: Any) -> float:
+            layers = [b for name, b in plan.buffers.items() if name.startswith("layers.")]
+            return sum(b.state == "gpu" for b in layers) / len(layers)
+
+        whole, cut = share(setup.full_plan), share(setup.plan)
+        assert cut == pytest.approx(whole, abs=0.26)  # one of four layers
+        assert whole == pytest.approx(resident, abs=0.35)
+        assert setup.plan.tiers["gpu"].peak_bytes <= setup.full_plan.tiers["gpu"].peak_bytes
+        assert setup.depth == 8.0
+
+
+def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
+    short = replace(SUITES["short"][0], gpu="24GiB")
+    assert len(chosen(replace(short, ram="80GiB"), tmp_path).spec.attention) == 4
+    assert len(chosen(replace(short, ram="43GiB"), tmp_path).spec.attention) == 2
+    with pytest.raises(Skip, match=r"2 layers of Llama-3-8B need .* of RAM or more, and budgets.ram is 20.00 GiB"):
+        chosen(replace(short, ram="20GiB"), tmp_path)
+
+
+def test_what_a_gpu_cannot_hold_is_skipped_with_the_planners_words(tmp_path: Path) -> None:
+    with pytest.raises(Skip, match=r"budgets.gpu: 2.00 GiB cannot hold one block's working set"):
+        chosen(replace(SUITES["long"][0], gpu="2GiB", ram="100GiB"), tmp_path)
+
+
+def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    case = replace(SUITES["tiers"][0], gpu="70GiB", ram="60GiB")
+    for free_gib, name in ((10_000, "Mistral-Large-2 (123B)"), (1200, "Qwen3-32B"), (140, "Qwen3-4B")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_gib: usage(0, 0, free << 30))
+        setup = chosen(case, tmp_path)
+        assert setup.shape.name == name
+        assert nvme_bytes(setup.full_plan, setup.train) < free_gib << 30
+        assert len(setup.spec.attention) == 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1 << 30))
+    with pytest.raises(Skip, match=r"Qwen3-0.6B: needs .* of disk for two generations of its state, and 1.00 GiB"):
+        chosen(case, tmp_path)
+
+
+def test_drawn_state_is_a_new_models(tmp_path: Path) -> None:
+    setup = chosen(replace(CPU_SHORT, shapes=(replace(bench_cases.TINY, model_type="qwen2"),)), tmp_path)
+    flat = layouts(setup.spec)
+    drawn = DrawnState(setup.plan, flat)
+    for name, layout in flat.items():
+        buffer = setup.plan.buffers[name]
+        values = torch.full((layout.numel,), float("nan"))
+        for part in range(buffer.num_parts):
+            start, end = buffer.part(part)
+            drawn.fill(name, "master", part, values[start:end])
+        for param, view in layout.views(values).items():
+            if view.dim() > 1:
+                assert view.std().item() == pytest.approx(0.02, rel=0.1)
+                assert view.unique(dim=0).shape == view.shape
+            else:
+                assert view.eq(0 if param.endswith("bias") else 1).all(), param
+        drawn.fill(name, "exp_avg", 0, values[: buffer.part(0)[1]])
+        assert not values[: buffer.part(0)[1]].any()
+
+
+def test_warm_up_batches_are_cut_into_short_documents() -> None:
+    class Loader:
+        cursor = "here"
+
+        def next_step(self) -> list[MicroBatch]:
+            ids = torch.arange(10)
+            labels = torch.cat([ids[1:], torch.tensor([IGNORE_LABEL])])
+            return [MicroBatch(ids, labels, ids, [0], 9, [10], 9)]
+
+    loader = WarmUpLoader(Loader(), 1, 4)  # type: ignore[arg-type]
+    (short,), (whole,) = loader.next_step(), loader.next_step()
+    assert (short.documents, short.lengths, short.max_position) == ([0, 4, 8], [4, 4, 2], 3)
+    assert short.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert (whole.documents, whole.lengths) == ([0], [10])
+    assert loader.cursor == "here"
+
+
+# ---------------------------------------------------------------------- the whole path
+
+
+def check_figures(row: dict[str, Any], case: Case) -> None:
+    assert row["status"] == "done", row.get("reason")
+    assert row["tokens"] == case.rows * (case.row_tokens - 1)  # a document's last token has no target
+    assert row["tokens_per_s"] * row["step_s"] == pytest.approx(row["tokens"])
+    assert row["ratio"] > 0
+    assert row["step_s"] == pytest.approx(row["ratio"] * row["limit_s"])
+    assert row["mfu"] is None  # a CPU has no peak here
+    assert set(row["busy"]) == {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
+    for share in (*row["busy"].values(), row["exposed_io"], row["idle"], row["compute_idle"]):
+        assert 0 <= share <= 1
+    assert row["compute_idle"] == pytest.approx(1 - row["busy"]["compute"])
+    assert row["attention_executed_over_once"] == pytest.approx({"forward": 1.0, "backward": 1.0})
+    for tier in ("gpu", "ram"):
+        assert 0 < row["tiers"][tier]["peak_bytes"] <= row["tiers"][tier]["budget_bytes"]
+    rates = row["attention_tflops"] | row["matmul_tflops"]
+    assert all(rates[key] > 0 for key in ("forward", "backward", "layer", "head"))
+    measured = row["measured"]
+    assert len(measured["steps_s"]) == case.timed
+    assert measured["step_s"] in measured["steps_s"]
+    assert measured["step_s"] == pytest.approx(measured["layers_s"] + measured["edges_s"])
+    assert (row["layers"], measured["layers"], row["label"]) == (6, 2, "scaled from 2 layers")
+    assert row["step_s"] == pytest.approx(3 * measured["layers_s"] + measured["edges_s"])
+    assert measured["losses"][0] == pytest.approx(6.24, abs=0.1)  # ln 512: a new model's
+
+
+def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces, scratch = tmp_path / "traces", tmp_path / "scratch"
+    traces.mkdir()
+    scratch.mkdir()
+    report = bench_suites.bench_suites("cpu", json=True, trace_dir=traces, folder=scratch)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == report
+    assert [line.split(":")[0] for line in printed.err.splitlines()] == ["cpu-short", "cpu-long", "cpu-tiers"]
+    for row, case in zip(report["cases"], SUITES["cpu"], strict=True):
+        check_figures(row, case)
+        trace = json.loads((traces / f"{case.name}.trace.json").read_text())
+        ops = {event["name"].split()[0] for event in trace["traceEvents"] if event["ph"] == "X"}
+        assert {"layer_forward", "head", "layer_backward", "clip"} <= ops
+    short, long, tiers = report["cases"]
+    assert long["flops"]["attention_forward"] > short["flops"]["attention_forward"]
+    assert tiers["tiers"]["nvme"]["peak_bytes"] > 10**6
+    assert tiers["bytes"]["nvme_read"] > 10**6
+    assert list(scratch.iterdir()) == []
+    text = bench_suites.table(report)
+    for part in ("cpu-tiers", "scaled from 2 layers", "n/a", "attention computed over once", "peak of budget"):
+        assert part in text
+
+
+def test_one_case_that_fails_or_does_not_fit_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = replace(bench_cases.TINY, model_type="nonsense")
+    cases = (
+        replace(CPU_SHORT, name="unknown", shapes=(unknown,)),
+        replace(CPU_SHORT, name="slow", limit_s=0.3),
+        replace(CPU_SHORT, name="large", gpu="4KiB"),
+        replace(CPU_SHORT, name="good", timed=1),
+    )
+    monkeypatch.setitem(SUITES, "mixed", cases)
+    report = bench_suites.bench_suites("mixed", folder=tmp_path)
+    unknown_row, slow, large, good = report["cases"]
+    assert unknown_row["status"] == "failed"
+    assert "unknown architecture 'nonsense'" in unknown_row["reason"]
+    assert slow["status"] == "failed"
+    assert slow["reason"].startswith("not done after 0 s")
+    assert large["status"] == "skipped"
+    assert large["reason"].startswith("budgets.gpu: 0.0 MiB cannot hold")
+    assert good["status"] == "done"
+    printed = capsys.readouterr().out
+    assert all(row["reason"] in printed for row in (unknown_row, slow, large))
+
+
+def test_a_time_limit_begins_nothing_that_would_end_later(tmp_path: Path) -> None:
+    report = bench_suites.bench_suites("cpu", folder=tmp_path, time_limit_s=1.0)
+    assert [row["status"] for row in report["cases"]] == ["skipped"] * 3
+    assert "of the time limit are left; name its suite by itself" in report["cases"][0]["reason"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_every_gpu_case_says_so(tmp_path: Path) -> None:
+    report = bench_suites.bench_suites("gpu", folder=tmp_path)
+    assert {row["reason"] for row in report["cases"]} == {"needs CUDA, and torch sees no device"}
+    assert len(report["cases"]) == 8
+
+
+def test_folders_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        bench_suites.bench_suites("cpu", folder=tmp_path / "missing")
+    with pytest.raises(UserError, match="no such folder"):
+        bench_suites.bench_suites("cpu", folder=tmp_path, trace_dir=tmp_path / "missing")
+
+
+def test_executed_flops_of_the_long_case_are_near_the_estimate(tmp_path: Path) -> None:
+    setup = chosen(replace(SUITES["long"][0], gpu="70GiB", ram="100GiB"), tmp_path)
+    executed = executed_flops(setup.spec, setup.plan, [524_288]).total
+    assert replace(QWEN25_7B, layers=2).step_flops(1, 524_288) == pytest.approx(executed, rel=0.05)
