@@ -1,6 +1,7 @@
 # make quickstart   train the quickstart recipe, installing into .venv first where needed
 # make test         lint, types and tests
-# make gpu-check    tests and step benchmark on a GPU, with the interpreter in PYTHON; installs nothing
+# make gpu-check    tests, step suites and storage benchmark on a GPU in under eight minutes, with the interpreter in
+#                   PYTHON; installs nothing; RESULTS=DIR keeps what was measured
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,12 +36,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 gpu-check:
-	@if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-	    echo "gpu-check: skipped, torch in $(PYTHON) sees no CUDA device"; \
-	else \
-	    PYTHONPATH=. $(PYTHON) -m pytest tests/gpu && PYTHONPATH=. $(PYTHON) -m app.cli bench step --json \
-	        && PYTHONPATH=. $(PYTHON) -m app.cli bench storage . --json; \
-	fi
+	PYTHONPATH=. $(PYTHON) -m app.gpu_check $(if $(RESULTS),--results "$(RESULTS)")
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
