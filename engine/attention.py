@@ -26,6 +26,7 @@ from engine.attention_pieces import Span, spans
 from engine.attention_select import attention_report as attention_report
 from engine.attention_select import measure as measure
 from engine.attention_select import select
+from engine.attention_select import workspace_bytes as workspace_bytes
 from storage.errors import UserError
 
 NAME = "penstock"

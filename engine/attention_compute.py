@@ -40,8 +40,8 @@ def group_forward(x: Operands, backend: Backend, group: Sequence[Call]) -> tuple
         other_out, other_lse = _call_forward(x, backend, call)
         if index == 0:
             total, weight, other_weight = _weights(lse, other_lse)
-            # Products with float32 weights are float32: no copies for the conversion.
-            out = (out * weight).add_(other_out * other_weight)
+            # The product with float32 weights is float32: no pass for the conversion.
+            out = (out * weight).addcmul_(other_out, other_weight)
             lse = total
         else:
             lse = lse.contiguous()
@@ -92,7 +92,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     """
     assert out.dtype == work_dtype(out.dtype), "merging into a rounded output loses what it was given"
     total, weight, other_weight = _weights(lse, other_lse)
-    out.mul_(weight).add_(other_out * other_weight)
+    out.mul_(weight).addcmul_(other_out, other_weight)
     lse.copy_(total)
 
 

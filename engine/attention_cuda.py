@@ -217,7 +217,7 @@ class TorchCudnn(CudaKernel):
     """
 
     name = "torch-cudnn"
-    forward_keys: int | None = KEYS_PER_CALL
+    forward_keys: int | None = 2 * KEYS_PER_CALL
 
     def _missing(self) -> str | None:
         version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None

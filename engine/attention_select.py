@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention_backends import ALIGNMENT, Backend, Problem, TiledReference, TorchCpuFlash, work_dtype
 from engine.attention_compute import Gradients, Operands, group_backward, group_forward
-from engine.attention_cuda import TorchCudaFlash, TorchCudnn
+from engine.attention_cuda import KEYS_PER_CALL, TorchCudaFlash, TorchCudnn
 from engine.attention_flash import FlashAttention2, FlashAttention3, FlashAttention4
 from engine.attention_pieces import Call, Cut, Span, cut, spans
 
@@ -176,6 +176,21 @@ def measure(
         select(x, parts)
         lse = q.new_full((heads, chunk), math.log(end), dtype=work_dtype(dtype))
         select(x, parts, Gradients(random(chunk, heads, v_dim), random(chunk, heads, v_dim), lse))
+
+
+def workspace_bytes(*, heads: int, kv_heads: int, qk_dim: int, v_dim: int, chunk: int, total: int) -> int:
+    """Most that one chunk's attention in half precision allocates on a GPU beside its operands and its windows.
+
+    Of all kernels, forward and backward: dq, dk and dv as they leave a kernel, the kernel's own sums, copies of dout
+    and out where these are no plain tensors, and dq summed in float32.
+    """
+    width = -(-max(qk_dim, v_dim) // 8) * 8
+    keys = min(total, chunk + KEYS_PER_CALL)
+    # Per query and head: four tensors in half precision, two in float32, rounded up for a tile's sake.
+    queries = (chunk + 256) * heads * width * (4 * 2 + 2 * 4)
+    # Per key: dk and dv in half precision; summed over a group's heads from half precision or in float32.
+    each = 2 * (2 * kv_heads + max(2 * heads, 4 * kv_heads)) * width
+    return queries + (keys + 256) * each
 
 
 def attention_report() -> list[dict[str, Any]]:

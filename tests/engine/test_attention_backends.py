@@ -7,6 +7,7 @@ import torch
 from attention_reference import causal_band, dense, random
 
 from engine.attention_backends import Backend, Problem, TiledReference, TorchCpuFlash
+from engine.attention_cuda import TorchCudaFlash, TorchCudnn
 from engine.attention_pieces import Geometry
 from engine.attention_select import BACKENDS
 
@@ -42,6 +43,24 @@ def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int],
     torch.testing.assert_close(out, expected)
     for grad, reference in zip(computed, gradients, strict=True):
         torch.testing.assert_close(grad, reference)
+
+
+@pytest.mark.parametrize("backend", [TorchCudaFlash(), TorchCudnn()], ids=lambda b: b.name)
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (20, 12)], ids=str)
+@pytest.mark.parametrize("left", [None, 100])
+def test_torch_declares_the_operators_that_are_called(
+    backend: Backend, widths: tuple[int, int], left: int | None
+) -> None:
+    # Tensors without data: torch's own shape functions stand in for the kernels.
+    geometry = Geometry(256, 512, causal=False, left=left)
+    q, k, v, dout = (
+        torch.empty(rows, heads, width, dtype=torch.bfloat16, device="meta")
+        for rows, heads, width in ((256, 8, widths[0]), (512, 2, widths[0]), (512, 2, widths[1]), (256, 8, widths[1]))
+    )
+    out, lse = backend.forward(q, k, v, geometry, scale=0.1, softcap=None)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (dout.shape, q.dtype, (8, 256), torch.float32)
+    grads = backend.backward(dout, q, k, v, out, lse, geometry, scale=0.1, softcap=None)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_every_other_backend_says_why_it_cannot_compute_on_a_cpu() -> None:

@@ -16,7 +16,7 @@ from engine import attention
 from engine.attention import AttentionCall
 from engine.attention_backends import Backend, Problem, TiledReference
 from engine.attention_pieces import Geometry
-from engine.attention_select import BACKENDS, attention_report, forget, measure
+from engine.attention_select import BACKENDS, attention_report, forget, measure, workspace_bytes
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the reference in deterministic mode
 
@@ -240,3 +240,28 @@ def test_the_steady_state_does_not_wait_for_the_gpu() -> None:
         stream(1536, 512, documents, call, torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_attention_allocates_no_more_than_it_says_however_long_the_stream() -> None:
+    total, chunk, shape = 1 << 17, 4096, {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128}
+    q, dout = random(chunk, 32, 128), random(chunk, 32, 128)
+    k, v = random(total, 8, 128), random(total, 8, 128)
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, k, v))
+    where = {
+        "start": total - chunk,
+        "key_start": 0,
+        "documents": [0],
+        "call": AttentionCall(128**-0.5, None, None, None),
+    }
+
+    def step() -> None:
+        out, lse = attention.attend(q, k, v, **where)
+        attention.attend_backward(dout, q, k, v, out, lse, **where, dq=dq, dk=dk, dv=dv)
+
+    step()  # measures
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= workspace_bytes(**shape, chunk=chunk, total=total)
