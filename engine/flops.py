@@ -93,8 +93,9 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepF
     """FLOPs that a step of `plan` carries out over documents of these lengths in tokens.
 
     The layers compute padding too. Backward computes a layer's matrix products again except the one whose output
-    nobody reads (ModelSpec.unread), and none where the plan keeps the chunk's graph (Plan.kept); a layer of
-    Plan.recomputed runs its whole forward twice.
+    nobody reads (ModelSpec.unread), and none where the plan keeps the chunk's graph (Plan.kept). Queries, keys and
+    values are computed once more where the layer saved its input only (Plan.recomputed), attention with them, and
+    where keys and values are streamed.
     """
     lengths = list(lengths)
     tokens = [chunk.end - chunk.start for chunk in plan.chunks]
@@ -104,8 +105,9 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepF
         once = _block_matmul(spec, block)
         again = once - _unread_matmul(spec, block, spec.unread[index - 1])
         passes = 2 if index in plan.recomputed else 1
+        extra = _projection(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in enumerate(tokens):
-            layer_matmul += count * once * (passes + BACKWARD)
+            layer_matmul += count * (once * (1 + BACKWARD) + extra)
             if (index, chunk) not in plan.kept:
                 layer_matmul += count * again
         forward += passes * _pair_flops(shape, lengths, 1, 1)
@@ -120,6 +122,13 @@ def _unread_matmul(spec: ModelSpec, block: BlockSpec, unread: str | None) -> int
         return 0
     name = next(name for name in block.buffers if any(p.name.endswith(f".{unread}.weight") for p in spec.buffers[name]))
     return sum(_matmul(spec, name, p) for p in spec.buffers[name] if p.name.endswith(f".{unread}.weight"))
+
+
+def _projection(spec: ModelSpec, shape: AttentionShape | None) -> int:
+    """Forward FLOPs a token of the products that make a layer's queries, keys and values."""
+    if shape is None:
+        return 0
+    return 2 * spec.hidden_size * (shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim))
 
 
 def _pair_flops(shape: AttentionShape | None, lengths: Sequence[int], qk_products: int, v_products: int) -> int:

@@ -70,9 +70,14 @@ def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
     # Layer 1 (block 2) keeps the graph of its second chunk, layer 0 (block 1) saves its input only.
     plan = plan_of(model, recomputed=frozenset({1}), kept=frozenset({(2, 1)}))
     changed = executed_flops(model, plan, [5, 3])
-    assert changed.layer_matmul == flops.layer_matmul + 8 * layer - 4 * again
+    projection = 2 * (32 * 32 + 2 * 32 * 16)  # queries, keys and values
+    assert changed.layer_matmul == flops.layer_matmul + 8 * projection - 4 * again
     assert changed.attention_forward == flops.attention_forward + forward
     assert changed.attention_backward == flops.attention_backward
+
+    streamed = executed_flops(model, plan_of(model, streamed=True), [5, 3])
+    assert streamed.layer_matmul == flops.layer_matmul + 2 * 8 * projection
+    assert streamed.attention_forward == flops.attention_forward
 
 
 @pytest.mark.parametrize(
