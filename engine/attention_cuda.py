@@ -33,6 +33,12 @@ def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
 
 
+@cache
+def _no_dropout(device: torch.device) -> Tensor:
+    """A state of the random generator, which nothing reads without dropout."""
+    return torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64)
+
+
 class CudaKernel:
     """What the backends below share: half precision, widths that are multiples of 8, zero padding up to these."""
 
@@ -143,7 +149,7 @@ class FlashKernel(CudaKernel):
         if geometry.cu_q:
             return self._launch((q, k, v), geometry, scale, softcap)
         out, lse = self._launch((q[None], k[None], v[None]), geometry, scale, softcap)
-        return out[0], lse[0]
+        return out[0], lse[0, :, : geometry.n]  # some versions round the length up
 
     def _backward(
         self,
@@ -199,7 +205,7 @@ class TorchCudaFlash(FlashKernel):
         device = tensors[0].device
         cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, device)
         left, right = window_limits(geometry)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=device)
+        no_dropout = _no_dropout(device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *(*tensors, cu_q, cu_k, max_q, max_k, 0.0, geometry.causal, no_dropout, no_dropout[:0]),
             scale=scale,
@@ -259,7 +265,7 @@ class TorchCudnn(CudaKernel):
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
+        no_dropout = _no_dropout(q.device).view(torch.int64)[0]
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(_heads_first(t) for t in (dout, q, k, v, out)),
             *(lse[None, ..., None], no_dropout, no_dropout, None, None, None, geometry.n, geometry.m),

@@ -63,8 +63,9 @@ class FlashAttention3(FlashKernel):
         return None
 
     def _limit(self, problem: Problem) -> str | None:
-        wide = max(self._widths(problem.qk_dim, problem.v_dim)) > 192
-        return "has no deterministic backward for heads over 192 wide" if problem.deterministic and wide else None
+        if problem.backward and problem.deterministic and max(self._widths(problem.qk_dim, problem.v_dim)) > 192:
+            return "has no deterministic backward for heads over 192 wide"
+        return None
 
     def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         qk_width, v_width = round_up(qk_dim, 8), round_up(v_dim, 8)
