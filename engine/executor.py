@@ -7,6 +7,7 @@ every lane is a host lane. A failing op stops every lane at once; whoever waits 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -24,6 +25,12 @@ GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 MAX_QUEUED = 20_000
 """Ops beyond which `submit` waits: some 20 MB of them, and work for seconds."""
 
+CLOSE_S = 20.0
+"""How long `close` waits, after a failure, for lanes and streams that do not end."""
+
+REBASE_S = 10.0
+"""Times on the GPU are measured from an event at most about this old: CUDA gives them in float32 milliseconds."""
+
 Perform = Callable[[Op], "Future[Any] | None"]
 """Carries out an op; a Future means that it goes on in the background and is done when the future is."""
 
@@ -33,14 +40,17 @@ class _Stopped(Exception):
 
 
 class _Ticket:
-    """Progress of one op."""
+    """Progress of one op that is not done."""
 
-    __slots__ = ("done", "event", "issued")
+    __slots__ = ("event", "readers", "waiters")
 
     def __init__(self) -> None:
-        self.issued = False
-        self.done = False
         self.event: torch.cuda.Event | None = None
+        """The op's end on its stream, once it has been issued there."""
+        self.readers = 0
+        """Host threads that wait for the event: while there are any it is not used for another op."""
+        self.waiters: list[threading.Condition] = []
+        """Who is to be woken when the op is issued or done."""
 
 
 class Executor:
@@ -60,28 +70,37 @@ class Executor:
         self._perform = perform
         self._device = device
         self._in_flight = dict(in_flight or {})
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
+        self._wake: dict[str, threading.Condition] = {lane: threading.Condition(self._lock) for lane in LANES}
+        self._main = threading.Condition(self._lock)
+        """Where the main thread waits; a lane waits at its own. An op that is done wakes those who wait for it only."""
         self._queues: dict[str, deque[Op]] = {lane: deque() for lane in LANES}
         self._tickets: dict[int, _Ticket] = {}
+        self._last_id = -1
+        self._missing: set[int] = set()
+        """Ids below the last one that were never handed over."""
         self._busy: dict[str, int] = dict.fromkeys(LANES, 0)
         self._failure: BaseException | None = None
+        self.failed_op: Op | None = None
+        """The op in which the first failure came up."""
         self._closing = False
         self._spans: list[Span] = []
         self._on_gpu: dict[str, deque[tuple[Op, torch.cuda.Event, torch.cuda.Event]]] = {
             lane: deque() for lane in GPU_LANES
         }
         """Issued ops of each stream, oldest first, with their start and end."""
+        self._free_events: list[torch.cuda.Event] = []
         self.epoch = time.perf_counter()
         """perf_counter at which the spans' clock reads 0."""
         self._cuda = device.type == "cuda"
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._base_event: torch.cuda.Event | None = None
         if self._cuda:
             self._streams = {lane: torch.cuda.Stream(device) for lane in GPU_LANES}
             torch.cuda.synchronize(device)
             self._base_event = torch.cuda.Event(enable_timing=True)
             self._base_event.record(torch.cuda.current_stream(device))
             self._base_event.synchronize()
+            self._base_s = 0.0
             self.epoch = time.perf_counter()
         self._threads = [threading.Thread(target=self._run, args=(lane,), name=lane, daemon=True) for lane in LANES]
         for thread in self._threads:
@@ -94,58 +113,96 @@ class Executor:
 
         Waits while MAX_QUEUED ops are queued already: a step over millions of tokens has hundreds of thousands.
         """
-        with self._change:
+        with self._lock:
             while self._failure is None and len(self._tickets) >= MAX_QUEUED:
-                self._change.wait(0.01)
+                self._main.wait(0.01)
                 self._retire_gpu_ops()  # nobody else does once all that is queued has been issued
             self._raise_failure()
+            lanes = set()
             for op in ops:
+                assert op.id > self._last_id, f"op {op.id} comes after op {self._last_id}"
+                self._missing.update(range(self._last_id + 1, op.id))
+                self._last_id = op.id
                 self._tickets[op.id] = _Ticket()
                 self._queues[op.lane].append(op)
-            self._change.notify_all()
+                lanes.add(op.lane)
+            for lane in lanes:
+                self._wake[lane].notify()
 
     def wait(self, op_id: int) -> None:
         """Block until op `op_id` is done. Raises the first failure of any lane."""
-        with self._change:
-            self._change.wait_for(lambda: self._failure is not None or self._is_done(op_id))
+        with self._lock:
+            ticket = self._tickets.get(op_id)
+            if ticket is not None:
+                self._await_issue(op_id, ticket, self._main, lambda: self._failure is not None)
             self._raise_failure()
+            event = None if ticket is None else ticket.event
+            if ticket is not None:
+                ticket.readers += 1
+        if event is not None:
+            event.synchronize()
 
     def drain(self) -> None:
         """Block until everything submitted is done. Raises the first failure of any lane."""
-        with self._change:
-            self._change.wait_for(lambda: self._failure is not None or all(t.event for t in self._tickets.values()))
-            self._raise_failure()
+        while True:
+            with self._lock:
+                self._raise_failure()
+                last = max((op_id for op_id, ticket in self._tickets.items() if ticket.event is None), default=None)
+            if last is None:
+                break
+            self.wait(last)
         for stream in self._streams.values():
             stream.synchronize()
-        with self._change:
+        with self._lock:
             self._retire_gpu_ops()
 
     def take_spans(self) -> list[Span]:
         """Spans of the ops that finished since the last call."""
-        with self._change:
+        with self._lock:
             self._retire_gpu_ops()
             spans, self._spans = self._spans, []
         return spans
 
     def close(self) -> None:
-        """End the lanes; ops in progress finish, queued ones are dropped."""
-        with self._change:
+        """End the lanes; ops in progress finish, queued ones are dropped.
+
+        After a failure nothing is raised here, and what does not end within CLOSE_S is left behind: a GPU that is gone
+        may never answer.
+        """
+        with self._lock:
             self._closing = True
-            self._change.notify_all()
+            self._wake_all()
+        deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join()
-        with self._change:
-            self._change.wait_for(lambda: not any(self._busy.values()))
+            while thread.is_alive() and not self._given_up(deadline):
+                thread.join(0.1)
+        with self._lock:
+            while any(self._busy.values()) and not self._given_up(deadline):
+                self._main.wait(0.1)
         for stream in self._streams.values():
-            stream.synchronize()
+            if self._failure is None:
+                stream.synchronize()
+            else:
+                _settle_stream(stream, deadline)
+
+    def _given_up(self, deadline: float) -> bool:
+        return self._failure is not None and time.monotonic() > deadline
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _is_done(self, op_id: int) -> bool:
-        ticket = self._tickets.get(op_id)
-        return ticket is None or ticket.done
+    def _wake_all(self) -> None:
+        for condition in (*self._wake.values(), self._main):
+            condition.notify_all()
+
+    def _await_issue(
+        self, op_id: int, ticket: _Ticket, condition: threading.Condition, over: Callable[[], bool]
+    ) -> None:
+        """Wait, holding the lock, until an op is done or has an event on its stream, or the run is `over`."""
+        while op_id in self._tickets and ticket.event is None and not over():
+            ticket.waiters.append(condition)
+            condition.wait()
 
     # ------------------------------------------------------------------ a lane's side
 
@@ -161,11 +218,14 @@ class Executor:
             pass
 
     def _loop(self, lane: str) -> None:
-        queue = self._queues[lane]
+        queue, wake = self._queues[lane], self._wake[lane]
         limit = self._in_flight.get(lane, 1)
         while True:
-            with self._change:
-                self._wait_on_lane(lambda: bool(queue) and self._busy[lane] < limit)
+            with self._lock:
+                while not (queue and self._busy[lane] < limit) and not self._over():
+                    wake.wait()
+                if self._over():
+                    raise _Stopped
                 op = queue.popleft()
                 self._busy[lane] += 1
             try:
@@ -178,44 +238,55 @@ class Executor:
                 self._settle(op, error)
                 return
 
-    def _wait_on_lane(self, ready: Callable[[], bool]) -> None:
-        """Wait, holding the lock, until `ready`; raises _Stopped when the run is over."""
-        self._change.wait_for(lambda: self._failure is not None or self._closing or ready())
-        if self._failure is not None or self._closing:
-            raise _Stopped
+    def _over(self) -> bool:
+        return self._failure is not None or self._closing
 
     def _await_dependencies(self, op: Op) -> None:
+        """Return once `op` may run: on a stream everything it waits for is ordered before it, elsewhere it is done."""
         on_gpu = self._cuda and op.lane in GPU_LANES
-        events: list[torch.cuda.Event] = []
-        with self._change:
+        on_streams: list[_Ticket] = []
+        with self._lock:
             for dep in op.deps:
                 ticket = self._tickets.get(dep)
-                if ticket is None or ticket.done:
+                if ticket is None:
+                    # Done and forgotten, unless nobody ever heard of it.
+                    known = dep < op.id and dep not in self._missing
+                    assert known, f"op {op.id} depends on op {dep}, which was never submitted"
                     continue
-                # An issued GPU op is known by its event; any other op only by being done.
-                self._wait_on_lane(lambda t=ticket: t.done or t.event is not None)  # type: ignore[misc]
-                if ticket.event is not None and not ticket.done:
-                    events.append(ticket.event)
-        for event in events:
-            if on_gpu:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            else:
-                event.synchronize()
+                self._await_issue(dep, ticket, self._wake[op.lane], self._over)
+                if self._over():
+                    raise _Stopped
+                if dep not in self._tickets:
+                    continue
+                assert ticket.event is not None, f"op {dep} has neither ended nor an event"
+                if on_gpu:
+                    # Under the lock, so that the event cannot be given to another op before.
+                    torch.cuda.current_stream(self._device).wait_event(ticket.event)
+                else:
+                    ticket.readers += 1
+                    on_streams.append(ticket)
+        for ticket in on_streams:
+            assert ticket.event is not None
+            ticket.event.synchronize()
+        if on_streams:
+            with self._lock:
+                for ticket in on_streams:
+                    ticket.readers -= 1
 
     def _carry_out(self, op: Op) -> None:
         if self._cuda and op.lane in GPU_LANES:
-            first = torch.cuda.Event(enable_timing=True)
-            last = torch.cuda.Event(enable_timing=True)
+            with self._lock:
+                first, last = self._event(), self._event()
             first.record()
             result = self._perform(op)
             assert result is None, f"{op.action}: work of a GPU lane is ordered by its stream"
             last.record()
-            with self._change:
-                self._tickets[op.id].event = last
+            with self._lock:
+                ticket = self._tickets[op.id]
+                ticket.event = last
                 self._on_gpu[op.lane].append((op, first, last))
-                self._busy[op.lane] -= 1
-                self._retire_gpu_ops()
-                self._change.notify_all()
+                self._retire_gpu_ops(op.lane)
+                self._leave(op, ticket)
             return
         start = time.perf_counter()
         result = self._perform(op)
@@ -224,37 +295,63 @@ class Executor:
         else:
             result.add_done_callback(lambda future: self._finish(op, start, future))
 
-    def _retire_gpu_ops(self) -> None:
+    def _event(self) -> torch.cuda.Event:
+        return self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
+
+    def _retire_gpu_ops(self, *lanes: str) -> None:
         """Turn GPU ops whose end has passed into spans and forget their tickets; called with the lock held."""
-        for issued in self._on_gpu.values():
+        for lane in lanes or GPU_LANES:
+            issued = self._on_gpu[lane]
             while issued and issued[0][2].query():
                 op, first, last = issued.popleft()
-                assert self._base_event is not None
-                start_s, end_s = (self._base_event.elapsed_time(event) / 1e3 for event in (first, last))
+                start_s, end_s = (self._base_s + self._base_event.elapsed_time(event) / 1e3 for event in (first, last))
                 self._spans.append(_span(op, start_s, end_s))
-                del self._tickets[op.id]
+                free = [first]
+                if not self._tickets.pop(op.id).readers:
+                    free.append(last)
+                if end_s - self._base_s > REBASE_S and len(free) == 2:
+                    free[1], self._base_event, self._base_s = self._base_event, last, end_s
+                self._free_events += free
 
     def _finish(self, op: Op, start: float, future: Future[Any] | None = None) -> None:
         error = future.exception() if future is not None else None
         if error is None:
             end = time.perf_counter()
-            with self._change:
+            with self._lock:
                 self._spans.append(_span(op, start - self.epoch, end - self.epoch))
         self._settle(op, error)
 
     def _settle(self, op: Op, error: BaseException | None) -> None:
-        with self._change:
+        """An op of a host lane is done, or an op of any lane has failed or is given up."""
+        with self._lock:
             if error is not None and self._failure is None:
                 error.add_note(
                     f"in op {op.action} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
                 )
-                self._failure = error
-            ticket = self._tickets.get(op.id)
-            if ticket is not None and self._failure is None:
-                ticket.done = True
-                del self._tickets[op.id]
-            self._busy[op.lane] -= 1
-            self._change.notify_all()
+                self._failure, self.failed_op = error, op
+            if self._failure is None:
+                ticket = self._tickets.pop(op.id, None)
+            else:
+                ticket = None
+                self._wake_all()
+            self._leave(op, ticket)
+
+    def _leave(self, op: Op, ticket: _Ticket | None) -> None:
+        """The op no longer takes its lane; whoever waits for it goes on."""
+        self._busy[op.lane] -= 1
+        self._wake[op.lane].notify()
+        if self._closing:
+            self._main.notify()
+        if ticket is not None:
+            for condition in ticket.waiters:
+                condition.notify()
+
+
+def _settle_stream(stream: torch.cuda.Stream, deadline: float) -> None:
+    """Wait for a stream that may have failed, which is no news, or hang."""
+    with contextlib.suppress(RuntimeError):
+        while not stream.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def _span(op: Op, start_s: float, end_s: float) -> Span:
