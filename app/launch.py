@@ -236,6 +236,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "tiers": result.tiers,
         "lanes": result.lanes,
         "drives": result.drives,
+        "gpu_memory": result.gpu_memory,
     }
     return summary, losses[-_LAST_STEPS:]
 

@@ -151,6 +151,9 @@ class TrainConfig:
     """Compile layers and optimizer with torch.compile; auto does where a C++ compiler (CPU) or triton (GPU) exists."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where there is a GPU."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits on every run on one machine, which takes time on a GPU; on CPU every run
+    gives them anyway."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "sequences_per_step", "sequences_per_micro_batch", "chunk_tokens"):

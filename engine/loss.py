@@ -110,6 +110,6 @@ def _block_eager_(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
     target = work.gather(1, index)
     total = work.exp_().sum(dim=-1, keepdim=True)
     work.mul_(scale / total)
-    work.scatter_add_(1, index, -scale.expand_as(total))
+    work.scatter_(1, index, work.gather(1, index) - scale)
     logits.copy_(work)
     return (total.log() - target).sum(dtype=torch.float64)

@@ -46,14 +46,6 @@ class Data:
     tokenizer: TextTokenizer | None
 
 
-def resolve_device(config: TrainConfig) -> torch.device:
-    """The compute device. Raises UserError when CUDA is asked for and there is none."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device: cuda was asked for, but torch finds no CUDA device; use auto or cpu")
-    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
-
-
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
     """The transformers config of a model folder or of a JSON file, with `overrides` replacing fields of it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 from collections import deque
@@ -28,8 +29,10 @@ from engine.config import (
     parse_bytes,
 )
 from engine.data import DataLoader
+from engine.device import configure, resolve_device
 from engine.events import Observer
 from engine.executor import Executor
+from engine.failures import explain
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.model import ModelSpec, initial_constants, initialize
 from engine.optimizer import AdamW, can_compile
@@ -43,7 +46,6 @@ from engine.prepare import (
     model_spec,
     plan_run,
     prepare_data,
-    resolve_device,
 )
 from engine.runtime import Runtime, StepData
 from engine.schedule import ScheduleBuilder, bytes_per_step
@@ -93,13 +95,18 @@ class Session:
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name, step, why not) of checkpoints asked for, as they are made."""
         loader.seek(store.meta["cursor"])
+        self.settings = configure(device, plan.tiers["gpu"].budget_bytes, deterministic=train.deterministic)
         self._carrier = BatchCarrier(plan.chunks, device)
         dtype = torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
         store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
         store.reserve_spill(plan.spill_bytes)
-        self.gpu: GpuMemory = allocate_gpu(plan, device, dtype)
+        try:
+            self.gpu: GpuMemory = allocate_gpu(plan, device, dtype)
+        except torch.OutOfMemoryError as error:
+            self.settings.restore()
+            raise explain(error, None, plan) or error from error
         self.ram: RamMemory = allocate_ram(
             plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
         )
@@ -136,6 +143,7 @@ class Session:
         self.executor.close()
         self.store.close()
         self.ram.arena.close()
+        self.settings.restore()
 
     # ------------------------------------------------------------------ batches
 
@@ -155,7 +163,12 @@ class Session:
         return data
 
     def prefetch(self) -> None:
-        """Fetch the batch after the running step's."""
+        """Fetch the batch after the running step's, and look for garbage if Python does not by itself.
+
+        Here the lanes have work and the main thread has none.
+        """
+        if not gc.isenabled():
+            gc.collect()
         if self._next is None and self.step < self.config.steps:
             self._next = self.fetch()
 
@@ -314,7 +327,7 @@ def open_session(
     for warning in store.warnings:
         observer.on_message(warning)
     observer.on_plan(plan.to_json() | {"bytes_per_step": bytes_per_step(plan)})
-    return Session(
+    session = Session(
         spec=spec,
         plan=plan,
         store=store,
@@ -325,6 +338,9 @@ def open_session(
         device=device,
         identity=identity,
     )
+    if session.settings.message is not None:
+        observer.on_message(session.settings.message)
+    return session
 
 
 def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:

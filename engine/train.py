@@ -9,6 +9,8 @@ import gc
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from safetensors.torch import load_file
 
 from engine import weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.device import memory_use
 from engine.events import Observer, Span, StepMetrics
+from engine.failures import explain
 from engine.flops import model_flops
 from engine.model import ModelSpec
 from engine.ops import LANES, Op
@@ -68,6 +72,9 @@ class TrainResult:
     """lane -> busy_s, bytes."""
     drives: list[dict[str, Any]]
     """Per drive: path, bytes_read, bytes_written, bytes_written_per_step, percentage_used (None where unknown)."""
+    gpu_memory: dict[str, int] | None
+    """Peaks of the GPU's memory allocator: allocated_bytes, reserved_bytes, and fragmentation_bytes between them; None
+    without a GPU."""
     stopped: bool
     """Whether the observer asked to stop before the last step."""
 
@@ -133,17 +140,40 @@ def train(
     )
     with session:
         try:
-            result = _run(session, observer)
+            with _garbage_restored():
+                result = _run(session, observer)
         except DivergedError:
             raise
-        except UserError as error:
+        except Exception as error:
+            reason = error if isinstance(error, UserError) else explain(error, session.executor.failed_op, session.plan)
+            if reason is None:
+                raise
+            session.executor.close()  # a commit on its way ends first
             store = session.store
             raise UserError(
-                f"{error}. Generation {store.generation} (step {store.meta['step']}) is intact: mend this, then resume"
+                f"{reason}. Generation {store.generation} (step {store.meta['step']}) is intact: mend this, then resume"
             ) from error
+        result.gpu_memory = memory_use(session.device)
+        if result.gpu_memory is not None:
+            observer.on_message(
+                "GPU memory: {allocated_bytes:,} bytes in tensors at most, {reserved_bytes:,} held for them; "
+                "{fragmentation_bytes:,} lost to fragmentation".format(**result.gpu_memory)
+            )
         result.tiers = _tiers(session, budgets)
         result.drives = _drives(session, result.steps_done)
     return result
+
+
+@contextmanager
+def _garbage_restored() -> Iterator[None]:
+    """The garbage collector is left as it was found."""
+    enabled = gc.isenabled()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _run(session: Session, observer: Observer) -> TrainResult:
@@ -159,7 +189,9 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         observer.on_step(metrics, spans)
         steps.append(metrics)
         if len(steps) == 1:
-            gc.freeze()  # everything long-lived exists now: later collections need not look at it
+            # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
+            gc.freeze()
+            gc.disable()
         stopped = observer.should_stop() and session.step < session.config.steps
         for name in observer.checkpoint_requests():
             session.request_checkpoint(name)
@@ -169,7 +201,6 @@ def _run(session: Session, observer: Observer) -> TrainResult:
     observer.on_spans(tail := session.executor.take_spans())
     for span in tail:
         lanes[span.lane].add(span)
-    gc.unfreeze()
     timed = steps[1:] or steps
     return TrainResult(
         steps=session.step,
@@ -182,6 +213,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         tiers={},
         lanes={lane: {"busy_s": lanes[lane].busy_s, "bytes": lanes[lane].bytes} for lane in LANES},
         drives=[],
+        gpu_memory=None,
         stopped=stopped,
     )
 

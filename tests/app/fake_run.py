@@ -64,7 +64,9 @@ def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint:
     observer.on_spans([Span("nvme_write", "commit", "layers.0", -1, end, end + 0.01, 4096, train.steps)])
     tiers = {name: {"budget_bytes": 2**30, "peak_bytes": 2**29} for name in ("gpu", "ram", "nvme")}
     lanes = {"h2d": {"busy_s": 0.5, "bytes": 4096}, "compute": {"busy_s": 1.0, "bytes": 0}}
-    return SimpleNamespace(tokens_per_s=1e4, tiers=tiers, lanes=lanes, drives=[], stopped=stopped, steps=0)
+    return SimpleNamespace(
+        tokens_per_s=1e4, tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, stopped=stopped, steps=0
+    )
 
 
 def export(run_dir: Path, *, out_dir: Path, **parts: Any) -> None:

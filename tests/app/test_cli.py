@@ -99,6 +99,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "tiers",
         "lanes",
         "drives",
+        "gpu_memory",
     }
     found = status(run)
     assert set(found) == {"state", "pid", "step", "total_steps", "heartbeat"}

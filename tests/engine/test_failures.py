@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch import Tensor
 
-from engine.ops import Op
-from engine.runtime import DivergedError, first_not_finite
-from engine.train import train_step
+from app.cli import main
+from engine.failures import describe, explain
+from engine.ops import WHOLE, Op
+from engine.runtime import DivergedError, Runtime, first_not_finite
+from engine.train import train, train_step
+from storage.errors import UserError
 from storage.nvme import NvmeStore
 
 NAN = float("nan")
@@ -76,3 +82,135 @@ def test_the_first_in_the_order_of_the_passes_is_named(tmp_path: Path) -> None:
     assert str(first_not_finite(plan, *zeros, both)).startswith(
         "the gradient of the input of block layers.1 of chunk 4 "
     )
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.52 GiB of which 1.06 GiB is free."
+)
+LOST = torch.AcceleratorError(
+    "CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported"
+)
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, ...)`")
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exception) -> None:
+    """Let the ops of an action raise `error` in a step, as torch does from inside a kernel call."""
+    perform = Runtime.perform
+
+    def failing(self: Runtime, op: Op) -> Any:
+        if op.action == action and op.step == step and op.index == 1:
+            raise error
+        return perform(self, op)
+
+    monkeypatch.setattr(Runtime, "perform", failing)
+
+
+def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> None:
+    train(
+        model=tiny.model(),
+        data=tiny.data(),
+        train=tiny.training(),
+        budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
+        storage=tiny.storage(checkpoint_every=2),
+        run_dir=folder,
+        observer=observer,
+        resume=resume,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OUT_OF_MEMORY,
+            ["budgets.gpu", "asked for 2.50 GiB", "layer_forward of block layers", "budget of 1,073,741,824"],
+        ),
+        (LOST, ["the GPU failed in op layer_forward", "unspecified launch failure", "Xid", "on another one"]),
+        (CUBLAS, ["the GPU failed in op layer_forward", "CUBLAS_STATUS_EXECUTION_FAILED"]),
+    ],
+)
+def test_what_the_gpu_raises_is_explained_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: list[str]
+) -> None:
+    whole, rest = tiny.Silent(), tiny.Silent()
+    run(tmp_path / "whole", whole)
+    with monkeypatch.context() as patch:
+        fail_in(patch, "layer_forward", 4, error)
+        started = time.monotonic()
+        with pytest.raises(UserError) as caught:
+            run(tmp_path / "failed", tiny.Silent())
+        assert time.monotonic() - started < 20
+    for part in [*words, "chunk 1 (micro-batch 0, tokens 16 to 32), of step 4"]:
+        assert part in str(caught.value)
+    intact = re.search(r"Generation \d+ \(step (\d)\) is intact: mend this, then resume", str(caught.value))
+    assert intact is not None
+    step = int(intact[1])  # step 2's commit may have been on its way, or dropped
+    assert step in (0, 2)
+    run(tmp_path / "failed", rest, resume=True)
+    assert [m.loss for m in rest.metrics] == [m.loss for m in whole.metrics[step:]]
+
+
+def test_a_bug_is_not_taken_for_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in(monkeypatch, "layer_forward", 1, RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match") as caught:
+        run(tmp_path, tiny.Silent())
+    assert not isinstance(caught.value, UserError)
+
+
+def test_the_command_line_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "small.py"
+    recipe.write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    fail_in(monkeypatch, "head", 2, OUT_OF_MEMORY)
+    assert main(["train", str(recipe)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "out of GPU memory, in spite of the plan: op head of block head, chunk 1" in message
+    assert "is intact: mend this, then resume" in message
+
+
+RECIPE = """
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="small",
+    model=ModelConfig(
+        num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=300
+    ),
+    data=DataConfig(source="random", sequence_length=48, max_documents=40),
+    train=TrainConfig(steps=3, chunk_tokens=16, compile="off", device="cpu"),
+    budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
+    storage=StorageConfig(checkpoint_every=1, chunk_bytes="16KiB"),
+)
+"""
+
+
+def test_an_op_is_described_by_its_tokens(tmp_path: Path) -> None:
+    with tiny.session(tmp_path) as session:
+        plan = session.plan
+    common: dict[str, Any] = {"id": 0, "block": "layers.1", "step": 7, "reads": (), "writes": (), "deps": ()}
+    part = Op(lane="h2d", action="load_weights_part", index=3, **common)
+    assert describe(part, plan) == "load_weights_part of block layers.1, index 3, of step 7"
+    assert (
+        describe(Op(lane="compute", action="norm", index=WHOLE, **common), plan) == "norm of block layers.1, of step 7"
+    )
+    assert "what surrounds the ops" in str(explain(LOST, None, plan))
+    assert explain(ValueError("CUDA error"), None, plan) is None
+
+
+def test_a_failure_on_the_way_out_of_an_op_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Several lanes fail at once; `close` returns and the first failure is what is raised."""
+    with tiny.session(tmp_path, ram=tiny.FLOOR) as session:
+
+        def broken(op: Op) -> Any:
+            raise CUBLAS if op.lane == "compute" else LOST
+
+        session.executor._perform = broken
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            train_step(session)
+        session.executor.close()
+        assert time.monotonic() - started < 5
+        assert session.executor.failed_op is not None

@@ -1,0 +1,56 @@
+"""What failed on the GPU, said to the user: out of memory in spite of the plan, or the GPU itself."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from engine.ops import WHOLE, Op
+from engine.plan import Plan
+from storage.errors import UserError
+
+_CUDA = re.compile(
+    r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error|Triton Error \[CUDA\]|cudaError|CUFILE_"
+)
+_TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
+
+
+def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None:
+    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is not the GPU's.
+
+    What is on disk is untouched by either; the caller says which generation that is.
+    """
+    where = f"op {describe(op, plan)}" if op is not None else "what surrounds the ops"
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or (_CUDA.search(text) and "out of memory" in text):
+        return UserError(_out_of_memory(text, where, plan))
+    if isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and _CUDA.search(text)):
+        return UserError(
+            f"the GPU failed in {where}: {text.strip().partition(chr(10))[0]}. Errors on the GPU come up late, so an "
+            "earlier op may be the cause. If the GPU is gone or hangs (nvidia-smi; Xid in the kernel's log), resume on "
+            "another one"
+        )
+    return None
+
+
+def _out_of_memory(text: str, where: str, plan: Plan) -> str:
+    tried = _TRIED.search(text)
+    asked = f" asked for {tried[1]} more" if tried else ""
+    gpu = plan.tiers["gpu"]
+    return (
+        f"budgets.gpu: out of GPU memory, in spite of the plan: {where}{asked}; the plan's peak is {gpu.peak_bytes:,} "
+        f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or end what "
+        "else runs on this GPU"
+    )
+
+
+def describe(op: Op, plan: Plan) -> str:
+    """An op in words: what it does, for which block and which tokens."""
+    text = f"{op.action} of block {op.block}"
+    if op.index != WHOLE and op.lane == "compute":
+        chunk = plan.chunks[op.index]
+        text += f", chunk {chunk.index} (micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
+    elif op.index != WHOLE:
+        text += f", index {op.index}"
+    return f"{text}, of step {op.step}"

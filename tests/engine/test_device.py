@@ -1,0 +1,199 @@
+"""Which device a run takes, why it refuses one, and the settings of the process while it runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from engine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
+from engine.events import Span, StepMetrics
+from engine.executor import Executor
+from engine.ops import Op
+from engine.train import train, train_step
+from storage.errors import UserError
+
+H100 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "reason"),
+    [
+        ("NVIDIA H100", (9, 0), "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "bfloat16", None),
+        ("Tesla T4", (7, 5), "float32", None),
+        ("Tesla T4", (7, 5), "bfloat16", "Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0"),
+        ("Tesla V100", (7, 0), "float32", "built for 7.5 and newer"),
+    ],
+)
+def test_a_gpu_too_old_is_refused_by_name(
+    name: str, capability: tuple[int, int], dtype: str, reason: str | None
+) -> None:
+    found = too_old(name, capability, H100, dtype)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_that_is_not_there_is_explained() -> None:
+    with pytest.raises(UserError, match=r"train\.device: .* no CUDA device: .+; use auto or cpu") as caught:
+        resolve_device(tiny.training(device="cuda"))
+    if torch.version.cuda is None:
+        assert f"this torch ({torch.__version__}) is built without CUDA" in str(caught.value)
+    assert resolve_device(tiny.training(device="auto")) == torch.device("cpu")
+
+
+def test_settings_are_undone_in_reverse() -> None:
+    class Owner:
+        value = 1
+
+    log: list[int] = []
+    settings = DeviceSettings()
+    settings.set(Owner, "value", 2)
+    settings.call(log.append, 10, 20)
+    settings.set(Owner, "value", 3)
+    assert (Owner.value, log) == (3, [20])
+    settings.restore()
+    assert (Owner.value, log) == (1, [20, 10])
+
+
+def test_deterministic_lasts_as_long_as_the_session(tmp_path: Path) -> None:
+    def state() -> tuple[bool, bool, bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark,
+            torch._inductor.config.deterministic,
+        )
+
+    before = state()
+    with tiny.session(tmp_path, t=tiny.training(deterministic=True)) as session:
+        assert state() == (True, False, False, True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+        train_step(session)
+    assert state() == before
+    assert configure(torch.device("cpu"), 1, deterministic=False).message is None
+    assert memory_use(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_deterministic_runs_are_equal_and_those_of_any_run(tmp_path: Path, compile: str) -> None:
+    digests = []
+    for i, deterministic in enumerate((True, True, False)):
+        t = tiny.training(deterministic=deterministic, compile=compile)
+        with tiny.session(tmp_path / str(i), t=t) as session:
+            for _ in range(2):
+                train_step(session)
+            session.finish()
+            digests.append(tiny.digest(session.store))
+    assert digests[0] == digests[1]
+    if compile == "off":
+        assert digests[2] == digests[0], "on CPU there are no other kernels"
+
+
+TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR)]
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, None])
+@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+def test_the_optimizer_under_the_next_forward_changes_no_bit(
+    tmp_path: Path, gpu: str, ram: str, clip_norm: float | None
+) -> None:
+    """Updates applied block by block in front of the next forward, or all of them before the next step begins."""
+    digests, losses = [], []
+    for overlapped in (True, False):
+        t = tiny.training(steps=5, clip_norm=clip_norm)
+        with tiny.session(tmp_path / str(overlapped), t=t, gpu=gpu, ram=ram) as session:
+            steps = []
+            for step in range(4):
+                steps.append(train_step(session))
+                if not overlapped and step < 3:
+                    session.executor.submit(session.builder.finish(commit=False))
+                    session.executor.drain()
+            session.finish()
+            losses.append([(m.loss, m.grad_norm) for m in steps])
+            digests.append(tiny.digest(session.store))
+    assert digests[0] == digests[1]
+    assert losses[0] == losses[1]
+    if clip_norm is not None:
+        assert all(norm > clip_norm for _, norm in losses[0]), "clipping must be at work"
+
+
+def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> None:
+    """Bit-equal results of the same AdamW object, called by the optimizer lane or by the compute lane."""
+    calls: dict[str, set[str]] = {}
+    digests = set()
+    for gpu in ("1GiB", tiny.FLOOR):
+        with tiny.session(tmp_path / gpu, gpu=gpu, t=tiny.training(compile="on")) as session:
+            step, lanes = session.runtime.adamw._update, calls.setdefault(gpu, set())
+
+            def update(*args: Any, step: Any = step, lanes: set[str] = lanes) -> None:
+                import threading
+
+                lanes.add(threading.current_thread().name)
+                step(*args)
+
+            session.runtime.adamw._update = update
+            for _ in range(3):
+                train_step(session)
+            session.finish()
+            digests.add(tiny.digest(session.store))
+    assert calls == {"1GiB": {"compute"}, tiny.FLOOR: {"optimizer"}}
+    assert len(digests) == 1
+
+
+class Collections(tiny.Silent):
+    """Counts the garbage collector's runs within each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        self._count = 0
+
+    def seen(self, phase: str, info: dict[str, int]) -> None:
+        self._count += phase == "start"
+
+    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+        super().on_step(metrics, spans)
+        self.counts.append(self._count)
+        self._count = 0
+
+
+def test_garbage_is_looked_for_once_a_step(tmp_path: Path) -> None:
+    observer = Collections()
+    gc.callbacks.append(observer.seen)
+    try:
+        train(
+            model=tiny.model(),
+            data=tiny.data(),
+            train=tiny.training(steps=6),
+            budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
+            storage=tiny.storage(),
+            run_dir=tmp_path,
+            observer=observer,
+            resume=False,
+        )
+    finally:
+        gc.callbacks.remove(observer.seen)
+    assert observer.counts[1:] == [1, 1, 1, 1, 1]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def op(number: int, *deps: int, lane: Any = "compute") -> Op:
+    return Op(id=number, lane=lane, action="noop", block="b", index=0, step=1, reads=(), writes=(), deps=deps)
+
+
+@pytest.mark.parametrize("deps", [(1,), (7,)])
+def test_a_dependency_that_nobody_submitted_is_an_error(deps: tuple[int, ...]) -> None:
+    executor = Executor(lambda op: None, torch.device("cpu"))
+    executor.submit([op(0), op(2, 0, lane="h2d")])  # there is no op 1
+    executor.drain()
+    executor.submit([op(3, *deps)])
+    with pytest.raises(AssertionError, match=f"op 3 depends on op {deps[0]}, which was never submitted"):
+        executor.wait(3)
+    executor.close()
