@@ -37,11 +37,9 @@ class ModelRunner:
         device: torch.device | str,
         dtype: torch.dtype,
         compile: bool = False,
-        in_pieces: bool = False,
         constants: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`in_pieces`: layers will be run with their graphs cut at attention. `constants`: values of `spec.constants`;
-        the model's initial ones where not given."""
+        """`constants`: values of `spec.constants`; the model's initial ones where not given."""
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = dtype
@@ -51,9 +49,6 @@ class ModelRunner:
         for name, tensor in (constants or {}).items():
             model.get_buffer(name).data = tensor.to(self.device)
         self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)
-        if compile and in_pieces:
-            # Both halves of a cut graph's backward may pass through the same compiled function.
-            torch._functorch.config.donated_buffer = False
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
         self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
         self._logits_cost: loss_terms.LogitsCost | None = None

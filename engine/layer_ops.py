@@ -27,8 +27,8 @@ class LayerOps:
         self._plan, self._gpu, self._ram = runtime.plan, runtime.gpu, runtime.ram
         self._layers, self._dtype = runtime.runner.layers, runtime.runner.dtype
         self._shapes = runtime.runner.spec.attention
-        self._kept: dict[tuple[int, int], tuple[LayerGraph, KeptAttention | None]] = {}
-        """(layer, chunk) -> the graph that waits for backward, and the attention in it."""
+        self._kept: dict[tuple[int, int], tuple[LayerGraph, KeptAttention | None, int]] = {}
+        """(layer, chunk) -> the graph that waits for backward, the attention in it, and its bytes."""
         self.kept_bytes = 0
         """Bytes of the graphs that wait."""
         self.kept_peak_bytes = 0
@@ -140,14 +140,14 @@ class LayerOps:
         else:
             attends = KeptAttention(self._state(op, *self._saved(op, shape)))
             graph = self._layers.keep(layer, weights, x, inputs, attends.forward)
-        self._kept[layer, op.index] = graph, attends
+        self._kept[layer, op.index] = graph, attends, graph.nbytes
         self.kept_bytes += graph.nbytes
         self.kept_peak_bytes = max(self.kept_peak_bytes, self.kept_bytes)
         return graph.y.detach()
 
     def _release(self, op: Op) -> tuple[LayerGraph, KeptAttention | None]:
-        graph, attends = self._kept.pop((self._layer(op)[0], op.index))
-        self.kept_bytes -= graph.nbytes
+        graph, attends, nbytes = self._kept.pop((self._layer(op)[0], op.index))
+        self.kept_bytes -= nbytes
         return graph, attends
 
     def _op_layer_again(self, op: Op) -> None:
@@ -229,7 +229,7 @@ class LayerOps:
         runtime, (layer, chunk) = self._runtime, self._layer(op)
         weights, gradients, shape = runtime.weights(op), runtime.gradients(op), self._shape(layer)
         if "kept" in op.flags:
-            graph, _ = self._kept[layer, op.index]
+            graph = self._kept[layer, op.index][0]
         else:
             x, inputs = runtime.hidden(op.slots["x"], chunk), runtime.layer_inputs(op, chunk)
             out = self._saved(op, shape)[0]

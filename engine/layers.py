@@ -89,7 +89,7 @@ class LayerGraph:
     """
 
     x: Tensor
-    """Leaf [n, hidden]."""
+    """Leaf [1, n, hidden]."""
     y: Tensor
     names: Sequence[str]
     """State-dict names of the layer's parameters."""
@@ -102,12 +102,19 @@ class LayerGraph:
     """Its log-sum-exp [heads, n], where the graph is cut and kept."""
     _weights: _Weights | None = None
     """Where the graph is kept."""
+    _project: Callable[[Mapping[str, Tensor]], Projection] | None = None
+    """Makes the projection again, with a graph of its own down to x."""
     _dx: Tensor | None = None
 
     def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
         """Backward of what follows attention, for dy [n, hidden]; the gradient of attention's output."""
+        if self.projection is not None and _nodes([self.y]) & _nodes(self.projection[:3]):
+            # What leads to attention leads past it too: this backward frees it, so the other needs a graph of its own.
+            assert self._project is not None
+            with torch.enable_grad():
+                self.projection = self._project(weights)
         wanted = [self.x, *self.parameters] if self.out is None else [self.x, *self.parameters, self.out]
-        found = self._backward([self.y], [dy], wanted, weights, retain=self._shared())
+        found = self._backward([self.y], [dy], wanted, weights)
         self._dx = found[0]
         self._add(found[1 : 1 + len(self.parameters)], grads)
         return None if self.out is None else found[-1]
@@ -123,11 +130,11 @@ class LayerGraph:
             assert dsinks is not None
             outputs.append(sinks)
             gradients.append(dsinks)
-        found = self._backward(outputs, gradients, [self.x, *self.parameters], weights, retain=False)
+        found = self._backward(outputs, gradients, [self.x, *self.parameters], weights)
         self._add(found[1:], grads)
         through = found[0]
         assert through is not None
-        return through if self._dx is None else through.add_(self._dx)
+        return through[0] if self._dx is None else through.add_(self._dx)[0]
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +149,7 @@ class LayerGraph:
     def dx(self) -> Tensor:
         """dx [n, hidden], after `top`, of a graph that is not cut."""
         assert self._dx is not None
-        return self._dx
+        return self._dx[0]
 
     def _backward(
         self,
@@ -150,26 +157,16 @@ class LayerGraph:
         gradients: Sequence[Tensor],
         wanted: Sequence[Tensor],
         weights: Mapping[str, Tensor],
-        *,
-        retain: bool,
     ) -> Sequence[Tensor | None]:
         if self._weights is not None:
             self._weights.now = next(iter(weights.values()))
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            outputs, wanted, gradients, retain_graph=retain, allow_unused=True
-        )
+        found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         return found
 
     def _add(self, found: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
         for name, grad in zip(self.names, found, strict=True):
             if grad is not None:
                 grads[name].add_(grad)
-
-    def _shared(self) -> bool:
-        """Whether the way from y and the way from q, k, v to x have a node in common, which `top` must not free."""
-        if self.projection is None:
-            return False
-        return bool(_nodes([self.y]) & _nodes(self.projection[:3]))
 
 
 def _nodes(tensors: Sequence[Tensor]) -> set[Any]:
@@ -249,7 +246,7 @@ class LayerRunner:
         """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
         with torch.no_grad():
             handler = None if state is None else attention.forward_handler(self._in_blocks(index, state))
-            return self._run(index, weights, x, inputs, handler)
+            return self._run(index, weights, x[None], inputs, handler)
 
     def backward(
         self,
@@ -267,7 +264,7 @@ class LayerRunner:
         in reverse order.
         """
         template = self._template(index)
-        x = x.detach().requires_grad_()
+        x = x[None].detach().requires_grad_()
         with torch.enable_grad():
             handler = None if state is None else attention.backward_handler(self._in_blocks(index, state))
             y = self._run(index, weights, x, inputs, handler, recompute=True)
@@ -277,7 +274,7 @@ class LayerRunner:
         for name, grad in zip(template.parameters, computed, strict=True):
             if grad is not None:
                 grads[prefix + name].add_(grad)
-        return dx
+        return dx[0]
 
     def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
         """Starts of the documents of a stream of `tokens`, or of the blocks that layer `index` cuts them into."""
@@ -294,13 +291,15 @@ class LayerRunner:
 
     def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
         """What layer `index` asks of attention for x [n, hidden]; nothing after that is computed."""
+        with torch.no_grad():
+            return self._project(index, weights, x[None], inputs)
 
+    def _project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
         def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             raise _Projected(Projection(q, k, v, call))
 
         try:
-            with torch.no_grad():
-                self._run(index, weights, x, inputs, leave)
+            self._run(index, weights, x, inputs, leave)
         except _Projected as found:
             projection: Projection = found.args[0]
             return projection
@@ -311,7 +310,7 @@ class LayerRunner:
     ) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden] and the output of its attention."""
         with torch.no_grad():
-            return self._run(index, weights, x, inputs, lambda q, k, v, call: out)
+            return self._run(index, weights, x[None], inputs, lambda q, k, v, call: out)
 
     def graph(
         self,
@@ -340,6 +339,7 @@ class LayerRunner:
 
         graph = self._graph(index, weights, x, inputs, handle, keep=keep)
         graph.projection, graph.out = seen[0], leaves[0]
+        graph._project = lambda weights: self._project(index, weights, graph.x, inputs)
         return graph
 
     def keep(
@@ -364,7 +364,7 @@ class LayerRunner:
         keep: bool,
     ) -> LayerGraph:
         template = self._template(index)
-        x = (x.clone() if keep else x.detach()).requires_grad_()
+        x = (x[None].clone() if keep else x[None].detach()).requires_grad_()
         hooks = _Weights(next(iter(weights.values())))
         with torch.enable_grad():
             if keep:
@@ -395,6 +395,7 @@ class LayerRunner:
         *,
         recompute: bool = False,
     ) -> Tensor:
+        """The layer's output [n, hidden] for x [1, n, hidden]."""
         template = self._template(index)
         template.bind(weights, self._prefixes[index])
         for name, buffer in template.buffers.items():
@@ -404,10 +405,10 @@ class LayerRunner:
         call = inputs.calls[index]
         run = template.recompute if recompute else template.forward
         if handler is None:
-            output = run(x[None], *call.args, **call.kwargs)
+            output = run(x, *call.args, **call.kwargs)
         else:
             with attention.use(self._with_window(index, handler)):
-                output = run(x[None], *call.args, **call.kwargs)
+                output = run(x, *call.args, **call.kwargs)
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y[0]
 

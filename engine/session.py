@@ -111,9 +111,7 @@ class Session:
             plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
         )
         load_memory(store, plan, self.gpu, self.ram, dtype)
-        runner = ModelRunner(
-            spec, device=device, dtype=dtype, compile=compiled, in_pieces=plan.streamed, constants=constants
-        )
+        runner = ModelRunner(spec, device=device, dtype=dtype, compile=compiled, constants=constants)
         self.runtime = Runtime(
             plan,
             self.layouts,
