@@ -213,8 +213,8 @@ class Case:
     """budgets.ram; None takes the default share of what is free."""
     spill_state: bool = False
     """State may live on NVMe; else a machine whose RAM does not hold the cut model skips the case."""
-    warm_up: int = 1
-    """Steps that are not timed: they compile, fill caches and leave a gradient for the first timed step's update."""
+    warm_up: int = 2
+    """Steps that are not timed: the first compiles the layers, the second the optimizer, which applies its gradient."""
     short_warm_up: bool = False
     """The warm-up's documents are two chunks long, so that it costs little at full length."""
     timed: int = 3
@@ -236,7 +236,7 @@ class Case:
     def estimate_s(self, peak_flops: float | None) -> float:
         """Seconds that the case takes on a GPU of this peak, roughly, at 45 % of it; an unknown GPU counts as slow."""
         shape = self.shapes[0] if self.layers is None else replace(self.shapes[0], layers=self.layers[0])
-        steps = self.timed + self.kernel_gaps + (0.15 if self.short_warm_up else 1) * self.warm_up
+        steps = self.timed + self.kernel_gaps + (0.2 if self.short_warm_up else 1) * self.warm_up
         rate = 0.45 * (peak_flops or 100e12)
         return 30 + 5 * self.kernel_s + steps * shape.step_flops(self.rows, self.row_tokens) / rate
 
@@ -321,18 +321,34 @@ SUITES: dict[str, tuple[Case, ...]] = {
 }
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    # In order of weight: what a time limit cuts off is the end.
-    "gpu": ("short", "long", "short-24gb", "long-24gb", "tiers", "short-32b"),
+    # Cases in order of weight: what a time limit cuts off is the end.
+    "gpu": (
+        "short",
+        "long-7b",
+        "long-8b",
+        "short-24gb",
+        "long-24gb-7b",
+        "tiers",
+        "short-32b",
+        "long-24gb-8b",
+    ),
 }
 
 
 def cases_of(text: str) -> list[tuple[str, Case]]:
-    """(suite, case) of `NAME[,NAME...]`, each once. Raises UserError for a name that does not exist."""
+    """(suite, case) of `NAME[,NAME...]`, each once; a name is a group's, a suite's or a case's.
+
+    Raises UserError for a name that does not exist.
+    """
+    by_case = {case.name: (suite, case) for suite, cases in SUITES.items() for case in cases}
     found: list[tuple[str, Case]] = []
     for name in text.split(","):
         name = name.strip()
-        if name not in SUITES and name not in GROUPS:
+        if name in SUITES:
+            named = [(name, case) for case in SUITES[name]]
+        elif name in GROUPS or name in by_case:
+            named = [by_case[case] for case in GROUPS.get(name, (name,))]
+        else:
             raise UserError(f"--suite {name}: no such suite; choose among {', '.join([*GROUPS, *SUITES])}")
-        for suite in GROUPS.get(name, (name,)):
-            found += [(suite, case) for case in SUITES[suite] if (suite, case) not in found]
+        found += [each for each in named if each not in found]
     return found

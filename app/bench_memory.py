@@ -100,7 +100,7 @@ def bench_memory(
 def deviation(rows: Sequence[dict[str, Any]], window: str, key: str, per_token: int) -> float:
     """Largest distance of a size from the law (whole) or from a constant (streamed), as a share of it."""
     worst = 0.0
-    for depth in {row["depth"] for row in rows}:
+    for depth in {row["depth"] for row in rows if row["window"] == window}:
         sizes = {r["tokens"]: r[key] for r in rows if (r["window"], r["depth"]) == (window, depth)}
         first = min(sizes)
         constant = sizes[first] - (per_token * first if window == "whole" else 0)
@@ -113,7 +113,7 @@ def deviation(rows: Sequence[dict[str, Any]], window: str, key: str, per_token: 
 def depth_difference(rows: Sequence[dict[str, Any]], window: str, key: str) -> float:
     """Largest difference between depths at one length, as a share of the smaller size."""
     worst = 0.0
-    for tokens in {row["tokens"] for row in rows}:
+    for tokens in {row["tokens"] for row in rows if row["window"] == window}:
         sizes = [row[key] for row in rows if (row["window"], row["tokens"]) == (window, tokens)]
         worst = max(worst, max(sizes) / min(sizes) - 1)
     return worst

@@ -22,6 +22,7 @@ from app.bench_kernels import attention_rates, matmul_rates
 from app.bench_state import open_drawn
 from app.trace import write_trace
 from engine import attention
+from engine.attention_select import measure as measure_attention
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
 from engine.data import DataLoader, MicroBatch
 from engine.flops import executed_flops, model_flops
@@ -39,6 +40,8 @@ from storage.readers import Readers, select_readers
 _NVME_MARGIN = 1.05
 """What the store asks of a drive, over two generations of the state."""
 _EVERYTHING = "64TiB"
+DTYPE = torch.bfloat16
+"""What steps compute in, TrainConfig's default."""
 
 
 class Skip(Exception):
@@ -343,6 +346,8 @@ def _tiers(session: Session) -> dict[str, dict[str, int]]:
 def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     """Run the case and return its figures. Raises Skip where the machine is too small."""
     setup = choose(case, folder)
+    chunk = min(case.chunk_tokens, case.row_tokens)
+    _choose_kernels(setup, case.row_tokens, chunk)
     short_steps = case.warm_up if case.short_warm_up else 0
     session = open_case(setup, folder, short_steps=short_steps, document_tokens=2 * case.chunk_tokens)
     try:
@@ -356,13 +361,27 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     gc.collect()
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
-    dtype = torch.bfloat16
-    chunk = min(case.chunk_tokens, case.row_tokens)
     kernels = {
-        "attention_tflops": attention_rates(setup.spec, case.row_tokens, chunk, setup.device, dtype, case.kernel_s),
-        "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, dtype, case.kernel_s),
+        "attention_tflops": attention_rates(setup.spec, case.row_tokens, chunk, setup.device, DTYPE, case.kernel_s),
+        "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),
     }
     return figures(case, setup, ran, kernels)
+
+
+def _choose_kernels(setup: Setup, row_tokens: int, chunk_tokens: int) -> None:
+    """Measure attention's kernels before the steps: documents of the warm-up are too short for some of them."""
+    for shape in {shape for shape in setup.spec.attention if shape is not None}:
+        measure_attention(
+            setup.device,
+            DTYPE,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            qk_dim=shape.qk_dim,
+            v_dim=shape.v_dim,
+            chunk=chunk_tokens,
+            total=row_tokens,
+            window=shape.window,
+        )
 
 
 def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict[str, Any]:
@@ -423,6 +442,7 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
             "gpu_parts": plan.tiers["gpu"].parts,
         },
         **kernels,
+        "attention_report": attention.attention_report(),
     }
 
 

@@ -84,7 +84,7 @@ def list_text() -> str:
             lines.append(
                 f"{suite:<12}{case.name:<14}{shapes}, {case.rows} x {case.row_tokens:,} tokens, {depth}{budget}"
             )
-    groups = [f"{name:<12}{', '.join(suites)}" for name, suites in GROUPS.items()]
+    groups = [f"{name:<12}{', '.join(cases)}" for name, cases in GROUPS.items()]
     return "\n".join([*lines, *groups])
 
 

@@ -33,7 +33,8 @@ def test_names_of_suites_and_groups() -> None:
     assert [case.name for _, case in cases_of("long, short")] == ["long-7b", "long-8b", "short"]
     gpu = cases_of("gpu")
     assert {suite for suite, _ in gpu} == {"short", "long", "short-24gb", "long-24gb", "tiers", "short-32b"}
-    assert len(cases_of("gpu,short")) == len(gpu)  # each once
+    assert len(cases_of("gpu,short")) == len(gpu) == 8  # each once
+    assert cases_of("long-8b") == [("long", SUITES["long"][1])]
     with pytest.raises(UserError, match="--suite nope: no such suite; choose among gpu, short"):
         cases_of("short,nope")
     assert all(case_from_json(case_to_json(case)) == case for cases in SUITES.values() for case in cases)
@@ -149,7 +150,7 @@ def test_what_a_gpu_cannot_hold_is_skipped_with_the_planners_words(tmp_path: Pat
 def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     case = replace(SUITES["tiers"][0], gpu="70GiB", ram="60GiB")
-    for free_gib, name in ((10_000, "Mistral-Large-2 (123B)"), (1200, "Qwen3-32B"), (140, "Qwen3-4B")):
+    for free_gib, name in ((10_000, "Mistral-Large-2 (123B)"), (140, "Qwen3-4B")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_gib: usage(0, 0, free << 30))
         setup = chosen(case, tmp_path)
         assert setup.shape.name == name
