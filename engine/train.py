@@ -238,9 +238,10 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
 
 
 def _tiers(session: Session, budgets: BudgetConfig) -> dict[str, dict[str, int]]:
-    """Budget and peak of each tier. On CPU the gpu tier is what was carved; on CUDA what the allocator really held."""
+    """Budget and peak of each tier. On CPU the gpu tier is what was carved and the graphs kept; on CUDA what the
+    allocator really held."""
     plan, store = session.plan, session.store
-    gpu_peak = session.gpu.arena.used_bytes
+    gpu_peak = session.gpu.arena.used_bytes + session.runtime.layer_ops.kept_peak_bytes
     if session.device.type == "cuda":
         gpu_peak = torch.cuda.max_memory_allocated(session.device)
     nvme_peak = store.disk_bytes()

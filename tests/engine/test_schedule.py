@@ -265,6 +265,57 @@ def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
     assert 0 <= len(mixed.spilled) < len(on_disk.spilled)
 
 
+def test_memory_left_over_keeps_graphs_first_where_steps_are_long() -> None:
+    short = problem(save="auto", edge=64)
+    need = some_plan(problem(save="attention", edge=64, gpu_budget=1)).tiers["gpu"].peak_bytes
+    budget = need + 700_000
+    few = make_plan(problem(save="auto", edge=64, gpu_budget=budget))
+    many = make_plan(problem(save="auto", edge=64, row_tokens=512, micro_batches=32, gpu_budget=budget + 200_000))
+    assert {b.state for b in few.buffers.values()} != {b.state for b in many.buffers.values()}
+    assert "gpu" in {b.state for b in few.buffers.values()}
+    assert len(many.kept) > len(few.kept)
+    assert all(key in many.kept for key in [(3, c.index) for c in many.chunks][-len(many.kept) :]), (
+        "the last ones first"
+    )
+    assert make_plan(short).kept == {(i, c.index) for i in (1, 2, 3) for c in make_plan(short).chunks}
+
+
+def test_where_attention_is_cheap_it_is_computed_again_rather_than_spilled() -> None:
+    floor = some_plan(problem(gpu_budget=1)).tiers["gpu"].peak_bytes
+    ram = some_plan(problem(gpu_budget=floor, ram_budget=1, save="input")).tiers["ram"].peak_bytes + 60_000
+    cheap = make_plan(problem(save="auto", again_share=0.05, gpu_budget=floor, ram_budget=ram))
+    dear = make_plan(problem(save="auto", again_share=0.3, gpu_budget=floor, ram_budget=ram))
+    assert cheap.recomputed
+    assert not dear.recomputed
+    assert len(cheap.spilled) < len(dear.spilled)
+
+
+def test_a_window_is_streamed_only_where_it_would_not_fit() -> None:
+    long = {"row_tokens": 2048, "save": "attention", "kv_window": "auto"}
+    whole = make_plan(problem(**long))
+    assert not whole.streamed
+    need = some_plan(problem(**long | {"kv_window": "streamed"}, gpu_budget=1)).tiers["gpu"].peak_bytes
+    tight = make_plan(problem(**long, gpu_budget=need))
+    assert tight.streamed
+    lengths = [make_plan(problem(**long | {"kv_window": "streamed", "row_tokens": n})) for n in (1024, 4096)]
+    windows = [plan.tiers["gpu"].parts["K/V window"] for plan in lengths]
+    assert windows[0] == windows[1], "what is streamed takes the same memory at any length"
+    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*give at least \d+ bytes"):
+        make_plan(problem(**long | {"kv_window": "whole"}, gpu_budget=need))
+
+
+def test_everything_is_kept_or_refused_with_the_need() -> None:
+    with pytest.raises(
+        BudgetError, match=r"budgets\.gpu: .*train\.save=everything needs.*give at least (\d+) bytes"
+    ) as e:
+        make_plan(problem(save="everything", gpu_budget=400_000))
+    need = int(str(e.value).split("give at least ")[1].split(" bytes")[0])
+    plan = make_plan(problem(save="everything", gpu_budget=need))
+    assert len(plan.kept) == 3 * len(plan.chunks)
+    with pytest.raises(BudgetError, match=r"train\.save: what layers\.0 would have to keep is not known"):
+        make_plan(problem(save="everything", graph_bytes=None))
+
+
 @pytest.mark.parametrize("tier", ["gpu", "ram"])
 def test_a_budget_below_one_working_set_is_refused_with_the_need(tier: str) -> None:
     with pytest.raises(BudgetError, match=rf"budgets\.{tier}.*give at least \d+ bytes"):
