@@ -151,6 +151,8 @@ class Display:
         """Print where the blocks live and what that costs the drives."""
         self._console.print(plan_table(plan))
         self.message(traffic_line(plan))
+        for line in activation_lines(plan):
+            self.message(line)
 
     def step(self, metrics: StepMetrics, spans: list[Span]) -> None:
         """Show a finished step."""
@@ -196,6 +198,21 @@ def traffic_line(plan: dict[str, Any]) -> str:
         return "nothing passes through NVMe but committed generations"
     line = f"each step reads {bytes_text(moved['nvme_read'])} from NVMe and writes {bytes_text(moved['nvme_write'])}"
     return f"{line}, {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else line
+
+
+def activation_lines(plan: dict[str, Any]) -> list[str]:
+    """What backward finds saved where that is not attention's output of every layer, and keys and values if streamed."""
+    lines = []
+    kept, again = plan["kept_activations"], plan["recomputed_blocks"]
+    if kept["chunks"]:
+        share = f"{kept['chunks']:,} of {plan['layer_chunks']:,} layer chunks"
+        lines.append(f"backward computes nothing again in {share}: {bytes_text(kept['bytes'])} of GPU memory keep them")
+    if again:
+        names = again[0] if len(again) == 1 else f"{again[0]} to {again[-1]}"
+        lines.append(f"backward computes attention again in {names}: they save their input only")
+    if plan["kv_window"] == "streamed":
+        lines.append("keys and values pass through the GPU chunk by chunk")
+    return lines
 
 
 def _stem(name: str) -> str:

@@ -239,6 +239,7 @@ class Plan:
             ],
             "chunks": len(self.chunks),
             "chunk_tokens": self.max_chunk_tokens,
+            "layer_chunks": len(self.chunks) * sum(block.role == "layer" for block in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "kept_activations": {"chunks": len(self.kept), "bytes": self.tiers["gpu"].parts["kept activations"]},

@@ -10,6 +10,7 @@ from app.progress import (
     WARMUP_STEPS,
     Display,
     Eta,
+    activation_lines,
     busiest_lane,
     busy_seconds,
     bytes_text,
@@ -87,6 +88,10 @@ PLAN: dict[str, Any] = {
     "tiers": {},
     "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30},
     "spilled_activations": {"chunks": 2, "bytes": 2**20},
+    "kept_activations": {"chunks": 0, "bytes": 0},
+    "recomputed_blocks": [],
+    "kv_window": "whole",
+    "layer_chunks": 6,
 }
 
 
@@ -97,6 +102,16 @@ def test_what_a_step_costs_the_drives_is_said_before_it_runs() -> None:
     assert traffic_line(PLAN | nothing) == line
     idle = {"bytes_per_step": {"nvme_read": 0, "nvme_write": 0}}
     assert "nothing passes through NVMe" in traffic_line(PLAN | nothing | idle)
+
+
+def test_what_backward_finds_saved_is_said() -> None:
+    assert activation_lines(PLAN) == []
+    some = {"kept_activations": {"chunks": 4, "bytes": 3 * 2**20}, "recomputed_blocks": ["layers.0", "layers.1"]}
+    assert activation_lines(PLAN | some | {"kv_window": "streamed"}) == [
+        "backward computes nothing again in 4 of 6 layer chunks: 3.0 MiB of GPU memory keep them",
+        "backward computes attention again in layers.0 to layers.1: they save their input only",
+        "keys and values pass through the GPU chunk by chunk",
+    ]
 
 
 def test_plan_table_joins_layers_that_live_alike() -> None:
