@@ -77,7 +77,8 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _session(tokens: int, chunk_tokens: int, compile: bool, folder: Path) -> Session:
-    from app.bench_suite_worker import choose, open_case
+    from app.bench_setup import choose
+    from app.bench_suite_worker import open_case
 
     case = Case(
         name="attention",

@@ -241,7 +241,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     """A session on the least GPU budget that the planner accepts, everything else in RAM."""
     import torch
 
-    from app.bench_suite_worker import Setup, open_case, shape_model
+    from app.bench_setup import Setup, shape_model
+    from app.bench_suite_worker import open_case
     from engine.config import BudgetConfig, DataConfig, StorageConfig, TrainConfig
     from engine.prepare import plan_run
     from storage.readers import select_readers

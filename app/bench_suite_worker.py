@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,207 +15,26 @@ from typing import Any, cast
 
 import torch
 
-from app.bench_cases import Case, Shape, case_from_json
+from app.bench_cases import Case, case_from_json
 from app.bench_figures import kernel_idle, limit_s, median_times, scaled_flops, shares
 from app.bench_kernels import attention_rates, matmul_rates
+from app.bench_setup import Setup, Skip, choose, nvme_bytes
 from app.bench_state import open_drawn
 from app.trace import write_trace
 from engine import attention
 from engine.attention_select import measure as measure_attention
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
 from engine.data import DataLoader, MicroBatch
+from engine.device import configure, memory_use
 from engine.flops import executed_flops, model_flops
 from engine.hardware import hfu, mfu, peak_flops
-from engine.model import ModelSpec
-from engine.plan import FP32, STATE_KINDS, Plan, gib
-from engine.prepare import budgets, layouts, make_loader, model_config, model_spec, plan_run, prepare_data
+from engine.prepare import layouts, make_loader, prepare_data
 from engine.session import Session, run_identity, run_meta
-from engine.state import scratch_arrays
 from engine.train import train_step
-from storage.errors import BudgetError, UserError
+from storage.errors import UserError
 from storage.nvme import NvmeStore
-from storage.readers import Readers, select_readers
 
-_NVME_MARGIN = 1.05
-"""What the store asks of a drive, over two generations of the state."""
-_EVERYTHING = "64TiB"
 DTYPE = torch.bfloat16
 """What steps compute in, TrainConfig's default."""
-
-
-class Skip(Exception):
-    """This machine is smaller than the case needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What is run for a case: a shape, whole and cut to `layers`, and the cut one's plan."""
-
-    shape: Shape
-    spec: ModelSpec
-    full_spec: ModelSpec
-    full_plan: Plan
-    plan: Plan
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    storage: StorageConfig
-    device: torch.device
-    readers: Readers
-
-    @property
-    def depth(self) -> float:
-        """Layers of the whole model over those of the cut one."""
-        return len(self.full_spec.attention) / len(self.spec.attention)
-
-
-# ---------------------------------------------------------------------- what fits
-
-
-def choose(case: Case, folder: Path) -> Setup:
-    """The first shape and depth that the machine holds. Raises Skip saying why none fits."""
-    reasons = []
-    for shape in case.shapes:
-        try:
-            return _fit(case, shape, folder)
-        except Skip as reason:
-            reasons.append(f"{shape.name}: {reason}" if len(case.shapes) > 1 else str(reason))
-    raise Skip("; ".join(reasons))
-
-
-def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
-    on_gpu = case.needs_cuda
-    if on_gpu and not torch.cuda.is_available():
-        raise Skip("needs CUDA, and torch sees no device")
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    data = DataConfig(source="random", sequence_length=case.row_tokens, max_documents=max(4, case.rows))
-    train = TrainConfig(
-        steps=10**6,
-        sequences_per_step=case.rows,
-        chunk_tokens=case.chunk_tokens,
-        lr=1e-5,
-        lr_schedule="constant",
-        device="cuda" if on_gpu else "cpu",
-        compile="auto" if on_gpu or case.compiled else "off",
-    )
-    storage = StorageConfig(checkpoint_every=10**9)
-    limits = BudgetConfig(gpu=case.gpu, ram=case.ram)
-    gpu_bytes, ram_bytes = budgets(limits, device)
-    _, full_spec = shape_model(shape, shape.layers, data)
-    # A whole model that needs more RAM than there is only limits the cases that measure such a one.
-    whole = BudgetConfig(gpu=gpu_bytes, ram=ram_bytes if case.spill_state else _EVERYTHING)
-    readers = select_readers("auto", device, [folder])
-    full_plan = _plan(full_spec, data, train, whole, storage, device, readers)
-    if case.spill_state:
-        _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
-    reasons = []
-    for layers in case.layers or (shape.layers,):
-        model, spec = shape_model(shape, layers, data)
-        share = layers / shape.layers
-        gpu, ram = _scaled_budgets(full_plan, share)
-        cut = BudgetConfig(gpu=gpu, ram=ram if case.spill_state and share < 1 else ram_bytes)
-        try:
-            plan = _plan(spec, data, train, cut, storage, device, readers)
-        except Skip as reason:
-            reasons.append(str(reason))
-            continue
-        if not case.spill_state and (lacking := _not_in_ram(plan)):
-            reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(ram_bytes)}")
-            continue
-        return Setup(shape, spec, full_spec, full_plan, plan, model, data, train, storage, device, readers)
-    raise Skip(reasons[-1])
-
-
-def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfig, ModelSpec]:
-    """The shape with so many layers."""
-    model = ModelConfig(
-        model_type=shape.model_type,
-        num_layers=layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        tie_embeddings=shape.tied,
-        overrides=shape.overrides,
-    )
-    return model, model_spec(model_config(model, data, None), data)
-
-
-def _plan(
-    spec: ModelSpec,
-    data: DataConfig,
-    train: TrainConfig,
-    limits: BudgetConfig,
-    storage: StorageConfig,
-    device: torch.device,
-    readers: Readers,
-) -> Plan:
-    direct, pinned = readers.device is not None, readers.pinned_bytes(1)
-    try:
-        return plan_run(spec, data, train, limits, storage, device, device_reads=direct, reader_bytes=pinned)
-    except BudgetError as refusal:
-        raise Skip(str(refusal)) from None
-
-
-def _scaled_budgets(full: Plan, share: float) -> tuple[int, int]:
-    """Bytes of GPU and RAM that leave a model cut to `share` of its layers in the same position as the whole one.
-
-    What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, so
-    that the same share of them is resident.
-    """
-    layer_buffers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
-    compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
-    sizes = {"weights": compute, "gradient": waiting, "state": len(STATE_KINDS) * FP32}
-    on_gpu = full.tiers["gpu"].parts.get("kept activations", 0)
-    in_ram = 0
-    for name in layer_buffers:
-        buffer = full.buffers[name]
-        if buffer.state == "gpu":
-            on_gpu += buffer.numel * (compute + (1 + len(STATE_KINDS)) * FP32)
-        in_ram += sum(buffer.numel * size for kind, size in sizes.items() if getattr(buffer, kind) == "ram")
-    in_ram += sum(
-        full.record_bytes(index, chunk.index)
-        for index, block in enumerate(full.blocks)
-        if block.role == "layer"
-        for chunk in full.chunks
-        if (index, chunk.index) not in full.spilled
-    )
-    tiers = full.tiers
-    return (
-        tiers["gpu"].peak_bytes - int(on_gpu * (1 - share)),
-        tiers["ram"].peak_bytes - int(in_ram * (1 - share)),
-    )
-
-
-def _not_in_ram(plan: Plan) -> str | None:
-    """What a plan put on NVMe for want of RAM."""
-    missing = sum(
-        buffer.numel * size
-        for buffer in plan.buffers.values()
-        for kind, size in (("weights", 2), ("gradient", 4), ("state", 12))
-        if getattr(buffer, kind) == "nvme"
-    )
-    missing += plan.spill_bytes
-    return f"{gib(plan.tiers['ram'].peak_bytes + missing)} of RAM or more" if missing else None
-
-
-def _require_disk(plan: Plan, train: TrainConfig, folder: Path, *, whole_state: bool) -> None:
-    """Skip unless the drive holds what training keeps there, or only what a benchmark of all layers writes."""
-    need, free = nvme_bytes(plan, train, whole_state=whole_state), shutil.disk_usage(folder).free
-    if need > free:
-        what = "two generations of its state" if whole_state else "state and activations"
-        raise Skip(f"needs {gib(need)} of disk for {what}, and {gib(free)} are free")
-
-
-def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> int:
-    """Bytes on drives of a run of `plan`: two generations of the state (all, or what lives there), and scratch."""
-    held = [b for b in plan.buffers.values() if whole_state or b.state == "nvme"]
-    state = sum(buffer.numel for buffer in held) * len(STATE_KINDS) * FP32
-    sizes = {"bfloat16": 2, "float32": 4}
-    scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
-    return int(2 * state * _NVME_MARGIN) + scratch + plan.spill_bytes
 
 
 # ---------------------------------------------------------------------- steps
@@ -300,8 +118,9 @@ def run_steps(case: Case, session: Session, folder: Path) -> Ran:
         losses.append(metrics.loss)
         tokens = metrics.tokens
         spans += [span._asdict() for span in session.executor.take_spans()]
-        if number == 1:
+        if number == 1:  # as train() does
             gc.freeze()
+            gc.disable()
     counted = {
         "forward": attention.COUNTS.forward_flops / case.timed,
         "backward": attention.COUNTS.backward_flops / case.timed,
@@ -334,9 +153,8 @@ def _tiers(session: Session) -> dict[str, dict[str, int]]:
         },
         "nvme": {"peak_bytes": session.store.disk_bytes()},
     }
-    if session.device.type == "cuda":
-        found["gpu"]["peak_bytes"] = torch.cuda.max_memory_allocated(session.device)
-        found["gpu"]["reserved_bytes"] = torch.cuda.max_memory_reserved(session.device)
+    if (used := memory_use(session.device)) is not None:
+        found["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}
     return found
 
 
@@ -357,14 +175,15 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     if trace is not None:
         _write_step_trace(ran.spans, case.warm_up + case.timed, folder / case.name, trace)
     del session
+    gc.enable()
     gc.unfreeze()
-    gc.collect()
-    if setup.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _give_back(setup.device)
+    settings = configure(setup.device, setup.full_plan.tiers["gpu"].budget_bytes, deterministic=False)
     kernels = {
         "attention_tflops": attention_rates(setup.spec, case.row_tokens, chunk, setup.device, DTYPE, case.kernel_s),
         "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),
     }
+    settings.restore()
     return figures(case, setup, ran, kernels)
 
 
@@ -382,6 +201,14 @@ def _choose_kernels(setup: Setup, row_tokens: int, chunk_tokens: int) -> None:
             total=row_tokens,
             window=shape.window,
         )
+    _give_back(setup.device)
+
+
+def _give_back(device: torch.device) -> None:
+    """Free what this process holds of the GPU without using it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict[str, Any]:

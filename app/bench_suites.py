@@ -210,6 +210,8 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
         + (f" of {bytes_text(tier['budget_bytes'])}" if "budget_bytes" in tier else "")
         for name, tier in row["tiers"].items()
     )
+    if (lost := row["tiers"]["gpu"].get("fragmentation_bytes")) is not None:
+        tiers += f"; {bytes_text(lost)} of the GPU's lost to fragmentation"
     busy = ", ".join(f"{lane} {row['busy'][lane]:.1%}" for lane in LANES)
     once, whole = row["attention_executed_over_once"], row["whole_model"]
     return (

@@ -1,0 +1,206 @@
+"""What a case of the step suites runs on this machine: the largest model and depth that fit, and its plan.
+
+A model cut to some of its layers is planned as the whole one would be: with as much memory for one block's work, and
+with what is left over scaled to its depth, so that the same share of the layers is resident or kept.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from app.bench_cases import Case, Shape
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.device import resolve_device
+from engine.model import ModelSpec
+from engine.plan import FP32, STATE_KINDS, Plan, gib
+from engine.prepare import budgets, model_config, model_spec, plan_run
+from engine.state import scratch_arrays
+from storage.errors import BudgetError
+from storage.readers import Readers, select_readers
+
+_NVME_MARGIN = 1.05
+"""What the store asks of a drive, over two generations of the state."""
+_EVERYTHING = "64TiB"
+
+
+class Skip(Exception):
+    """This machine is smaller than the case needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is run for a case: a shape, whole and cut to `layers`, and the cut one's plan."""
+
+    shape: Shape
+    spec: ModelSpec
+    full_spec: ModelSpec
+    full_plan: Plan
+    plan: Plan
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    storage: StorageConfig
+    device: torch.device
+    readers: Readers
+
+    @property
+    def depth(self) -> float:
+        """Layers of the whole model over those of the cut one."""
+        return len(self.full_spec.attention) / len(self.spec.attention)
+
+
+def choose(case: Case, folder: Path) -> Setup:
+    """The first shape and depth that the machine holds. Raises Skip saying why none fits."""
+    reasons = []
+    for shape in case.shapes:
+        try:
+            return _fit(case, shape, folder)
+        except Skip as reason:
+            reasons.append(f"{shape.name}: {reason}" if len(case.shapes) > 1 else str(reason))
+    raise Skip("; ".join(reasons))
+
+
+def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
+    on_gpu = case.needs_cuda
+    if on_gpu and not torch.cuda.is_available():
+        raise Skip("needs CUDA, and torch sees no device")
+    data = DataConfig(source="random", sequence_length=case.row_tokens, max_documents=max(4, case.rows))
+    train = TrainConfig(
+        steps=10**6,
+        sequences_per_step=case.rows,
+        chunk_tokens=case.chunk_tokens,
+        lr=1e-5,
+        lr_schedule="constant",
+        device="cuda" if on_gpu else "cpu",
+        compile="auto" if on_gpu or case.compiled else "off",
+    )
+    device = resolve_device(train)
+    storage = StorageConfig(checkpoint_every=10**9)
+    limits = BudgetConfig(gpu=case.gpu, ram=case.ram)
+    gpu_bytes, ram_bytes = budgets(limits, device)
+    _, full_spec = shape_model(shape, shape.layers, data)
+    # A whole model that needs more RAM than there is only limits the cases that measure such a one.
+    whole = BudgetConfig(gpu=gpu_bytes, ram=ram_bytes if case.spill_state else _EVERYTHING)
+    readers = select_readers("auto", device, [folder])
+    full_plan = _plan(full_spec, data, train, whole, storage, device, readers)
+    if case.spill_state:
+        _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
+    reasons = []
+    for layers in case.layers or (shape.layers,):
+        model, spec = shape_model(shape, layers, data)
+        share = layers / shape.layers
+        gpu, ram = _scaled_peaks(full_plan, share)
+        cut = BudgetConfig(gpu=gpu, ram=ram if case.spill_state and share < 1 else ram_bytes)
+        try:
+            plan = _with_slack(_plan(spec, data, train, cut, storage, device, readers), full_plan)
+        except Skip as reason:
+            reasons.append(str(reason))
+            continue
+        if not case.spill_state and (lacking := _not_in_ram(plan)):
+            reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(ram_bytes)}")
+            continue
+        return Setup(shape, spec, full_spec, full_plan, plan, model, data, train, storage, device, readers)
+    raise Skip(reasons[-1])
+
+
+def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfig, ModelSpec]:
+    """The shape with so many layers."""
+    model = ModelConfig(
+        model_type=shape.model_type,
+        num_layers=layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        tie_embeddings=shape.tied,
+        overrides=shape.overrides,
+    )
+    return model, model_spec(model_config(model, data, None), data)
+
+
+def _plan(
+    spec: ModelSpec,
+    data: DataConfig,
+    train: TrainConfig,
+    limits: BudgetConfig,
+    storage: StorageConfig,
+    device: torch.device,
+    readers: Readers,
+) -> Plan:
+    direct, pinned = readers.device is not None, readers.pinned_bytes(1)
+    try:
+        return plan_run(spec, data, train, limits, storage, device, device_reads=direct, reader_bytes=pinned)
+    except BudgetError as refusal:
+        raise Skip(str(refusal)) from None
+
+
+def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
+    """Bytes of GPU and RAM that leave a model cut to `share` of its layers in the same position as the whole one.
+
+    What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, so
+    that the same share of them is resident.
+    """
+    layer_buffers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
+    compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
+    sizes = {"weights": compute, "gradient": waiting, "state": len(STATE_KINDS) * FP32}
+    on_gpu = full.tiers["gpu"].parts.get("kept activations", 0)
+    in_ram = 0
+    for name in layer_buffers:
+        buffer = full.buffers[name]
+        if buffer.state == "gpu":
+            on_gpu += buffer.numel * (compute + (1 + len(STATE_KINDS)) * FP32)
+        in_ram += sum(buffer.numel * size for kind, size in sizes.items() if getattr(buffer, kind) == "ram")
+    in_ram += sum(
+        full.record_bytes(index, chunk.index)
+        for index, block in enumerate(full.blocks)
+        if block.role == "layer"
+        for chunk in full.chunks
+        if (index, chunk.index) not in full.spilled
+    )
+    tiers = full.tiers
+    return (
+        tiers["gpu"].peak_bytes - int(on_gpu * (1 - share)),
+        tiers["ram"].peak_bytes - int(in_ram * (1 - share)),
+    )
+
+
+def _with_slack(plan: Plan, full: Plan) -> Plan:
+    """The plan with as much of the GPU's budget left over as the whole model's plan leaves."""
+    gpu, whole = plan.tiers["gpu"], full.tiers["gpu"]
+    budget = min(whole.budget_bytes, gpu.budget_bytes + whole.budget_bytes - whole.peak_bytes)
+    return replace(plan, tiers=plan.tiers | {"gpu": replace(gpu, budget_bytes=budget)})
+
+
+def _not_in_ram(plan: Plan) -> str | None:
+    """What a plan put on NVMe for want of RAM."""
+    missing = sum(
+        buffer.numel * size
+        for buffer in plan.buffers.values()
+        for kind, size in (("weights", 2), ("gradient", 4), ("state", 12))
+        if getattr(buffer, kind) == "nvme"
+    )
+    missing += plan.spill_bytes
+    return f"{gib(plan.tiers['ram'].peak_bytes + missing)} of RAM or more" if missing else None
+
+
+def _require_disk(plan: Plan, train: TrainConfig, folder: Path, *, whole_state: bool) -> None:
+    """Skip unless the drive holds what training keeps there, or only what a benchmark of all layers writes."""
+    need, free = nvme_bytes(plan, train, whole_state=whole_state), shutil.disk_usage(folder).free
+    if need > free:
+        what = "two generations of its state" if whole_state else "state and activations"
+        raise Skip(f"needs {gib(need)} of disk for {what}, and {gib(free)} are free")
+
+
+def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> int:
+    """Bytes on drives of a run of `plan`: two generations of the state (all, or what lives there), and scratch."""
+    held = [b for b in plan.buffers.values() if whole_state or b.state == "nvme"]
+    state = sum(buffer.numel for buffer in held) * len(STATE_KINDS) * FP32
+    sizes = {"bfloat16": 2, "float32": 4}
+    scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
+    return int(2 * state * _NVME_MARGIN) + scratch + plan.spill_bytes
