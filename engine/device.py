@@ -17,6 +17,10 @@ _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _BFLOAT16_CAPABILITY = (8, 0)
 
+LEAST_LIMIT_BYTES = 2**30
+"""Budgets below this are not enforced: the allocator takes memory in pieces of up to 20 MiB, and cuBLAS takes 32 MiB a
+stream, which is much for a test's model and nothing for a real one's."""
+
 
 def resolve_device(config: TrainConfig) -> torch.device:
     """The compute device. Raises UserError when CUDA is asked for and there is none, or the GPU is too old."""
@@ -93,9 +97,10 @@ class DeviceSettings:
 def configure(device: torch.device, gpu_budget_bytes: int, *, deterministic: bool) -> DeviceSettings:
     """Set torch up for a run, before its first allocation on the device.
 
-    On CUDA: the caching allocator gets `gpu_budget_bytes` and no more, in segments that grow (nothing is left over
-    between blocks of different sizes); float32 products are float32, not TF32, and bfloat16 products are summed in
-    float32 throughout. `deterministic`: only kernels that give the same bits on every run.
+    On CUDA: the caching allocator gets `gpu_budget_bytes` (at least LEAST_LIMIT_BYTES) and no more, in segments that
+    grow, so that nothing is left over between blocks of different sizes; float32 products are float32, not TF32, and
+    bfloat16 products are summed in float32 throughout. `deterministic`: only kernels that give the same bits on every
+    run.
 
     Raises UserError when the budget exceeds what the GPU has free.
     """
@@ -124,9 +129,8 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
         )
     if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOC_CONF):
         _allocator_setting("expandable_segments:True")
-    settings.call(
-        lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, budget_bytes / total
-    )
+    limit = max(budget_bytes, LEAST_LIMIT_BYTES) / total
+    settings.call(lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, min(limit, 1.0))
     torch.cuda.reset_peak_memory_stats(device)
     settings.message = (
         f"GPU memory: {_gib(budget_bytes)} of {_gib(total)} are this run's budget; {_gib(others)} are taken by other "

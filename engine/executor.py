@@ -64,10 +64,19 @@ class Executor:
         Where `compute` runs; CUDA makes the GPU lanes asynchronous.
     in_flight:
         Ops of a lane that may be in progress at once when `perform` returns futures.
+    on_start:
+        Called with its lane at the start of each lane's thread.
     """
 
-    def __init__(self, perform: Perform, device: torch.device, in_flight: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        perform: Perform,
+        device: torch.device,
+        in_flight: Mapping[str, int] | None = None,
+        on_start: Callable[[str], None] | None = None,
+    ) -> None:
         self._perform = perform
+        self._on_start = on_start
         self._device = device
         self._in_flight = dict(in_flight or {})
         self._lock = threading.Lock()
@@ -207,6 +216,14 @@ class Executor:
     # ------------------------------------------------------------------ a lane's side
 
     def _run(self, lane: str) -> None:
+        try:
+            if self._on_start is not None:
+                self._on_start(lane)
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+                self._wake_all()
+            return
         try:
             stream = self._streams.get(lane)
             if stream is None:

@@ -1,8 +1,10 @@
 """Training on CUDA: lanes as streams give what the same steps give on CPU, on any tiers, however they are delayed."""
 
+import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,12 @@ import pytest
 import tiny
 import torch
 
+from engine.affinity import place_threads
+from engine.batch import ChunkTokens
+from engine.failures import explain
 from engine.ops import Op
 from engine.train import Session, train_step
+from storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -24,15 +30,6 @@ def steps(session: Session, count: int) -> tuple[list[float], list[float]]:
     metrics = [train_step(session) for _ in range(count)]
     session.finish()
     return [m.loss for m in metrics], [m.grad_norm for m in metrics]
-
-
-@pytest.fixture(autouse=True)
-def _plain_matmuls() -> Any:
-    """Full float32 products: TF32 would hide what is being compared."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize(("gpu", "ram"), TIERS)
@@ -82,3 +79,109 @@ def test_bfloat16_trains_on_streams(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert {span.lane for span in spans} >= {"h2d", "compute", "d2h", "optimizer"}
     assert all(span.end_s >= span.start_s for span in spans)
+
+
+def final_state(folder: Path, **changes: Any) -> tuple[str, list[float]]:
+    """A digest of the state after four steps on CUDA, and the losses."""
+    t = tiny.training(deterministic=True, **changes)
+    with tiny.session(folder, t=t, gpu=tiny.FLOOR, device=CUDA) as session:
+        losses, _ = steps(session, 4)
+        return tiny.digest(session.store), losses
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_deterministic_runs_are_equal_to_the_bit(tmp_path: Path, compute_dtype: str) -> None:
+    first = final_state(tmp_path / "first", compute_dtype=compute_dtype)
+    assert final_state(tmp_path / "second", compute_dtype=compute_dtype) == first
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_optimizer_under_the_next_forward_changes_no_bit_on_streams(tmp_path: Path) -> None:
+    digests = []
+    for overlapped in (True, False):
+        t = tiny.training(deterministic=True)
+        with tiny.session(tmp_path / str(overlapped), t=t, gpu=tiny.FLOOR, device=CUDA) as session:
+            for step in range(4):
+                train_step(session)
+                if not overlapped and step < 3:
+                    session.executor.submit(session.builder.finish(commit=False))
+                    session.executor.drain()
+            session.finish()
+            digests.append(tiny.digest(session.store))
+    assert digests[0] == digests[1]
+
+
+def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
+    """torch itself refuses what synchronises while a compute op is issued, once everything is warm.
+
+    Its check counts for all threads. So nothing is fetched ahead: that waits for a stream, which is none of a lane's.
+    """
+    with tiny.session(tmp_path, t=tiny.training(steps=1), gpu=tiny.FLOOR, device=CUDA) as session:
+        train_step(session)
+        torch.cuda.synchronize()
+        perform = session.runtime.perform
+
+        def strict(op: Op) -> Any:
+            if op.lane != "compute":
+                return perform(op)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return perform(op)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        session.executor._perform = strict
+        for _ in range(2):
+            train_step(session)
+
+
+def test_the_budget_is_enforced_and_what_breaks_it_is_explained(tmp_path: Path) -> None:
+    """A kernel that asks for more than the plan foresaw: named, with its bytes, and nothing is lost."""
+    with tiny.session(tmp_path, gpu="1GiB", device=CUDA) as session:
+        train_step(session)
+        session.finish()
+        before = tiny.digest(session.store)
+        head = session.runtime._actions["head"]
+
+        def greedy(op: Op) -> Any:
+            torch.empty(2**30, dtype=torch.uint8, device=CUDA)
+            return head(op)
+
+        session.runtime._actions["head"] = greedy
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            train_step(session)
+        text = str(explain(caught.value, session.executor.failed_op, session.plan))
+        assert "out of GPU memory, in spite of the plan: op head of block head, chunk" in text
+        assert "asked for 1024.00 MiB more" in text or "asked for 1.00 GiB more" in text
+    with closing(NvmeStore.open(tmp_path / "state")) as store:
+        assert store.meta["step"] == 1
+        assert tiny.digest(store) == before
+
+
+def test_a_batch_arrives_whole(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, device=CUDA) as session:
+        data = session.fetch()
+        for chunk, there in zip(session.plan.chunks, data.chunks, strict=True):
+            batch, tokens = data.micro_batches[chunk.micro_batch], slice(chunk.start, chunk.end)
+            here = ChunkTokens.of(batch.ids[tokens], batch.labels[tokens], batch.positions[tokens])
+            for a, b in zip(there.tensors(), here.tensors(), strict=True):
+                assert a.device.type == "cuda"
+                assert torch.equal(a.cpu(), b)
+
+
+def test_lanes_are_bound_near_the_gpu(tmp_path: Path) -> None:
+    where = place_threads(CUDA)
+    if where is None:
+        pytest.skip("too few CPUs to share out")
+    seen: dict[str, set[int]] = {}
+    with tiny.session(tmp_path, gpu=tiny.FLOOR, device=CUDA) as session:
+        perform = session.runtime.perform
+
+        def look(op: Op) -> Any:
+            seen[op.lane] = os.sched_getaffinity(0)
+            return perform(op)
+
+        session.executor._perform = look
+        steps(session, 1)
+    assert seen["compute"] == seen["h2d"] == where.lanes
+    assert seen["optimizer"] == where.optimizer

@@ -1,0 +1,124 @@
+"""Which CPUs a run's threads use on a machine with a GPU: those of the GPU's NUMA node, lanes and optimizer apart.
+
+A lane's thread only hands out work, but where it is late the GPU stands still. So the lanes have a few cores to
+themselves, and the optimizer's threads have the rest of the node, whose memory the pinned arena is taken from.
+Everything is read from sysfs, and bindings end with the threads that have them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SYSFS = Path("/sys")
+
+LANE_CORES = 4
+"""Cores kept for the lanes, where that is no more than a quarter of the node's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """CPUs of a run's threads."""
+
+    node: int | None
+    """NUMA node of the GPU; None where the machine does not say."""
+    lanes: frozenset[int]
+    """CPUs of the threads that hand out work."""
+    optimizer: frozenset[int]
+    """CPUs of the optimizer's threads."""
+    optimizer_threads: int
+    """One for each core of `optimizer`."""
+
+    def enter_lane(self, lane: str) -> None:
+        """Bind the calling thread, which is the lane's. OpenMP's threads are made by whoever needs them and inherit."""
+        os.sched_setaffinity(0, self.optimizer if lane == "optimizer" else self.lanes)
+        if lane == "optimizer":
+            # Counts for the calling thread, and for threads made later that do not ask for a number of their own.
+            torch.set_num_threads(self.optimizer_threads)
+
+    @contextmanager
+    def near_gpu(self) -> Iterator[None]:
+        """Inside the block the calling thread runs on the GPU's node: pages it touches first lie there."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.lanes | self.optimizer)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+def place_threads(device: torch.device) -> Placement | None:
+    """Where the threads of a run on `device` go; None without a GPU, or with too few CPUs to share out."""
+    if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    address = ""
+    if hasattr(gpu, "pci_bus_id"):
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    return placement(address, frozenset(os.sched_getaffinity(0)))
+
+
+def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) -> Placement | None:
+    """Share out the `allowed` CPUs on the node of the GPU at `pci_address` (0000:3b:00.0), or all of them if none is.
+
+    Whole cores: hyperthreads of one core are never split between lanes and optimizer.
+    """
+    node = gpu_node(pci_address, sysfs)
+    near = allowed & node_cpus(node, sysfs) if node is not None else allowed
+    if not near:
+        node, near = None, allowed
+    cores = _cores(near, sysfs)
+    count = min(LANE_CORES, len(cores) // 4)
+    if count == 0:
+        return None
+    lanes = frozenset().union(*cores[:count])
+    return Placement(node, lanes, near - lanes, len(cores) - count)
+
+
+def gpu_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+    """NUMA node of a PCI device; None where the machine has one node or does not say."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def node_cpus(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
+    """CPUs of a NUMA node; empty where the machine does not say."""
+    try:
+        return parse_cpu_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+    except OSError:
+        return frozenset()
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """CPUs in the kernel's notation: `0-3,8,10-11`."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _cores(cpus: frozenset[int], sysfs: Path) -> list[frozenset[int]]:
+    """`cpus` by physical core, in ascending order."""
+    cores: list[frozenset[int]] = []
+    left = set(cpus)
+    while left:
+        cpu = min(left)
+        try:
+            text = (sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+            core = parse_cpu_list(text) & left | {cpu}
+        except OSError:
+            core = frozenset({cpu})
+        cores.append(frozenset(core))
+        left -= core
+    return cores
