@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from engine import attention
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
 from engine.data import DataLoader
@@ -188,7 +189,8 @@ def plan_run(
         row_tokens=data.sequence_length,
         chunk_tokens=train.chunk_tokens,
         chunk_per_row=spec.recurrent,
-        workspace_bytes=workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type]),
+        workspace_bytes=workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type])
+        + (attention_workspace(spec, tokens, data.sequence_length) if device.type == "cuda" else 0),
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
         device_reads=device_reads,
@@ -207,24 +209,24 @@ def block_shapes(spec: ModelSpec, dtype: torch.dtype, row_tokens: int) -> tuple[
         if block.role != "layer":
             shapes.append(BlockShape(name=block.name, role=block.role, buffers=block.buffers))
             continue
-        attention, graph = spec.attention[i - 1], kept[i - 1]
-        if attention is None:
-            shape = BlockShape(name=block.name, role=block.role, buffers=block.buffers, graph_bytes_per_token=graph)
-            shapes.append(shape)
+        shape, graph = spec.attention[i - 1], kept[i - 1]
+        if shape is None:
+            plain = BlockShape(name=block.name, role=block.role, buffers=block.buffers, graph_bytes_per_token=graph)
+            shapes.append(plain)
             continue
-        kv = attention.kv_heads * (attention.qk_dim + attention.v_dim)
+        kv = shape.kv_heads * (shape.qk_dim + shape.v_dim)
         shapes.append(
             BlockShape(
                 name=block.name,
                 role=block.role,
                 buffers=block.buffers,
-                out_bytes_per_token=attention.heads * attention.v_dim * dtype.itemsize,
-                lse_bytes_per_token=attention.heads * FP32,
+                out_bytes_per_token=shape.heads * shape.v_dim * dtype.itemsize,
+                lse_bytes_per_token=shape.heads * FP32,
                 kv_bytes_per_token=kv * dtype.itemsize,
                 kv_numel_per_token=kv,
-                q_numel_per_token=attention.heads * attention.qk_dim,
-                out_numel_per_token=attention.heads * attention.v_dim,
-                window_tokens=attention.window,
+                q_numel_per_token=shape.heads * shape.qk_dim,
+                out_numel_per_token=shape.heads * shape.v_dim,
+                window_tokens=shape.window,
                 graph_bytes_per_token=graph,
                 again_share=_again_share(spec, i, row_tokens),
             )
@@ -237,9 +239,29 @@ def _again_share(spec: ModelSpec, block: int, row_tokens: int) -> float:
     shape = spec.attention[block - 1]
     assert shape is not None
     width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim)
-    attention = 2 * shape.heads * (shape.qk_dim + shape.v_dim) * visible_pairs(row_tokens, shape) / row_tokens
+    pairs = visible_pairs(row_tokens, shape) / row_tokens
+    attends = 2 * shape.heads * (shape.qk_dim + shape.v_dim) * pairs
     products = 2 * sum(p.numel for name in spec.blocks[block].buffers for p in spec.buffers[name] if len(p.shape) == 2)
-    return (2 * spec.hidden_size * width + attention) / ((1 + BACKWARD) * (products + attention))
+    return (2 * spec.hidden_size * width + attends) / ((1 + BACKWARD) * (products + attends))
+
+
+def attention_workspace(spec: ModelSpec, tokens: int, row_tokens: int) -> int:
+    """Most that the kernels for a layer's attention take on a GPU."""
+    return max(
+        (
+            attention.workspace_bytes(
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                qk_dim=shape.qk_dim,
+                v_dim=shape.v_dim,
+                chunk=tokens,
+                total=row_tokens,
+            )
+            for shape in spec.attention
+            if shape is not None
+        ),
+        default=0,
+    )
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_bytes: int) -> int:

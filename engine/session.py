@@ -7,7 +7,6 @@ import platform
 import re
 from collections import deque
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import weights
-from engine.affinity import place_threads
+from engine import attention, weights
+from engine.attention import attention_report
 from engine.batch import BatchCarrier
 from engine.blocks import ModelRunner
 from engine.check import check_model
@@ -99,7 +98,7 @@ class Session:
         loader.seek(store.meta["cursor"])
         self.settings = configure(device, plan.tiers["gpu"].budget_bytes, deterministic=train.deterministic)
         self._carrier = BatchCarrier(plan.chunks, device)
-        dtype = torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
+        dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
         store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
@@ -109,11 +108,9 @@ class Session:
         except torch.OutOfMemoryError as error:
             self.settings.restore()
             raise explain(error, None, plan) or error from error
-        placement = place_threads(device)
-        with nullcontext() if placement is None else placement.near_gpu():  # pinning touches every page
-            self.ram: RamMemory = allocate_ram(
-                plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
-            )
+        self.ram: RamMemory = allocate_ram(
+            plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
+        )
         load_memory(store, plan, self.gpu, self.ram, dtype)
         runner = ModelRunner(spec, device=device, dtype=dtype, compile=compiled, constants=constants)
         self.runtime = Runtime(
@@ -131,8 +128,7 @@ class Session:
         self.builder = ScheduleBuilder(plan)
         num_drives = len(store.drives)
         in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
-        on_start = None if placement is None else placement.enter_lane
-        self.executor = Executor(self.runtime.perform, device, in_flight, on_start)
+        self.executor = Executor(self.runtime.perform, device, in_flight)
         self._traffic = self._traffic_before = store.traffic()
 
     def __enter__(self) -> Session:
@@ -242,6 +238,11 @@ class Session:
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
 
 
+def compute_dtype(train: TrainConfig) -> torch.dtype:
+    """Dtype of weights and activations in forward and backward."""
+    return torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
+
+
 def automatic_name(step: int) -> str:
     """Name of the checkpoint that is kept of a step without being asked for by name."""
     return f"step-{step:06}"
@@ -329,7 +330,11 @@ def open_session(
         store = _new_state(root, drives, readers, spec, plan, model, train, loader, nvme_budget, identity)
     for warning in store.warnings:
         observer.on_message(warning)
-    observer.on_plan(plan.to_json() | {"bytes_per_step": bytes_per_step(plan)})
+    choose_kernels(spec, plan, device, compute_dtype(train))
+    kernels = attention_report()
+    for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
+        observer.on_message(line)
+    observer.on_plan(plan.to_json() | {"bytes_per_step": bytes_per_step(plan), "attention": kernels})
     session = Session(
         spec=spec,
         plan=plan,
@@ -344,6 +349,28 @@ def open_session(
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
+
+
+def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
+    """Measure the attention kernels of the model's layers at the plan's chunks, while GPU memory is still free.
+
+    Nothing happens on CPU, where there is one kernel.
+    """
+    if device.type != "cuda":
+        return
+    for shape in {shape for shape in spec.attention if shape is not None}:
+        attention.measure(
+            device,
+            dtype,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            qk_dim=shape.qk_dim,
+            v_dim=shape.v_dim,
+            chunk=plan.max_chunk_tokens,
+            total=min(plan.window_tokens, shape.chunk or plan.window_tokens),
+            window=shape.window,
+        )
+    torch.cuda.empty_cache()
 
 
 def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
