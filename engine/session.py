@@ -7,6 +7,7 @@ import platform
 import re
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import attention, weights
+from engine.affinity import place_threads
 from engine.attention import attention_report
 from engine.batch import BatchCarrier
 from engine.blocks import ModelRunner
@@ -108,9 +110,11 @@ class Session:
         except torch.OutOfMemoryError as error:
             self.settings.restore()
             raise explain(error, None, plan) or error from error
-        self.ram: RamMemory = allocate_ram(
-            plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
-        )
+        placement = place_threads(device)
+        with nullcontext() if placement is None else placement.near_gpu():  # pinning touches every page
+            self.ram: RamMemory = allocate_ram(
+                plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
+            )
         load_memory(store, plan, self.gpu, self.ram, dtype)
         runner = ModelRunner(spec, device=device, dtype=dtype, compile=compiled, constants=constants)
         self.runtime = Runtime(
@@ -128,7 +132,8 @@ class Session:
         self.builder = ScheduleBuilder(plan)
         num_drives = len(store.drives)
         in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
-        self.executor = Executor(self.runtime.perform, device, in_flight)
+        on_start = None if placement is None else placement.enter_lane
+        self.executor = Executor(self.runtime.perform, device, in_flight, on_start)
         self._traffic = self._traffic_before = store.traffic()
 
     def __enter__(self) -> Session:
