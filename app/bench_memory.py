@@ -1,9 +1,10 @@
 """`penstock bench memory`: the compute device's memory against the sequence's length, measured on the CPU.
 
 A step is run for every length, depth and treatment of the K/V window, each in a process of its own. Two things are
-measured: what the arena of the "gpu" tier handed out, and the growth of the process's peak resident memory over what
-it was before the session, less the RAM tier. Budgets are the least that the planner accepts, so that nothing of what
-is left over becomes resident blocks or kept activations, and malloc gives back what is freed.
+measured: what the arena of the "gpu" tier handed out, and the process's own peak resident memory, less what it was
+before the session and less what does not belong to the tier: RAM tier, the step's own tokens, Python's objects (queued
+ops, spans). Budgets are the least that the planner accepts, so that nothing of what is left over becomes resident
+blocks or kept activations, and malloc gives back what is freed.
 
 The law is 12 x kv_heads x head_dim bytes per token (K and V in bfloat16, their gradients in float32) and a constant,
 which is taken from the shortest sequence. Documents are short, so that 131,072 tokens take seconds on two cores: the
@@ -16,16 +17,18 @@ import argparse
 import gc
 import json as json_module
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.bench_cases import Shape
 from app.progress import bytes_text
+from engine.plan import KV_SLOTS
 from storage.errors import BudgetError, UserError
 
 if TYPE_CHECKING:
@@ -33,10 +36,10 @@ if TYPE_CHECKING:
     from engine.session import Session
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
-DEPTHS = (1, 4)
-WINDOWS = ("whole", "streamed")
-CHUNK_TOKENS = 512
-DOCUMENT_TOKENS = 1024
+DEPTHS = {"whole": (1, 4), "streamed": (1, 2)}
+"""By window: streamed, every chunk meets every earlier one, whatever is visible, and takes its time."""
+CHUNK_TOKENS = 1024
+DOCUMENT_TOKENS = 2048
 SHAPE = Shape(
     name="narrow, with the keys and values of Qwen2.5-7B",
     model_type="qwen3",
@@ -56,8 +59,7 @@ _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", 
 def bench_memory(
     *,
     lengths: Sequence[int] = LENGTHS,
-    depths: Sequence[int] = DEPTHS,
-    windows: Sequence[str] = WINDOWS,
+    depths: Mapping[str, Sequence[int]] = DEPTHS,
     document_tokens: int = DOCUMENT_TOKENS,
     json: bool = False,
     save: Path | None = None,
@@ -70,9 +72,11 @@ def bench_memory(
     if save is not None and not save.parent.is_dir():
         raise UserError(f"{save.parent}: no such folder; make it first")
     rows = []
-    for window in windows:
-        for depth in depths:
+    for window, layers in depths.items():
+        for depth in layers:
             for tokens in lengths:
+                if window == "streamed" and tokens <= KV_SLOTS * CHUNK_TOKENS:
+                    continue  # the slots of a streamed window hold all of it
                 rows.append(_measured(tokens, depth, window, document_tokens))
                 print(_row(rows[-1]), file=sys.stderr, flush=True)
     per_token = 12 * SHAPE.kv_heads * SHAPE.head_dim
@@ -82,11 +86,11 @@ def bench_memory(
         "document_tokens": document_tokens,
         "rows": rows,
         "deviation": {
-            key: {window: deviation(rows, window, key, per_token) for window in windows}
+            key: {window: deviation(rows, window, key, per_token) for window in depths}
             for key in ("arena_bytes", "resident_bytes")
         },
         "depth_difference": {
-            key: {window: depth_difference(rows, window, key) for window in windows}
+            key: {window: depth_difference(rows, window, key) for window in depths}
             for key in ("arena_bytes", "resident_bytes")
         },
     }
@@ -122,7 +126,7 @@ def depth_difference(rows: Sequence[dict[str, Any]], window: str, key: str) -> f
 def _row(row: dict[str, Any]) -> str:
     return (
         f"{row['window']:<9}{row['depth']:>6}{row['tokens']:>9,}{bytes_text(row['arena_bytes']):>12}"
-        f"{bytes_text(row['resident_bytes']):>12}{bytes_text(row['ram_bytes']):>12}{row['step_s']:>8.1f}"
+        f"{bytes_text(row['resident_bytes']):>12}{bytes_text(row['process_bytes']):>12}{row['step_s']:>8.1f}"
     )
 
 
@@ -131,7 +135,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"law: {report['bytes_per_token']:,} bytes a token, chunks of {report['chunk_tokens']:,}, documents of "
         f"{report['document_tokens']:,} tokens",
-        f"{'window':<9}{'layers':>6}{'tokens':>9}{'arena':>12}{'resident':>12}{'RAM tier':>12}{'step s':>8}",
+        f"{'window':<9}{'layers':>6}{'tokens':>9}{'arena':>12}{'resident':>12}{'process':>12}{'step s':>8}",
         *map(_row, report["rows"]),
     ]
     for key, what in (("arena_bytes", "arena"), ("resident_bytes", "resident")):
@@ -157,7 +161,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     for axis, key, title in zip(
         axes,
         ("arena_bytes", "resident_bytes"),
-        ('"gpu" tier, as its arena counts it', "the process, less the RAM tier"),
+        ('"gpu" tier, as its arena counts it', "the process, less RAM tier, batch and Python objects"),
         strict=True,
     ):
         for window, depth in sorted({(row["window"], row["depth"]) for row in rows}, reverse=True):
@@ -217,17 +221,22 @@ def measure(tokens: int, depth: int, window: str, document_tokens: int, folder: 
     row: dict[str, Any] = {"tokens": tokens, "depth": depth, "window": window}
     for name, length in (("warm-up", 2 * CHUNK_TOKENS), ("measured", tokens)):
         (folder / name).mkdir()
-        before = _resident("VmRSS")
+        before, objects = _resident("VmRSS"), _objects_bytes()
         session = _session(length, depth, window, document_tokens, folder / name)
         _forget_peak()
         try:
             step_s = train_step(session).step_s
             session.executor.drain()
-            ram_bytes = session.ram.arena.used_bytes
-            row |= {
+            others = {
+                "ram_bytes": session.ram.arena.used_bytes,
+                "batch_bytes": _batch_bytes(session),
+                "objects_bytes": _objects_bytes() - objects,
+            }
+            grown = _resident("VmHWM") - before
+            row |= others | {
                 "arena_bytes": session.gpu.arena.used_bytes,
-                "resident_bytes": _resident("VmHWM") - before - ram_bytes,
-                "ram_bytes": ram_bytes,
+                "process_bytes": grown,
+                "resident_bytes": grown - sum(others.values()),
                 "step_s": step_s,
             }
         finally:
@@ -235,6 +244,34 @@ def measure(tokens: int, depth: int, window: str, document_tokens: int, folder: 
         del session
         gc.collect()
     return row
+
+
+def _objects_bytes() -> int:
+    """Most bytes that Python's allocator of small objects ever held in this process."""
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            sys._debugmallocstats()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        text = file.read().decode()
+    arenas = re.search(r"# arenas highwater mark\s*=\s*([\d,]+)", text)
+    size = re.search(r"arenas \* (\d+) bytes/arena", text)
+    assert arenas is not None, text
+    assert size is not None, text
+    return int(arenas[1].replace(",", "")) * int(size[1])
+
+
+def _batch_bytes(session: Session) -> int:
+    """Bytes of the step's tokens and what is known about them, each storage once."""
+    data = session.runtime.data(session.step)
+    tensors = [tensor for batch in data.micro_batches for tensor in (batch.ids, batch.labels, batch.positions)]
+    tensors += [tensor for chunk in data.chunks for tensor in chunk.tensors()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def _session(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> Session:

@@ -21,7 +21,7 @@ def row(tokens: int, depth: int, window: str, size: int) -> dict[str, Any]:
         "window": window,
         "arena_bytes": size,
         "resident_bytes": size,
-        "ram_bytes": 0,
+        "process_bytes": size,
         "step_s": 1.0,
     }
 
@@ -46,7 +46,8 @@ def test_a_small_measurement_follows_the_law(
         return bench_memory.measure(tokens, depth, window, document_tokens, folder)
 
     monkeypatch.setattr(bench_memory, "_measured", measured)
-    report = bench_memory.bench_memory(lengths=(512, 2048), depths=(1, 2), document_tokens=128, save=tmp_path / "law")
+    depths = {"whole": (1, 2), "streamed": (1, 2)}
+    report = bench_memory.bench_memory(lengths=(512, 2048), depths=depths, document_tokens=128, save=tmp_path / "law")
     sizes = {(r["window"], r["depth"], r["tokens"]): r["arena_bytes"] for r in report["rows"]}
     for depth in (1, 2):
         assert sizes["whole", depth, 2048] - sizes["whole", depth, 512] == PER_TOKEN * (2048 - 512)
@@ -61,6 +62,6 @@ def test_a_small_measurement_follows_the_law(
 
 def test_a_failing_measurement_says_which(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)bench memory failed at {'tokens': 1, .*sequence_length"):
-        bench_memory.bench_memory(lengths=(1,), depths=(1,), windows=("whole",))
+        bench_memory.bench_memory(lengths=(1,), depths={"whole": (1,)})
     with pytest.raises(UserError, match="no such folder"):
         bench_memory.bench_memory(save=tmp_path / "missing" / "law")
