@@ -333,7 +333,9 @@ def penstock_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    out = _handler(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call)
+    # `squeeze`, as the way back from an index fills a tensor with zeros and copies the gradient into it.
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    out = _handler(q, k, v, call)
     return out[None], None
 
 

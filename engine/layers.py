@@ -410,7 +410,7 @@ class LayerRunner:
             with attention.use(self._with_window(index, handler)):
                 output = run(x, *call.args, **call.kwargs)
         y: Tensor = output[0] if isinstance(output, tuple) else output
-        return y[0]
+        return y.squeeze(0)  # an index would copy the gradient on the way back
 
     def _with_window(self, index: int, handler: attention.Handler) -> attention.Handler:
         """`handler` told of the layer's window, which a layer that leaves it to the mask does not pass on."""

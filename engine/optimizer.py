@@ -12,6 +12,9 @@ from torch import Tensor
 
 from engine.config import TrainConfig
 
+PIECE_NUMEL = 1 << 24
+"""Elements updated at once where the update is not compiled: 64 MiB of float32, of which there are up to ten copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
@@ -142,12 +145,15 @@ class AdamW:
         state: master, exp_avg, exp_avg_sq, float32 [n]; gradient [n]; weights [n], compute dtype;
         decay_numel: the first elements of the range are decayed, the others not.
         """
-        ranges = ((0, decay_numel, values.decayed), (decay_numel, weights.numel(), values.undecayed))
-        for (start, end, s), host in zip(ranges, values.host, strict=True):
-            if start >= end:
-                continue
-            master, first, second = (t[start:end] for t in state)
-            if self.mode == "fused":
-                _torch_fused(master, first, second, gradient[start:end], weights[start:end], host, values.step)
-            else:
-                self._update(master, first, second, gradient[start:end], weights[start:end], s)
+        numel = weights.numel()
+        ranges = ((0, decay_numel, values.decayed), (decay_numel, numel, values.undecayed))
+        for (begin, stop, s), host in zip(ranges, values.host, strict=True):
+            # Compiled, nothing but the operands is ever in memory; otherwise there are copies, of a piece at a time.
+            piece = numel if self.mode == "compiled" else PIECE_NUMEL
+            for start in range(begin, stop, piece):
+                end = min(start + piece, stop)
+                master, first, second = (t[start:end] for t in state)
+                if self.mode == "fused":
+                    _torch_fused(master, first, second, gradient[start:end], weights[start:end], host, values.step)
+                else:
+                    self._update(master, first, second, gradient[start:end], weights[start:end], s)

@@ -15,6 +15,7 @@ from engine.device import DeviceSettings, configure, memory_use, resolve_device,
 from engine.events import Span, StepMetrics
 from engine.executor import Executor
 from engine.ops import Op
+from engine.optimizer import AdamW, scalars
 from engine.train import train, train_step
 from storage.errors import UserError
 
@@ -125,10 +126,11 @@ def test_the_optimizer_under_the_next_forward_changes_no_bit(
 
 def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> None:
     """Bit-equal results of the same AdamW object, called by the optimizer lane or by the compute lane."""
+    t = tiny.training(compile="on", save="input", kv_window="whole")  # the same graphs on both sides
     calls: dict[str, set[str]] = {}
     digests = set()
     for gpu in ("1GiB", tiny.FLOOR):
-        with tiny.session(tmp_path / gpu, gpu=gpu, t=tiny.training(compile="on")) as session:
+        with tiny.session(tmp_path / gpu, gpu=gpu, t=t) as session:
             step, lanes = session.runtime.adamw._update, calls.setdefault(gpu, set())
 
             def update(*args: Any, step: Any = step, lanes: set[str] = lanes) -> None:
@@ -197,3 +199,18 @@ def test_a_dependency_that_nobody_submitted_is_an_error(deps: tuple[int, ...]) -
     with pytest.raises(AssertionError, match=f"op 3 depends on op {deps[0]}, which was never submitted"):
         executor.wait(3)
     executor.close()
+
+
+@pytest.mark.parametrize("mode", ["eager", "fused"])
+def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = scalars(tiny.training(warmup_steps=0), 3, 0.7, torch.device("cpu"))
+    start = [torch.rand(1000, generator=generator) for _ in range(5)]
+    results = []
+    for piece in (1 << 24, 64, 320):  # whole vectors, as is the real one
+        monkeypatch.setattr("engine.optimizer.PIECE_NUMEL", piece)
+        master, first, second, gradient, weights = (t.clone() for t in start)
+        AdamW(mode).step((master, first, second), gradient, weights, 600, values)
+        results.append(torch.cat([master, first, second, weights]))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
