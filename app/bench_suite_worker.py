@@ -22,13 +22,13 @@ from app.bench_setup import Setup, Skip, choose, nvme_bytes
 from app.bench_state import open_drawn
 from app.trace import write_trace
 from engine import attention
-from engine.attention_select import measure as measure_attention
+from engine.config import BudgetConfig
 from engine.data import DataLoader, MicroBatch
 from engine.device import configure, memory_use
 from engine.flops import executed_flops, model_flops
 from engine.hardware import hfu, mfu, peak_flops
-from engine.prepare import layouts, make_loader, prepare_data
-from engine.session import Session, run_identity, run_meta
+from engine.prepare import budgets, layouts, make_loader, prepare_data
+from engine.session import Session, choose_kernels, run_identity, run_meta
 from engine.train import train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -72,6 +72,7 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
     loader = make_loader(corpus, setup.spec, setup.data, setup.train)
     identity = run_identity(setup.model, setup.data, setup.train)
     meta = run_meta(0, 0, loader.cursor, identity)
+    choose_kernels(setup.spec, setup.plan, setup.device, DTYPE)
     store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
     try:
         return Session(
@@ -165,7 +166,6 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     """Run the case and return its figures. Raises Skip where the machine is too small."""
     setup = choose(case, folder)
     chunk = min(case.chunk_tokens, case.row_tokens)
-    _choose_kernels(setup, case.row_tokens, chunk)
     short_steps = case.warm_up if case.short_warm_up else 0
     session = open_case(setup, folder, short_steps=short_steps, document_tokens=2 * case.chunk_tokens)
     try:
@@ -178,30 +178,14 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     gc.enable()
     gc.unfreeze()
     _give_back(setup.device)
-    settings = configure(setup.device, setup.full_plan.tiers["gpu"].budget_bytes, deterministic=False)
+    # Products are summed as in the steps; the memory is all that there is.
+    settings = configure(setup.device, budgets(BudgetConfig(), setup.device)[0], deterministic=False)
     kernels = {
         "attention_tflops": attention_rates(setup.spec, case.row_tokens, chunk, setup.device, DTYPE, case.kernel_s),
         "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),
     }
     settings.restore()
     return figures(case, setup, ran, kernels)
-
-
-def _choose_kernels(setup: Setup, row_tokens: int, chunk_tokens: int) -> None:
-    """Measure attention's kernels before the steps: documents of the warm-up are too short for some of them."""
-    for shape in {shape for shape in setup.spec.attention if shape is not None}:
-        measure_attention(
-            setup.device,
-            DTYPE,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            qk_dim=shape.qk_dim,
-            v_dim=shape.v_dim,
-            chunk=chunk_tokens,
-            total=row_tokens,
-            window=shape.window,
-        )
-    _give_back(setup.device)
 
 
 def _give_back(device: torch.device) -> None:

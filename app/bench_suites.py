@@ -112,10 +112,12 @@ def _outcome(
 ) -> dict[str, Any]:
     if case.needs_cuda and machine["gpu"] is None:
         return {"status": "skipped", "reason": "needs CUDA, and torch sees no device"}
-    if left_s is not None and left_s < (wanted_s := case.estimate_s(machine["peak_flops"])):
+    wanted_s = case.estimate_s(machine["peak_flops"])
+    if left_s is not None and left_s < wanted_s:
         reason = f"takes about {wanted_s:.0f} s, and {max(0, left_s):.0f} s of the time limit are left"
         return {"status": "skipped", "reason": f"{reason}; name its suite by itself"}
-    limit_s = case.limit_s if left_s is None else min(case.limit_s, left_s)
+    limit_s = max(case.limit_s, 2 * wanted_s) if case.needs_cuda else case.limit_s
+    limit_s = limit_s if left_s is None else min(limit_s, left_s)
     trace = trace_dir.resolve() / f"{case.name}.trace.json" if trace_dir is not None else None
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
         return run_case(case, Path(scratch), trace, limit_s)
@@ -219,8 +221,8 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
         f"({measured['layers_s']:.3f} s at the layers), ratio {measured['ratio']:.2f}",
         f"  busy: {busy}",
         f"  peak of budget: {tiers}; K/V window {row['plan']['kv_window']}",
-        f"  alone, TFLOP/s: attention forward {attention['forward']:.1f}, backward {attention['backward']:.1f}; "
-        f"matmul of a layer {matmul['layer']:.1f}, of the head {matmul['head']:.1f}",
+        f"  alone, TFLOP/s: attention forward {attention['forward']:.3g}, backward {attention['backward']:.3g}; "
+        f"matmul of a layer {matmul['layer']:.3g}, of the head {matmul['head']:.3g}",
         f"  attention computed over once: forward {once['forward']:.3f}, backward {once['backward']:.3f}",
         f"  the whole model takes gpu {bytes_text(whole['gpu_bytes'])}, ram {bytes_text(whole['ram_bytes'])}, "
         f"nvme {bytes_text(whole['nvme_bytes'])}",
