@@ -1,0 +1,169 @@
+"""The executor on streams: every op after what it depends on, events used again and again, an end after any failure."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from streams_on_cpu import EventOnCpu, StreamOnCpu, current_stream, streams_on_cpu
+
+from engine import executor as executors
+from engine.executor import GPU_LANES, Executor
+from engine.ops import LANES, Op
+
+CUDA = torch.device("cuda")
+
+
+def random_ops(seed: int, count: int, first: int = 0) -> list[Op]:
+    """Ops on all lanes, each after a few of those before it."""
+    chance = random.Random(seed)
+    ops = []
+    for number in range(first, first + count):
+        reach = range(max(0, number - 30), number)
+        deps = tuple(sorted(chance.sample(reach, min(len(reach), chance.randrange(4)))))
+        lane: Any = chance.choice(LANES)
+        ops.append(
+            Op(id=number, lane=lane, action="noop", block="b", index=number, step=1, reads=(), writes=(), deps=deps)
+        )
+    return ops
+
+
+class Recorder:
+    """Performs ops as the runtime does: at once on host lanes, later on a pool, or some time on the lane's stream."""
+
+    def __init__(self) -> None:
+        self.done: set[int] = set()
+        self.early: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(4)
+
+    def perform(self, op: Op) -> Future[None] | None:
+        if op.lane in GPU_LANES:
+            current_stream().put(lambda: self.run(op))
+            return None
+        if op.lane.startswith("nvme"):
+            return self._pool.submit(self.run, op)
+        self.run(op)
+        return None
+
+    def run(self, op: Op) -> None:
+        with self._lock:
+            self.early += [(op.id, dep) for dep in op.deps if dep not in self.done]
+            self.done.add(op.id)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 1e-3])
+@pytest.mark.parametrize("rebase_s", [10.0, 0.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_op_comes_after_what_it_depends_on(
+    monkeypatch: pytest.MonkeyPatch, delay_s: float, rebase_s: float, seed: int
+) -> None:
+    monkeypatch.setattr(executors, "REBASE_S", rebase_s)
+    count, batches = 300, 4
+    with streams_on_cpu(delay_s, seed):
+        recorder = Recorder()
+        executor = Executor(recorder.perform, CUDA, {"nvme_read": 3, "nvme_write": 3})
+        for batch in range(batches):
+            ops = random_ops(seed, count, first=batch * count)
+            executor.submit(ops)
+            executor.wait(ops[-1].id)
+            assert ops[-1].id in recorder.done
+        executor.drain()
+        spans = executor.take_spans()
+        wall_s = time.perf_counter() - executor.epoch
+        executor.close()
+        made = EventOnCpu.made
+    assert recorder.early == []
+    assert len(recorder.done) == len(spans) == batches * count
+    assert sorted(span.chunk for span in spans) == list(range(batches * count))
+    assert all(-1e-3 <= span.start_s <= span.end_s + 1e-6 <= wall_s + 1e-3 for span in spans)
+    on_gpu = sum(span.lane in GPU_LANES for span in spans)
+    assert made < 2 * on_gpu, "events are used again"
+
+
+def test_a_full_queue_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "MAX_QUEUED", 20)
+    with streams_on_cpu(1e-3):
+        recorder = Recorder()
+        executor = Executor(recorder.perform, CUDA)
+        for op in random_ops(0, 300):
+            executor.submit([op])
+        executor.drain()
+        executor.close()
+    assert recorder.early == []
+    assert len(recorder.done) == 300
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_failure_on_any_lane_ends_all_of_them(lane: str) -> None:
+    with streams_on_cpu(1e-3):
+        recorder = Recorder()
+        ops = random_ops(1, 300)
+        victim = next(op for op in ops[100:] if op.lane == lane)
+
+        def perform(op: Op) -> Any:
+            if op is victim:
+                raise RuntimeError("CUDA error: broken")
+            return recorder.perform(op)
+
+        executor = Executor(perform, CUDA)
+        executor.submit(ops)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="broken"):
+            executor.drain()
+        assert executor.failed_op is victim
+        executor.close()
+        assert time.monotonic() - started < 5
+    assert recorder.early == []
+
+
+def test_closing_raises_nothing_when_the_gpu_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that raise, and a lane that hangs in a call: the first failure is what is seen, within the time given."""
+    monkeypatch.setattr(executors, "CLOSE_S", 0.5)
+    release = threading.Event()
+    with streams_on_cpu():
+
+        def perform(op: Op) -> Any:
+            if op.lane == "d2h":
+                release.wait(20)  # a call into the driver that does not come back
+            if op.lane == "compute":
+                for stream in StreamOnCpu.all:
+                    stream.broken = True
+                raise torch.AcceleratorError("CUDA error: the launch failed")
+
+        executor = Executor(perform, CUDA)
+        ops = [
+            Op(id=i, lane=lane, action="noop", block="b", index=0, step=1, reads=(), writes=(), deps=())
+            for i, lane in enumerate(("d2h", "compute"))
+        ]
+        executor.submit(ops)
+        with pytest.raises(torch.AcceleratorError, match="the launch failed"):
+            executor.drain()
+        started = time.monotonic()
+        executor.close()
+        assert time.monotonic() - started < 3
+        with pytest.raises(torch.AcceleratorError, match="the launch failed"):
+            executor.submit([])
+        release.set()
+
+
+def test_a_lane_that_cannot_start_is_a_failure() -> None:
+    def refuse(lane: str) -> None:
+        if lane == "h2d":
+            raise OSError("no such CPU")
+
+    executor = Executor(lambda op: None, torch.device("cpu"), on_start=refuse)
+    with pytest.raises(OSError, match="no such CPU"):
+        executor.wait(executor_op(executor))
+    executor.close()
+
+
+def executor_op(executor: Executor) -> int:
+    """Hand over an op of the lane that did not start, unless that is known by now."""
+    executor.submit([Op(id=0, lane="h2d", action="noop", block="b", index=0, step=1, reads=(), writes=(), deps=())])
+    return 0
