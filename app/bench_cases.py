@@ -7,6 +7,7 @@ included, and decide nothing: what a case takes on this machine is estimated fro
 |---|---|---|
 | short | 8B, 32 x 8,192 tokens, 4 layers | 60 |
 | long | 7B and 8B, one sequence of 524,288 tokens, 2 layers each | 65 + 70 |
+| long-1m | 8B, one sequence of 1,048,576 tokens, 2 layers, without and with budgets.gpu=24GiB | 150 + 150 |
 | short-24gb, long-24gb | the same with budgets.gpu=24GiB | as above |
 | short-32b | 32B, 16 x 8,192 tokens, 2 layers | 60 |
 | tiers | the largest model that GPU, RAM and drive hold, 16,384 tokens, 2 layers | 90 |
@@ -297,6 +298,12 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "long-24gb": (
         replace(_LONG_7B, name="long-24gb-7b", chunk_tokens=8192, **_24GB),
         replace(_LONG_8B, name="long-24gb-8b", chunk_tokens=8192, **_24GB),
+    ),
+    "long-1m": (
+        replace(_LONG_8B, name="long-1m", row_tokens=1 << 20, layers=(2, 1), limit_s=400),
+        replace(
+            _LONG_8B, name="long-1m-24gb", row_tokens=1 << 20, layers=(2, 1), chunk_tokens=8192, limit_s=400, **_24GB
+        ),
     ),
     "short-32b": (replace(_SHORT, name="short-32b", shapes=(QWEN3_32B,), rows=16, layers=(2,), kernel_gaps=False),),
     "tiers": (

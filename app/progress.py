@@ -203,7 +203,9 @@ def traffic_line(plan: dict[str, Any]) -> str:
 def activation_lines(plan: dict[str, Any]) -> list[str]:
     """What backward finds saved where that is not attention's output of every layer, and keys and values if streamed."""
     lines = []
-    kept, again = plan["kept_activations"], plan["recomputed_blocks"]
+    kept, again, held = plan["kept_activations"], plan["recomputed_blocks"], plan["held_activations"]
+    if held["chunks"]:
+        lines.append(f"{bytes_text(held['bytes'])} of saved activations stay on the GPU, as RAM has no room for them")
     if kept["chunks"]:
         share = f"{kept['chunks']:,} of {plan['layer_chunks']:,} layer chunks"
         lines.append(f"backward computes nothing again in {share}: {bytes_text(kept['bytes'])} of GPU memory keep them")

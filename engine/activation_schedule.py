@@ -1,8 +1,8 @@
 """The part of the schedule that moves activations: hidden states, attention's output, keys and values.
 
-What backward needs of a layer's chunk is its record (engine/plan.py: record): it leaves the compute device as forward
-makes it, waits in RAM or on NVMe, and comes back just in time. A layer's keys and values are either in a window over
-the whole micro-batch, or, streamed, in a few slots of one chunk each.
+What backward needs of a layer's chunk is its record (engine/plan.py: record): it leaves its slots as forward makes it,
+waits in RAM, on NVMe or elsewhere on the compute device, and comes back just in time. A layer's keys and values are
+either in a window over the whole micro-batch, or, streamed, in a few slots of one chunk each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from engine.plan import DKV_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS, Chunk, P
 Mode = Literal["forward", "head", "again", "backward"]
 """The head runs forward and backward at once, so that a chunk's logits die where they are made; "again" computes the
 keys, values and attention of a layer that saved its input only."""
+
+
+RECORDS = ("record.x", "record.saved", "record.kv")
+"""Names of the resources that are a layer's chunk's record; block and chunk follow."""
 
 
 class ActivationSchedule:
@@ -91,11 +95,11 @@ class ActivationSchedule:
             self._spill("x", layer, chunk, region, nbytes, {})
 
     def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
-        """Where a hidden state waits in RAM: a layer's saved input in its own place, all else in the chunk's stream."""
+        """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
         key = (layer, chunk.index)
         saved = kind == "x" and self._plan.blocks[layer].role == "layer"
         if saved and key not in self._plan.spilled and key not in self._plan.kept:
-            return ("ram.x", *key)
+            return ("record.x", *key)
         return ("ram.stream", chunk.index)
 
     def _hidden_bytes(self, chunk: Chunk) -> int:
@@ -169,7 +173,7 @@ class ActivationSchedule:
             self._discard("saved", layer, chunk)
             return slot
         slot = self.saved.take(content)
-        region: Resource = ("ram.saved", layer, chunk.index)
+        region: Resource = ("record.saved", layer, chunk.index)
         if layer in self._plan.recomputed:
             region = ("ram.window_saved", chunk.local)
         self._load_part("saved", layer, chunk, region, ("gpu.saved", slot), {"saved": slot})
@@ -180,7 +184,7 @@ class ActivationSchedule:
         key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
         if key in self._plan.kept or (recomputed and mode == "forward"):
             return
-        region: Resource = ("ram.window_saved", chunk.local) if recomputed else ("ram.saved", *key)
+        region: Resource = ("ram.window_saved", chunk.local) if recomputed else ("record.saved", *key)
         self._store_part("saved", layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
     def _load_part(
@@ -239,7 +243,7 @@ class ActivationSchedule:
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again."""
         if layer not in self._plan.recomputed:
-            self._store_part("kv", layer, chunk, ("gpu.kv", chunk.local), ("ram.kv", layer, chunk.index), {})
+            self._store_part("kv", layer, chunk, ("gpu.kv", chunk.local), ("record.kv", layer, chunk.index), {})
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its place in the window, unless they are there."""
@@ -248,7 +252,7 @@ class ActivationSchedule:
             self._discard("kv", layer, chunk)
             return
         self._window[chunk.local] = content
-        self._load_part("kv", layer, chunk, ("ram.kv", layer, chunk.index), ("gpu.kv", chunk.local), {})
+        self._load_part("kv", layer, chunk, ("record.kv", layer, chunk.index), ("gpu.kv", chunk.local), {})
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
@@ -285,7 +289,7 @@ class ActivationSchedule:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
         if layer in self._plan.recomputed or (layer, chunk.index) in self._plan.spilled:
             return ("ram.window_kv", chunk.local)
-        return ("ram.kv", layer, chunk.index)
+        return ("record.kv", layer, chunk.index)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""

@@ -69,6 +69,8 @@ class GpuMemory:
     """Log-sum-exp and attention output of one chunk, uint8."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """What attention reads and sums, uint8: see engine.plan.window_bytes."""
+    records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    """(block, chunk) -> kind -> what is put aside for its backward and stays here, uint8: see engine.plan.record."""
 
 
 @dataclass(slots=True)
@@ -77,14 +79,10 @@ class RamMemory:
 
     arena: HostArena
     buffers: dict[str, BufferMemory] = field(default_factory=dict)
-    x: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(block, chunk) -> the layer's input [tokens, hidden], saved for its backward."""
+    records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    """(block, chunk) -> kind -> what is put aside for its backward, uint8: see engine.plan.record."""
     stream: dict[int, Tensor] = field(default_factory=dict)
     """chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
-    saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(block, chunk) -> log-sum-exp and attention output, uint8."""
-    kv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(block, chunk) -> keys, then values of the chunk, uint8."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
     engine.plan.attention_regions."""
@@ -120,6 +118,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
         gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
     sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed)
     gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
+    for key in plan.held:
+        gpu.records[key] = {kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.record(*key).items()}
     tokens = plan.max_chunk_tokens
     shape = (tokens, problem.hidden_size)
     gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
@@ -154,15 +154,10 @@ def allocate_ram(plan: Plan, *, pin: bool, compute_dtype: torch.dtype, gradient_
         ram.stream[chunk.index] = typed(f"stream.{chunk.index}", hidden, compute_dtype).view(shape)
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
-            if block.role != "layer" or key in plan.spilled:
+            if block.role != "layer" or key in plan.spilled or key in plan.held:
                 continue
-            suffix = f"{block.name}.{chunk.index}"
-            for kind, nbytes in plan.record(*key).items():
-                slot = ram.arena.slot(f"{kind}.{suffix}", nbytes)
-                if kind == "x":
-                    ram.x[key] = slot[: hidden * compute_dtype.itemsize].view(compute_dtype).view(shape)
-                else:
-                    (ram.saved if kind == "saved" else ram.kv)[key] = slot
+            sizes = plan.record(*key).items()
+            ram.records[key] = {kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes}
     regions = attention_regions(
         problem, plan.chunks, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
     )

@@ -179,6 +179,8 @@ class Plan:
     """(block, chunk) whose saved activations live on NVMe between forward and backward."""
     recomputed: frozenset[int]
     """Layers of which only the input is saved: backward computes keys, values and attention again."""
+    held: frozenset[tuple[int, int]]
+    """(block, chunk) whose saved activations stay on the compute device, as RAM has no room for them."""
     kept: frozenset[tuple[int, int]]
     """(block, chunk) of which everything is saved, on the compute device: backward computes nothing again."""
     streamed: bool
@@ -211,7 +213,7 @@ class Plan:
         return max(chunk.local for chunk in self.chunks) + 1
 
     def record(self, block: int, chunk: int) -> dict[str, int]:
-        """Kind -> bytes of what leaves the compute device for backward of a layer's chunk: x, saved, kv."""
+        """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv."""
         c = self.chunks[chunk]
         return record(self.problem, block, c.end - c.start, block in self.recomputed, (block, chunk) in self.kept)
 
@@ -241,6 +243,7 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "layer_chunks": len(self.chunks) * sum(block.role == "layer" for block in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
+            "held_activations": {"chunks": len(self.held), "bytes": self.tiers["gpu"].parts["held activations"]},
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "kept_activations": {"chunks": len(self.kept), "bytes": self.tiers["gpu"].parts["kept activations"]},
             "kv_window": "streamed" if self.streamed else "whole",
@@ -271,7 +274,7 @@ def aligned(nbytes: int) -> int:
 
 
 def record(problem: Problem, block: int, tokens: int, recomputed: bool, kept: bool) -> dict[str, int]:
-    """Kind -> bytes, in whole pages, of what leaves the compute device for backward of `tokens` tokens of a layer.
+    """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
 
     x: its input; saved: attention's output and log-sum-exp; kv: keys and values.
     """

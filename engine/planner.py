@@ -77,6 +77,7 @@ class _Planner:
         self.streamed = False
         self.resident: set[str] = set()
         self.kept: set[tuple[int, int]] = set()
+        self.held: set[tuple[int, int]] = set()
         self.recomputed: set[int] = set(self.attending if p.save == "input" else ())
 
     # ------------------------------------------------------------------ GPU
@@ -111,6 +112,7 @@ class _Planner:
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed).values())),
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
             + SAVED_SLOTS * aligned(self.max_chunk * saved),
+            "held activations": sum(sum(self.record(*key).values()) for key in self.held),
             "kept activations": sum(self.graph_bytes(*key) for key in kept),
             "workspace": p.workspace_bytes,
         }
@@ -144,7 +146,7 @@ class _Planner:
         if p.save == "everything":
             self.keep_all()
         keep_first = p.micro_batches * p.rows * p.row_tokens >= KEEP_FIRST_TOKENS
-        for fill in (self.keep, self.reside) if keep_first else (self.reside, self.keep):
+        for fill in (self.hold, self.keep, self.reside) if keep_first else (self.reside, self.hold, self.keep):
             fill()
 
     def keepable(self) -> list[tuple[int, int]]:
@@ -167,6 +169,20 @@ class _Planner:
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations (train.save=everything needs "
                 f"{gib(need)}); give at least {need} bytes, or use train.save=auto"
             )
+
+    def hold(self) -> None:
+        """Let records stay on the GPU, backward's first ones first, until RAM holds the rest and the weights."""
+        p = self.problem
+        left = p.gpu_budget - self.gpu_need(self.resident, self.kept)
+        weights = sum(aligned(b.numel * p.compute_bytes) for b in p.buffers if b.name not in self.resident)
+        wanted = self.stream_bytes() + self.block_bytes(False) + self.least_stages() + weights
+        short = wanted + sum(self.records().values()) - self.ram_budget
+        for key, size in self.records().items():
+            if short <= 0 or size > left:
+                break
+            self.held.add(key)
+            short -= size
+            left -= size
 
     def keep(self) -> None:
         """Keep graphs, backward's first ones first, as long as there is room."""
@@ -193,11 +209,12 @@ class _Planner:
         return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
 
     def records(self) -> dict[tuple[int, int], int]:
-        """(block, chunk) -> bytes of its saved activations, in the order in which backward wants them."""
+        """(block, chunk) -> bytes of its saved activations outside the GPU, backward's first ones first."""
         return {
             (i, chunk.index): sum(self.record(i, chunk.index).values())
             for i in reversed(self.layers)
             for chunk in reversed(self.chunks)
+            if (i, chunk.index) not in self.held
         }
 
     def record(self, block: int, chunk: int) -> dict[str, int]:
@@ -210,6 +227,10 @@ class _Planner:
         part = self.part_numel
         gradient = p.gradient_bytes if grad_on_nvme else 0
         return aligned(part * FP32) * 3 + aligned(part * gradient), aligned(part * FP32)
+
+    def least_stages(self) -> int:
+        """Bytes of the fewest stages that state and weights can pass through."""
+        return 2 * (self.stage_bytes(True)[0] + self.stage_bytes(False)[1])
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
@@ -224,8 +245,8 @@ class _Planner:
         for i in self.attending:
             if self.stream_bytes() + sum(self.records().values()) + self.block_bytes(False) <= budget:
                 return
-            if p.blocks[i].again_share <= AGAIN_SHARE:
-                self.kept -= {(i, chunk.index) for chunk in self.chunks}
+            here = {(i, chunk.index) for chunk in self.chunks}
+            if p.blocks[i].again_share <= AGAIN_SHARE and not here & (self.kept | self.held):
                 self.recomputed.add(i)
 
     def place_ram(self) -> _RamPlacement:
@@ -239,7 +260,7 @@ class _Planner:
         rest = [b for b in p.buffers if b.name not in self.resident]
         sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": 3 * FP32}
         everything = sum(aligned(b.numel * s) for b in rest for s in sizes.values())
-        state_stage, part_stage = self.stage_bytes(True)[0], self.stage_bytes(False)[1]
+        part_stage = self.stage_bytes(False)[1]
         # GPU-resident state passes through part stages when it is checkpointed.
         through = 2 if self.resident else 0
         activations = self.stream_bytes() + sum(self.records().values()) + self.block_bytes(False)
@@ -247,7 +268,7 @@ class _Planner:
             tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             return _RamPlacement(tiers, parts, part_stages=through)
-        self.recompute_for_ram(self.ram_budget - 2 * (state_stage + part_stage))
+        self.recompute_for_ram(self.ram_budget - self.least_stages())
         placement = self._stages()
         records = {key: size for key, size in self.records().items() if size}
         left = self.ram_budget - sum(placement.parts.values())
@@ -281,10 +302,10 @@ class _Planner:
         p = self.problem
         state_stage, part_stage = self.stage_bytes(True)[0], self.stage_bytes(False)[1]
         stream = self.stream_bytes()
-        least = 2 * (state_stage + part_stage)
+        least = self.least_stages()
         fixed = 0
         for spilling in (False, True):
-            pinned = sum(sum(self.record(*key).values()) for key in self.kept)
+            pinned = sum(sum(self.record(*key).values()) for key in self.kept - self.held)
             if (
                 spilling
                 and p.save == "auto"
@@ -344,6 +365,7 @@ class _Planner:
             activation_stage_bytes=ram.activation_stage_bytes,
             spilled=frozenset(ram.spilled),
             recomputed=frozenset(self.recomputed),
+            held=frozenset(self.held),
             kept=frozenset(self.kept),
             streamed=self.streamed,
             tiers={

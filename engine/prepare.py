@@ -144,13 +144,16 @@ def budgets(config: BudgetConfig, device: torch.device) -> tuple[int, int]:
 
     Without a GPU both tiers are ordinary memory, and the shares add up to less than what is free.
     """
-    free = psutil.virtual_memory().available
     on_gpu = device.type == "cuda"
-    gpu_free = int(torch.cuda.mem_get_info(device)[0] * 0.9) if on_gpu else free * 3 // 10
-    ram_free = free * (7 if on_gpu else 4) // 10
-    gpu = gpu_free if config.gpu is None else parse_bytes(config.gpu, "budgets.gpu")
-    ram = ram_free if config.ram is None else parse_bytes(config.ram, "budgets.ram")
-    return gpu, ram
+    if config.gpu is not None:
+        gpu = parse_bytes(config.gpu, "budgets.gpu")
+    elif on_gpu:
+        gpu = int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    else:
+        gpu = psutil.virtual_memory().available * 3 // 10
+    if config.ram is not None:
+        return gpu, parse_bytes(config.ram, "budgets.ram")
+    return gpu, psutil.virtual_memory().available * (7 if on_gpu else 4) // 10
 
 
 def plan_run(

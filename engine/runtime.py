@@ -235,14 +235,14 @@ class Runtime:
     # ------------------------------------------------------------------ links
 
     def activation(self, kind: str, op: Op) -> Tensor:
-        """Where an activation of the op's block and chunk is in RAM, uint8: its stage, its own place, the place of its
+        """Where an activation of the op's block and chunk is put aside, uint8: its stage, its record, the place of its
         chunk in one block's pass, or the stream."""
         if "stage" in op.slots:
             return self.ram.activation_stages[op.slots["stage"]][: op.nbytes]
         key = (self._blocks[op.block][0], op.index)
-        records = {"x": self.ram.x, "saved": self.ram.saved, "kv": self.ram.kv}.get(kind, {})
-        if key in records:
-            region = records[key]
+        record = self.gpu.records.get(key) or self.ram.records.get(key) or {}
+        if kind in record:
+            region = record[kind]
         elif kind in self.ram.window:
             region = self.ram.window[kind][self.plan.chunks[op.index].local]
         else:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from engine.activation_schedule import ActivationSchedule, Mode
+from engine.activation_schedule import RECORDS, ActivationSchedule, Mode
 from engine.ops import LANES, WHOLE, Emitter, Op, Resource
 from engine.plan import Chunk, Plan
 from engine.state_schedule import StateSchedule
@@ -347,12 +347,16 @@ class ScheduleBuilder:
 
 
 def bytes_per_step(plan: Plan) -> dict[str, int]:
-    """Bytes that each lane moves in a step once the run is under way; what a commit writes through is not counted."""
+    """Bytes that each lane moves in a step once the run is under way.
+
+    What a commit writes through is not counted, nor what is put aside without leaving the compute device.
+    """
     builder = ScheduleBuilder(plan)
     for _ in builder.stream(1):
         pass
     moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
     for ops in builder.stream(2):
         for op in ops:
-            moved[op.lane] += op.nbytes
+            aside = any(resource[0] in RECORDS and resource[1:] in plan.held for resource in (*op.reads, *op.writes))
+            moved[op.lane] += 0 if aside else op.nbytes
     return dict(moved)

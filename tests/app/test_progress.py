@@ -89,6 +89,7 @@ PLAN: dict[str, Any] = {
     "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30},
     "spilled_activations": {"chunks": 2, "bytes": 2**20},
     "kept_activations": {"chunks": 0, "bytes": 0},
+    "held_activations": {"chunks": 0, "bytes": 0},
     "recomputed_blocks": [],
     "kv_window": "whole",
     "layer_chunks": 6,
@@ -107,7 +108,9 @@ def test_what_a_step_costs_the_drives_is_said_before_it_runs() -> None:
 def test_what_backward_finds_saved_is_said() -> None:
     assert activation_lines(PLAN) == []
     some = {"kept_activations": {"chunks": 4, "bytes": 3 * 2**20}, "recomputed_blocks": ["layers.0", "layers.1"]}
-    assert activation_lines(PLAN | some | {"kv_window": "streamed"}) == [
+    held = {"held_activations": {"chunks": 1, "bytes": 2**20}}
+    assert activation_lines(PLAN | some | held | {"kv_window": "streamed"}) == [
+        "1.0 MiB of saved activations stay on the GPU, as RAM has no room for them",
         "backward computes nothing again in 4 of 6 layer chunks: 3.0 MiB of GPU memory keep them",
         "backward computes attention again in layers.0 to layers.1: they save their input only",
         "keys and values pass through the GPU chunk by chunk",

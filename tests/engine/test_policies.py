@@ -68,6 +68,20 @@ def test_saving_less_or_more_changes_no_bit(tmp_path: Path, expected: Any, save:
         assert session.runtime.layer_ops.kept_bytes == 0
 
 
+def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Path, expected: Any) -> None:
+    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(), gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        need, ram = (session.plan.tiers[tier].peak_bytes for tier in ("gpu", "ram"))
+        spilled = len(session.plan.spilled)
+    need += 100_000  # a third of the records, less than a resident block
+    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(), gpu=need, ram=ram) as session:
+        plan = session.plan
+        assert plan.held
+        assert len(plan.spilled) < spilled
+        assert not plan.held & plan.spilled
+        assert same(run(session), expected)
+        assert session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"] <= need
+
+
 @pytest.mark.parametrize("ram", ["1GiB", tiny.FLOOR])
 @pytest.mark.parametrize("save", ["input", "attention", "everything"])
 def test_a_streamed_window_gives_the_same_gradients(tmp_path: Path, expected: Any, save: str, ram: str) -> None:
