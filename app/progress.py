@@ -201,7 +201,7 @@ def traffic_line(plan: dict[str, Any]) -> str:
 
 
 def activation_lines(plan: dict[str, Any]) -> list[str]:
-    """What backward finds saved where that is not attention's output of every layer, and keys and values if streamed."""
+    """What backward finds saved where that is not attention output everywhere; whether keys and values are streamed."""
     lines = []
     kept, again, held = plan["kept_activations"], plan["recomputed_blocks"], plan["held_activations"]
     if held["chunks"]:
