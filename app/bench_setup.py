@@ -6,7 +6,9 @@ with what is left over scaled to its depth, so that the same share of the layers
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,12 +96,14 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
         model, spec = shape_model(shape, layers, data)
         share = layers / shape.layers
         gpu, ram = _scaled_peaks(full_plan, share)
-        cut = BudgetConfig(gpu=gpu, ram=ram if case.spill_state and share < 1 else ram_bytes)
+        # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
+        rams = (ram, ram_bytes) if case.spill_state and share < 1 else (ram_bytes,)
         try:
-            plan = _with_slack(_plan(spec, data, train, cut, storage, device, readers), full_plan)
+            plan = _first_plan(spec, data, train, gpu, rams, storage, device, readers)
         except Skip as reason:
             reasons.append(str(reason))
             continue
+        plan = _with_slack(plan, full_plan)
         if not case.spill_state and (lacking := _not_in_ram(plan)):
             reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(ram_bytes)}")
             continue
@@ -140,34 +144,59 @@ def _plan(
         raise Skip(str(refusal)) from None
 
 
+def _first_plan(
+    spec: ModelSpec,
+    data: DataConfig,
+    train: TrainConfig,
+    gpu: int,
+    rams: Sequence[int],
+    storage: StorageConfig,
+    device: torch.device,
+    readers: Readers,
+) -> Plan:
+    """The plan with the first of the RAM budgets that is enough."""
+    for ram in rams[:-1]:
+        with contextlib.suppress(Skip):
+            return _plan(spec, data, train, BudgetConfig(gpu=gpu, ram=ram), storage, device, readers)
+    return _plan(spec, data, train, BudgetConfig(gpu=gpu, ram=rams[-1]), storage, device, readers)
+
+
 def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
     """Bytes of GPU and RAM that leave a model cut to `share` of its layers in the same position as the whole one.
 
-    What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, so
-    that the same share of them is resident.
+    What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, on
+    the GPU by whole layers and kept chunks, so that nothing else fills what would be left over.
     """
-    layer_buffers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
+    layers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
     compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
     sizes = {"weights": compute, "gradient": waiting, "state": len(STATE_KINDS) * FP32}
-    on_gpu = full.tiers["gpu"].parts.get("kept activations", 0)
-    in_ram = 0
-    for name in layer_buffers:
-        buffer = full.buffers[name]
-        if buffer.state == "gpu":
-            on_gpu += buffer.numel * (compute + (1 + len(STATE_KINDS)) * FP32)
-        in_ram += sum(buffer.numel * size for kind, size in sizes.items() if getattr(buffer, kind) == "ram")
-    in_ram += sum(
+    resident = [full.buffers[name].numel for name in layers if full.buffers[name].state == "gpu"]
+    resident_bytes = sum(resident) * (compute + (1 + len(STATE_KINDS)) * FP32)
+    kept_bytes = full.tiers["gpu"].parts["kept activations"]
+    gone = _gone(resident_bytes, len(resident), share) + _gone(kept_bytes, len(full.kept), share)
+    state = sum(
+        full.buffers[name].numel * size
+        for name in layers
+        for kind, size in sizes.items()
+        if getattr(full.buffers[name], kind) == "ram"
+    )
+    records = sum(
         full.record_bytes(index, chunk.index)
         for index, block in enumerate(full.blocks)
         if block.role == "layer"
         for chunk in full.chunks
         if (index, chunk.index) not in full.spilled
     )
-    tiers = full.tiers
-    return (
-        tiers["gpu"].peak_bytes - int(on_gpu * (1 - share)),
-        tiers["ram"].peak_bytes - int(in_ram * (1 - share)),
-    )
+    ram = full.tiers["ram"]
+    in_ram = state + min(records, ram.parts["activations"])
+    # What the GPU holds less of for being counted in whole pieces has a place in RAM.
+    rounded = int(gone - (1 - share) * (resident_bytes + kept_bytes))
+    return full.tiers["gpu"].peak_bytes - gone, ram.peak_bytes - int(in_ram * (1 - share)) + rounded
+
+
+def _gone(total_bytes: int, count: int, share: float) -> int:
+    """Bytes of the pieces that are too many when a share of `count` pieces, rounded down, is left."""
+    return total_bytes * (count - int(count * share)) // count if count else 0
 
 
 def _with_slack(plan: Plan, full: Plan) -> Plan:
