@@ -27,7 +27,7 @@ def resolve_device(config: TrainConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise UserError(
-            f"train.device: cuda was asked for, but torch finds no CUDA device: {_why_no_cuda()}; use auto or cpu"
+            f"train.device: cuda was asked for, but torch finds no CUDA device: {why_no_cuda()}; use auto or cpu"
         )
     if config.device == "cpu" or not available:
         return torch.device("cpu")
@@ -41,7 +41,8 @@ def resolve_device(config: TrainConfig) -> torch.device:
     return device
 
 
-def _why_no_cuda() -> str:
+def why_no_cuda() -> str:
+    """Why torch finds no CUDA device."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA, install one that is built with it"
     try:

@@ -130,6 +130,13 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: T
 def model_spec(config: PretrainedConfig, data: DataConfig) -> ModelSpec:
     """The model taken apart. Raises UserError when it cannot be trained or does not reach the context."""
     spec = ModelSpec.from_config(config)
+    for shape in spec.attention:
+        # transformers accepts such a config, and kernels divide by the zero that comes of it.
+        if shape is not None and shape.heads % shape.kv_heads:
+            raise UserError(
+                f"model.num_kv_heads: {shape.heads} query heads cannot share {shape.kv_heads} key and value heads; "
+                "give a divisor of model.num_heads"
+            )
     validate_context(spec, data.sequence_length)
     return spec
 

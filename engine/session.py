@@ -32,7 +32,7 @@ from engine.config import (
     parse_bytes,
 )
 from engine.data import DataLoader
-from engine.device import configure, resolve_device
+from engine.device import configure, resolve_device, why_no_cuda
 from engine.events import Observer
 from engine.executor import Executor
 from engine.failures import explain
@@ -381,7 +381,9 @@ def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: tor
 def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
     corpus = data.corpus.info
     if device.type == "cpu":
-        observer.on_message("no GPU: computing on CPU, and the gpu tier is ordinary memory")
+        broken = torch.version.cuda is not None and not torch.cuda.is_available()  # for a GPU, and none is found
+        reason = f" ({why_no_cuda()})" if broken else ""
+        observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory")
     observer.on_message(
         f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
     )

@@ -254,6 +254,7 @@ def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
         ({"model": tiny.model(model_type="t5")}, "encoder-decoder|not a causal"),
         ({"model": tiny.model(model_type="qwen33")}, "unknown architecture 'qwen33'"),
         ({"model": tiny.model(max_position=16)}, "max_position_embeddings"),
+        ({"model": tiny.model(num_kv_heads=None)}, r"model\.num_kv_heads: 4 query heads cannot share 32"),
         ({"train": tiny.training(device="cuda")}, "no CUDA device"),
     ],
 )
