@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,12 +137,23 @@ def run_steps(case: Case, session: Session, folder: Path) -> Ran:
     return Ran(spans, tokens, lengths, losses, counted, tiers, idle)
 
 
-def _profiled(step: Callable[[], Any], file: Path) -> float:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
+def _profiled(step: Callable[[], Any], file: Path) -> float | None:
+    """The share of a step without a kernel; None where the profiler does not work here."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    try:
+        profiler.start()
+    except RuntimeError as error:
+        print(f"no profiler: {error}", file=sys.stderr)
+        return None
+    step()
+    torch.cuda.synchronize()
+    profiler.stop()
     profiler.export_chrome_trace(str(file))
-    return kernel_idle(json.loads(file.read_text())["traceEvents"])
+    try:
+        return kernel_idle(json.loads(file.read_text())["traceEvents"])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return None
 
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:

@@ -117,14 +117,20 @@ def _outcome(
         reason = f"takes about {wanted_s:.0f} s, and {max(0, left_s):.0f} s of the time limit are left"
         return {"status": "skipped", "reason": f"{reason}; name its suite by itself"}
     limit_s = max(case.limit_s, 2 * wanted_s) if case.needs_cuda else case.limit_s
-    limit_s = limit_s if left_s is None else min(limit_s, left_s)
+    cut_short = left_s is not None and left_s < limit_s
+    if left_s is not None:
+        limit_s = min(limit_s, left_s)
     trace = trace_dir.resolve() / f"{case.name}.trace.json" if trace_dir is not None else None
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
-        return run_case(case, Path(scratch), trace, limit_s)
+        outcome = run_case(case, Path(scratch), trace, limit_s)
+    if cut_short and outcome["status"] == "ended":
+        reason = f"ended by the time limit after {limit_s:.0f} s; name its suite by itself"
+        return outcome | {"status": "skipped", "reason": reason}
+    return outcome | {"status": "failed"} if outcome["status"] == "ended" else outcome
 
 
 def run_case(case: Case, scratch: Path, trace: Path | None, limit_s: float) -> dict[str, Any]:
-    """What one case's process came to: `status` done, skipped or failed, with `reason` or the figures."""
+    """What one case's process came to: `status` done, skipped, failed or ended, with `reason` or the figures."""
     command = [sys.executable, "-m", "app.bench_suite_worker", case_to_json(case), "--scratch", str(scratch)]
     if trace is not None:
         command += ["--trace", str(trace)]
@@ -146,7 +152,7 @@ def run_case(case: Case, scratch: Path, trace: Path | None, limit_s: float) -> d
         lines, errors = out.read().strip().splitlines(), err.read().strip()[-4000:]
     if code is None:
         return {
-            "status": "failed",
+            "status": "ended",
             "reason": f"not done after {limit_s:.0f} s, so it was ended\n{errors}".strip(),
         } | took
     if code != 0 or not lines:
@@ -223,7 +229,7 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
         f"  peak of budget: {tiers}; K/V window {row['plan']['kv_window']}",
         f"  alone, TFLOP/s: attention forward {attention['forward']:.3g}, backward {attention['backward']:.3g}; "
         f"matmul of a layer {matmul['layer']:.3g}, of the head {matmul['head']:.3g}",
-        f"  attention computed over once: forward {once['forward']:.3f}, backward {once['backward']:.3f}",
+        f"  attention by {attention['kernels']['forward']} and {attention['kernels']['backward']}; computed over once: forward {once['forward']:.3f}, backward {once['backward']:.3f}",
         f"  the whole model takes gpu {bytes_text(whole['gpu_bytes'])}, ram {bytes_text(whole['ram_bytes'])}, "
         f"nvme {bytes_text(whole['nvme_bytes'])}",
     )

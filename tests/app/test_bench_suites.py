@@ -246,7 +246,7 @@ def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert tiers["bytes"]["nvme_read"] > 10**6
     assert list(scratch.iterdir()) == []
     text = bench_suites.table(report)
-    for part in ("cpu-tiers", "scaled from 2 layers", "n/a", "attention computed over once", "peak of budget"):
+    for part in ("cpu-tiers", "scaled from 2 layers", "n/a", "torch-cpu-flash; computed over once", "peak of budget"):
         assert part in text
 
 
@@ -278,6 +278,15 @@ def test_a_time_limit_begins_nothing_that_would_end_later(tmp_path: Path) -> Non
     report = bench_suites.bench_suites("cpu", folder=tmp_path, time_limit_s=1.0)
     assert [row["status"] for row in report["cases"]] == ["skipped"] * 3
     assert "of the time limit are left; name its suite by itself" in report["cases"][0]["reason"]
+
+
+def test_a_case_that_meets_the_time_limit_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Case, "estimate_s", lambda *_: 0.0)
+    monkeypatch.setitem(SUITES, "late", (CPU_SHORT,))
+    report = bench_suites.bench_suites("late", folder=tmp_path, time_limit_s=5.0)  # the probe takes some of it
+    (row,) = report["cases"]
+    assert row["status"] == "skipped"
+    assert row["reason"].startswith("ended by the time limit after")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
