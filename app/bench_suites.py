@@ -229,7 +229,8 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
         f"  peak of budget: {tiers}; K/V window {row['plan']['kv_window']}",
         f"  alone, TFLOP/s: attention forward {attention['forward']:.3g}, backward {attention['backward']:.3g}; "
         f"matmul of a layer {matmul['layer']:.3g}, of the head {matmul['head']:.3g}",
-        f"  attention by {attention['kernels']['forward']} and {attention['kernels']['backward']}; computed over once: forward {once['forward']:.3f}, backward {once['backward']:.3f}",
+        f"  attention by {attention['kernels']['forward']} and {attention['kernels']['backward']}; computed over once: "
+        f"forward {once['forward']:.3f}, backward {once['backward']:.3f}",
         f"  the whole model takes gpu {bytes_text(whole['gpu_bytes'])}, ram {bytes_text(whole['ram_bytes'])}, "
         f"nvme {bytes_text(whole['nvme_bytes'])}",
     )
