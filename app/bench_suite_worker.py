@@ -26,7 +26,7 @@ from engine import attention
 from engine.config import BudgetConfig
 from engine.data import DataLoader, MicroBatch
 from engine.device import configure, memory_use
-from engine.flops import executed_flops, model_flops
+from engine.flops import StepFlops, executed_flops, model_flops
 from engine.hardware import hfu, mfu, peak_flops
 from engine.prepare import budgets, layouts, make_loader, prepare_data
 from engine.session import Session, choose_kernels, run_identity, run_meta
@@ -216,7 +216,7 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
     executed = executed_flops(setup.spec, setup.plan, ran.lengths)
     step_s = times.scaled(depth)
     needed = model_flops(setup.full_spec, ran.lengths)
-    whole = scaled_flops(executed, depth)
+    whole, once = scaled_flops(executed, depth), scaled_flops(_once(setup, ran), depth)
     peak = peak_flops(torch.cuda.get_device_name(setup.device)) if setup.device.type == "cuda" else None
     layers, all_layers = len(setup.spec.attention), len(setup.full_spec.attention)
     plan = setup.plan
@@ -234,6 +234,7 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
         "hfu": hfu(whole.total, step_s, peak),
         "ratio": step_s / limit_s(whole, kernels),
         "limit_s": limit_s(whole, kernels),
+        "ratio_once": step_s / limit_s(once, kernels),
         "measured": {
             "layers": layers,
             "step_s": times.step_s,
@@ -269,9 +270,19 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
     }
 
 
+def _once(setup: Setup, ran: Ran) -> StepFlops:
+    """FLOPs of a step that computes nothing twice."""
+    plan = setup.plan
+    everything = frozenset(
+        (i, c.index) for i, block in enumerate(plan.blocks) if block.role == "layer" for c in plan.chunks
+    )
+    once = replace(plan, recomputed=frozenset(), streamed=False, kept=everything)
+    return executed_flops(setup.spec, once, ran.lengths)
+
+
 def _over_once(setup: Setup, ran: Ran) -> dict[str, float]:
     """Attention that kernels computed over one forward and one backward of all visible pairs."""
-    once = executed_flops(setup.spec, replace(setup.plan, recomputed=frozenset()), ran.lengths)
+    once = _once(setup, ran)
     return {
         "forward": ran.attention["forward"] / once.attention_forward,
         "backward": ran.attention["backward"] / once.attention_backward,

@@ -224,7 +224,8 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
     once, whole = row["attention_executed_over_once"], row["whole_model"]
     return (
         f"{row['case']}: {measured['layers']} of {row['layers']} layers measured, {measured['step_s']:.3f} s a step "
-        f"({measured['layers_s']:.3f} s at the layers), ratio {measured['ratio']:.2f}",
+        f"({measured['layers_s']:.3f} s at the layers), ratio {measured['ratio']:.2f}; scaled and "
+        f"with nothing computed twice {row['ratio_once']:.2f}",
         f"  busy: {busy}",
         f"  peak of budget: {tiers}; K/V window {row['plan']['kv_window']}",
         f"  alone, TFLOP/s: attention forward {attention['forward']:.3g}, backward {attention['backward']:.3g}; "

@@ -206,7 +206,7 @@ def check_figures(row: dict[str, Any], case: Case) -> None:
     assert row["status"] == "done", row.get("reason")
     assert row["tokens"] == case.rows * (case.row_tokens - 1)  # a document's last token has no target
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(row["tokens"])
-    assert row["ratio"] > 0
+    assert 0 < row["ratio"] <= row["ratio_once"]
     assert row["step_s"] == pytest.approx(row["ratio"] * row["limit_s"])
     assert row["mfu"] is None  # a CPU has no peak here
     assert set(row["busy"]) == {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
