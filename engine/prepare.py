@@ -16,6 +16,7 @@ from engine import attention
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
 from engine.data import DataLoader
+from engine.device import overhead_bytes
 from engine.flops import BACKWARD, visible_pairs
 from engine.graph_size import graph_bytes_per_token
 from engine.model import ModelSpec, validate_context
@@ -200,7 +201,8 @@ def plan_run(
         chunk_tokens=train.chunk_tokens,
         chunk_per_row=spec.recurrent,
         workspace_bytes=workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type])
-        + (attention_workspace(spec, tokens, data.sequence_length) if device.type == "cuda" else 0),
+        + (attention_workspace(spec, tokens, data.sequence_length) if device.type == "cuda" else 0)
+        + (overhead_bytes(train.sequences_per_step * data.sequence_length) if device.type == "cuda" else 0),
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
         device_reads=device_reads,
