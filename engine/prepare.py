@@ -29,6 +29,9 @@ from storage.layout import FlatLayout, part_numel_even
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
 
+ALLOCATOR_SHARE = 32
+"""One part in so many of the GPU's budget is left to the allocator, whose pieces are larger than what is asked for."""
+
 _SHAPE_FIELDS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -186,6 +189,10 @@ def plan_run(
     dtype = torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
     compute_bytes = dtype.itemsize
     tokens = data.sequence_length if spec.recurrent else train.chunk_tokens
+    workspace = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type])
+    if device.type == "cuda":
+        workspace += attention_workspace(spec, tokens, data.sequence_length)
+        workspace += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
     problem = Problem(
         blocks=block_shapes(spec, dtype, data.sequence_length),
         buffers=tuple(
@@ -200,9 +207,7 @@ def plan_run(
         row_tokens=data.sequence_length,
         chunk_tokens=train.chunk_tokens,
         chunk_per_row=spec.recurrent,
-        workspace_bytes=workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type])
-        + (attention_workspace(spec, tokens, data.sequence_length) if device.type == "cuda" else 0)
-        + (overhead_bytes(train.sequences_per_step * data.sequence_length) if device.type == "cuda" else 0),
+        workspace_bytes=workspace,
         gpu_budget=gpu_budget,
         ram_budget=ram_budget,
         device_reads=device_reads,
