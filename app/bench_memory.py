@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from engine.session import Session
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
-DEPTHS = {"whole": (1, 4), "streamed": (1, 2)}
-"""By window: streamed, every chunk meets every earlier one, whatever is visible, and takes its time."""
+DEPTHS = {"whole": (1, 3), "streamed": (1, 2)}
+"""By window; the longest streamed sequences at the first depth only, see `wanted`."""
 CHUNK_TOKENS = 1024
 DOCUMENT_TOKENS = 2048
 SHAPE = Shape(
@@ -66,39 +66,54 @@ def bench_memory(
 ) -> dict[str, Any]:
     """Measure, print a table (JSON with `json`), and with `save` write SAVE.json and the plot SAVE.svg.
 
-    Returns the report; `deviation` is the largest of growth over the law's growth, less one, over all whole windows,
-    and for streamed ones of the largest size over the smallest.
+    Returns the report of `report_of`.
     """
     if save is not None and not save.parent.is_dir():
         raise UserError(f"{save.parent}: no such folder; make it first")
     rows = []
-    for window, layers in depths.items():
-        for depth in layers:
-            for tokens in lengths:
-                if window == "streamed" and tokens <= KV_SLOTS * CHUNK_TOKENS:
-                    continue  # the slots of a streamed window hold all of it
-                rows.append(_measured(tokens, depth, window, document_tokens))
-                print(_row(rows[-1]), file=sys.stderr, flush=True)
-    per_token = 12 * SHAPE.kv_heads * SHAPE.head_dim
-    report = {
-        "bytes_per_token": per_token,
-        "chunk_tokens": CHUNK_TOKENS,
-        "document_tokens": document_tokens,
-        "rows": rows,
-        "deviation": {
-            key: {window: deviation(rows, window, key, per_token) for window in depths}
-            for key in ("arena_bytes", "resident_bytes")
-        },
-        "depth_difference": {
-            key: {window: depth_difference(rows, window, key) for window in depths}
-            for key in ("arena_bytes", "resident_bytes")
-        },
-    }
+    for tokens, depth, window in wanted(lengths, depths):
+        rows.append(_measured(tokens, depth, window, document_tokens))
+        print(_row(rows[-1]), file=sys.stderr, flush=True)
+    report = report_of(rows, document_tokens)
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
         plot(report, save.with_suffix(".svg"))
     print(json_module.dumps(report, indent=2) if json else table(report))
     return report
+
+
+def wanted(lengths: Sequence[int], depths: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, int, str]]:
+    """(tokens, depth, window) of every measurement.
+
+    A streamed window's slots hold all of a few chunks, which then do not stream. There every chunk meets every earlier
+    one, visible or not, so that beyond the first depth only the shorter lengths are affordable.
+    """
+    for window, layers in depths.items():
+        for depth in layers:
+            for tokens in lengths:
+                chunks = -(-tokens // CHUNK_TOKENS)
+                if window == "whole" or (chunks > KV_SLOTS and (depth == layers[0] or chunks <= 32)):
+                    yield tokens, depth, window
+
+
+def report_of(rows: Sequence[dict[str, Any]], document_tokens: int) -> dict[str, Any]:
+    """The rows, and how far they are from the law and from one another."""
+    per_token = 12 * SHAPE.kv_heads * SHAPE.head_dim
+    windows = sorted({row["window"] for row in rows}, reverse=True)
+    return {
+        "bytes_per_token": per_token,
+        "chunk_tokens": CHUNK_TOKENS,
+        "document_tokens": document_tokens,
+        "rows": rows,
+        "deviation": {
+            key: {window: deviation(rows, window, key, per_token) for window in windows}
+            for key in ("arena_bytes", "resident_bytes")
+        },
+        "depth_difference": {
+            key: {window: depth_difference(rows, window, key) for window in windows}
+            for key in ("arena_bytes", "resident_bytes")
+        },
+    }
 
 
 def deviation(rows: Sequence[dict[str, Any]], window: str, key: str, per_token: int) -> float:

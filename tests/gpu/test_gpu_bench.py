@@ -1,0 +1,75 @@
+"""The step suites on CUDA: gaps between kernels by the profiler, kernels timed alone, a small case whole."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.bench_cases import SUITES, TINY
+from app.bench_kernels import attention_rates, clock, matmul_rates
+from app.bench_setup import shape_model
+from app.bench_suite_worker import _profiled, measure
+from engine.config import DataConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+CUDA = torch.device("cuda")
+
+
+def test_gaps_between_kernels_are_seen(tmp_path: Path) -> None:
+    a = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
+
+    def dense() -> None:
+        for _ in range(50):
+            a @ a
+
+    def sparse() -> None:
+        for _ in range(10):
+            a @ a
+            torch.cuda.synchronize()
+            time.sleep(0.01)
+
+    dense()
+    torch.cuda.synchronize()
+    busy, idle = _profiled(dense, tmp_path / "dense.json"), _profiled(sparse, tmp_path / "sparse.json")
+    if busy is None or idle is None:
+        pytest.skip("the profiler does not work here")
+    assert 0 <= busy < 0.2 < 0.7 < idle < 1
+
+
+def test_kernels_alone() -> None:
+    a = torch.randn(2048, 2048, device=CUDA, dtype=torch.bfloat16)
+    once = clock(lambda: a @ a, CUDA, 0.05)
+    assert 1e-6 < once < 1e-2
+    _, spec = shape_model(replace(TINY, head_dim=64), 2, DataConfig(source="random", sequence_length=1024))
+    for rates in (
+        matmul_rates(spec, 256, CUDA, torch.bfloat16, 0.05),
+        attention_rates(spec, 1024, 256, CUDA, torch.bfloat16, 0.05),
+    ):
+        assert all(rate > 0 for name, rate in rates.items() if name != "kernels")
+
+
+def test_a_small_case_whole(tmp_path: Path) -> None:
+    shape = replace(TINY, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
+    case = replace(
+        SUITES["cpu"][1],
+        name="small",
+        shapes=(shape,),
+        row_tokens=2048,
+        chunk_tokens=512,
+        gpu="4GiB",
+        ram="4GiB",
+        needs_cuda=True,
+        kernel_gaps=True,
+    )
+    row = measure(case, tmp_path, tmp_path / "trace.json")
+    assert row["tokens_per_s"] * row["step_s"] == pytest.approx(row["tokens"])
+    assert row["attention_executed_over_once"]["backward"] == pytest.approx(1.0)
+    assert row["attention_executed_over_once"]["forward"] == pytest.approx(1.0)
+    assert all(0 <= share <= 1 for share in (*row["busy"].values(), row["exposed_io"], row["compute_idle"]))
+    assert row["kernel_idle"] is None or 0 <= row["kernel_idle"] < 1
+    assert 0 < row["tiers"]["gpu"]["peak_bytes"] <= row["tiers"]["gpu"]["budget_bytes"]
