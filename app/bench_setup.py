@@ -103,7 +103,7 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
         except Skip as reason:
             reasons.append(str(reason))
             continue
-        plan = _with_slack(plan, full_plan)
+        plan = _within_whole_budget(plan, full_plan)
         if not case.spill_state and (lacking := _not_in_ram(plan)):
             reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(ram_bytes)}")
             continue
@@ -199,11 +199,13 @@ def _gone(total_bytes: int, count: int, share: float) -> int:
     return total_bytes * (count - int(count * share)) // count if count else 0
 
 
-def _with_slack(plan: Plan, full: Plan) -> Plan:
-    """The plan with as much of the GPU's budget left over as the whole model's plan leaves."""
-    gpu, whole = plan.tiers["gpu"], full.tiers["gpu"]
-    budget = min(whole.budget_bytes, gpu.budget_bytes + whole.budget_bytes - whole.peak_bytes)
-    return replace(plan, tiers=plan.tiers | {"gpu": replace(gpu, budget_bytes=budget)})
+def _within_whole_budget(plan: Plan, full: Plan) -> Plan:
+    """The plan with the whole model's budget as the limit that the allocator keeps.
+
+    What the plan wants of it is in `TierPlan.peak_bytes`; a step that takes more is seen, and does not fail.
+    """
+    gpu = replace(plan.tiers["gpu"], budget_bytes=full.tiers["gpu"].budget_bytes)
+    return replace(plan, tiers=plan.tiers | {"gpu": gpu})
 
 
 def _not_in_ram(plan: Plan) -> str | None:

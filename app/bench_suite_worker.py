@@ -158,14 +158,17 @@ def _profiled(step: Callable[[], Any], file: Path) -> float | None:
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:
     plan = session.plan
+    ram_bytes = session.ram.arena.used_bytes + plan.problem.reader_bytes
+    peaks = {"gpu": session.gpu.arena.used_bytes, "ram": ram_bytes}
     found = {
-        "gpu": {"budget_bytes": plan.tiers["gpu"].budget_bytes, "peak_bytes": session.gpu.arena.used_bytes},
-        "ram": {
-            "budget_bytes": plan.tiers["ram"].budget_bytes,
-            "peak_bytes": session.ram.arena.used_bytes + plan.problem.reader_bytes,
-        },
-        "nvme": {"peak_bytes": session.store.disk_bytes()},
+        name: {
+            "budget_bytes": plan.tiers[name].budget_bytes,
+            "planned_bytes": plan.tiers[name].peak_bytes,
+            "peak_bytes": peak,
+        }
+        for name, peak in peaks.items()
     }
+    found["nvme"] = {"peak_bytes": session.store.disk_bytes()}
     if (used := memory_use(session.device)) is not None:
         found["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}
     return found

@@ -215,7 +215,11 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
     measured, attention, matmul = row["measured"], row["attention_tflops"], row["matmul_tflops"]
     tiers = ", ".join(
         f"{name} {bytes_text(tier['peak_bytes'])}"
-        + (f" of {bytes_text(tier['budget_bytes'])}" if "budget_bytes" in tier else "")
+        + (
+            f" (planned {bytes_text(tier['planned_bytes'])}, budget {bytes_text(tier['budget_bytes'])})"
+            if "budget_bytes" in tier
+            else ""
+        )
         for name, tier in row["tiers"].items()
     )
     if (lost := row["tiers"]["gpu"].get("fragmentation_bytes")) is not None:
@@ -227,7 +231,7 @@ def _details(row: dict[str, Any]) -> Sequence[str]:
         f"({measured['layers_s']:.3f} s at the layers), ratio {measured['ratio']:.2f}; scaled and "
         f"with nothing computed twice {row['ratio_once']:.2f}",
         f"  busy: {busy}",
-        f"  peak of budget: {tiers}; K/V window {row['plan']['kv_window']}",
+        f"  peak: {tiers}; K/V window {row['plan']['kv_window']}",
         f"  alone, TFLOP/s: attention forward {attention['forward']:.3g}, backward {attention['backward']:.3g}; "
         f"matmul of a layer {matmul['layer']:.3g}, of the head {matmul['head']:.3g}",
         f"  attention by {attention['kernels']['forward']} and {attention['kernels']['backward']}; computed over once: "
