@@ -19,7 +19,7 @@ from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, 
 from engine.device import resolve_device
 from engine.model import ModelSpec
 from engine.plan import FP32, STATE_KINDS, Plan, gib
-from engine.prepare import budgets, model_config, model_spec, plan_run
+from engine.prepare import ALLOCATOR_SHARE, budgets, model_config, model_spec, plan_run
 from engine.state import scratch_arrays
 from storage.errors import BudgetError
 from storage.readers import Readers, select_readers
@@ -95,7 +95,7 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
     for layers in case.layers or (shape.layers,):
         model, spec = shape_model(shape, layers, data)
         share = layers / shape.layers
-        gpu, ram = _scaled_peaks(full_plan, share)
+        gpu, ram = _scaled_peaks(full_plan, share, on_gpu)
         # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
         rams = (ram, ram_bytes) if case.spill_state and share < 1 else (ram_bytes,)
         try:
@@ -161,7 +161,7 @@ def _first_plan(
     return _plan(spec, data, train, BudgetConfig(gpu=gpu, ram=rams[-1]), storage, device, readers)
 
 
-def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
+def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     """Bytes of GPU and RAM that leave a model cut to `share` of its layers in the same position as the whole one.
 
     What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, on
@@ -191,7 +191,12 @@ def _scaled_peaks(full: Plan, share: float) -> tuple[int, int]:
     in_ram = state + min(records, ram.parts["activations"])
     # What the GPU holds less of for being counted in whole pieces has a place in RAM.
     rounded = int(gone - (1 - share) * (resident_bytes + kept_bytes))
-    return full.tiers["gpu"].peak_bytes - gone, ram.peak_bytes - int(in_ram * (1 - share)) + rounded
+    gpu_bytes = full.tiers["gpu"].peak_bytes - gone
+    if on_gpu:
+        # Of any budget its share is left to the allocator: what a smaller one leaves must not become a kept chunk.
+        used = gpu_bytes - full.problem.gpu_budget // ALLOCATOR_SHARE
+        gpu_bytes = -(-used * ALLOCATOR_SHARE // (ALLOCATOR_SHARE - 1))
+    return gpu_bytes, ram.peak_bytes - int(in_ram * (1 - share)) + rounded
 
 
 def _gone(total_bytes: int, count: int, share: float) -> int:

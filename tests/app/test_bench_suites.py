@@ -15,13 +15,13 @@ import torch
 from app import bench_cases, bench_suites
 from app.bench_cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_from_json, case_to_json, cases_of
 from app.bench_figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
-from app.bench_setup import Setup, Skip, choose, nvme_bytes, shape_model
+from app.bench_setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
 from app.bench_state import DrawnState
 from app.bench_suite_worker import WarmUpLoader
 from engine.config import DataConfig
 from engine.data import IGNORE_LABEL, MicroBatch
 from engine.flops import StepFlops, executed_flops, model_flops
-from engine.prepare import layouts
+from engine.prepare import ALLOCATOR_SHARE, layouts
 from storage.errors import UserError
 
 CPU_SHORT, CPU_LONG, CPU_TIERS = SUITES["cpu"]
@@ -133,6 +133,15 @@ def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> No
         assert whole == pytest.approx(resident, abs=0.35)
         assert setup.plan.tiers["gpu"].peak_bytes <= setup.full_plan.tiers["gpu"].peak_bytes
         assert setup.depth == 8.0
+
+
+def test_the_allocators_share_of_a_smaller_budget_becomes_nothing_else(tmp_path: Path) -> None:
+    full = chosen(replace(SUITES["short"][0], gpu="24GiB", ram="100GiB"), tmp_path).full_plan
+    without, ram = _scaled_peaks(full, 0.25, on_gpu=False)
+    within, same_ram = _scaled_peaks(full, 0.25, on_gpu=True)
+    used = without - full.problem.gpu_budget // ALLOCATOR_SHARE  # the CPU's plan has no such share to take out
+    assert within - within // ALLOCATOR_SHARE == pytest.approx(used, abs=1)
+    assert ram == same_ram
 
 
 def test_depth_is_what_ram_holds(tmp_path: Path) -> None:
