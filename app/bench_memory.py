@@ -168,7 +168,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     except ImportError:
         raise UserError("the plot needs matplotlib: pip install 'penstock[dev]'") from None
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "penstock"
+    matplotlib.rcParams |= {"svg.hashsalt": "penstock", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
@@ -182,7 +182,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
         for window, depth in sorted({(row["window"], row["depth"]) for row in rows}, reverse=True):
             found = sorted((r["tokens"], r[key]) for r in rows if (r["window"], r["depth"]) == (window, depth))
             x, y = [tokens for tokens, _ in found], [size / 2**20 for _, size in found]
-            mark = "o" if depth == max(row["depth"] for row in rows) else "x"
+            mark = "o" if depth == max(row["depth"] for row in rows if row["window"] == window) else "x"
             layers = f"{depth} layer{'s' if depth > 1 else ''}"
             axis.plot(
                 x, y, mark, color="C0" if window == "whole" else "C1", fillstyle="none", label=f"{window}, {layers}"
@@ -192,7 +192,8 @@ def plot(report: dict[str, Any], file: Path) -> None:
                 axis.plot(x, law, "-", color="C0", linewidth=0.8, label=f"{per_token:,} bytes a token")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        axis.set_xticks([row["tokens"] for row in rows], [f"{row['tokens'] // 1024}k" for row in rows])
+        ticks = sorted({row["tokens"] for row in rows})
+        axis.set_xticks(ticks, [f"{tokens // 1024}k" for tokens in ticks])
         axis.set_xlabel("tokens of the sequence")
         axis.set_ylabel("MiB")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
