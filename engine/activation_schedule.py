@@ -7,6 +7,8 @@ either in a window over the whole micro-batch, or, streamed, in a few slots of o
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from engine.ops import Emitter, Resource, Slots
@@ -36,6 +38,8 @@ class ActivationSchedule:
         self._window: list[Any] = [None] * plan.window_chunks
         """Which (layer, chunk, step) each chunk's place in the window holds: on the compute device, or in RAM where
         keys and values are streamed."""
+        self.documents: Sequence[Sequence[int]] | None = None
+        """Per micro-batch of the step being emitted the sorted starts of its documents, where they are known."""
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
@@ -279,6 +283,9 @@ class ActivationSchedule:
         reach = self._plan.blocks[layer].window_tokens
         row = self._plan.problem.row_tokens
         first = chunk.start // row * row  # a row starts a document
+        if self.documents is not None:
+            starts = self.documents[chunk.micro_batch]
+            first = max(first, starts[bisect_right(starts, chunk.start) - 1])
         if reach is not None:
             first = max(first, chunk.start - reach + 1)
         base = chunk.index - chunk.local

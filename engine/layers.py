@@ -339,7 +339,8 @@ class LayerRunner:
 
         graph = self._graph(index, weights, x, inputs, handle, keep=keep)
         graph.projection, graph.out = seen[0], leaves[0]
-        graph._project = lambda weights: self._project(index, weights, graph.x, inputs)
+        x = graph.x  # not the graph: what refers to itself lives until garbage is collected
+        graph._project = lambda weights: self._project(index, weights, x, inputs)
         return graph
 
     def keep(

@@ -11,13 +11,15 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.activation_schedule import RECORDS, ActivationSchedule, Mode
 from engine.ops import LANES, WHOLE, Emitter, Op, Resource
 from engine.plan import Chunk, Plan
 from engine.state_schedule import StateSchedule
+
+Documents = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,20 @@ class ScheduleBuilder:
         """Whether a gradient waits for the optimizer."""
         return self._state.waiting is not None
 
-    def step(self, step: int, *, commit_previous: bool = False) -> list[Op]:
-        """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied."""
-        return [op for ops in self.stream(step, commit_previous=commit_previous) for op in ops]
+    def step(self, step: int, *, commit_previous: bool = False, documents: Documents | None = None) -> list[Op]:
+        """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied.
 
-    def stream(self, step: int, *, commit_previous: bool = False) -> Iterator[list[Op]]:
+        `documents`: per micro-batch the sorted starts of its documents; where keys and values are streamed, those that
+        no query of a chunk can see are then left out.
+        """
+        return [op for ops in self.stream(step, commit_previous=commit_previous, documents=documents) for op in ops]
+
+    def stream(
+        self, step: int, *, commit_previous: bool = False, documents: Documents | None = None
+    ) -> Iterator[list[Op]]:
         """The same ops block by block, so that the lanes start on the first while the rest is being built."""
         self._emitter.step = step
+        self._activations.documents = documents
         for _ in self._passes(commit_previous):
             yield self._emitter.take()
         self._state.read_ahead(step)

@@ -89,7 +89,8 @@ def train_step(session: Session) -> StepMetrics:
     session.begin_step(data)
     step = session.step
     ops: list[Op] = []
-    for ops in session.builder.stream(step, commit_previous=session.commit_due(step - 1)):
+    documents = [m.documents for m in data.micro_batches]
+    for ops in session.builder.stream(step, commit_previous=session.commit_due(step - 1), documents=documents):
         session.executor.submit(ops)
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known

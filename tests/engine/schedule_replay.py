@@ -13,8 +13,8 @@ class Replay:
     """Follows activations through a schedule; the content of a place is (kind, block, chunk, step), and for the
     gradients of keys and values also the queries that have added to them."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, documents: list[list[int]]) -> None:
+        self.plan, self.documents = plan, documents
         self.held: dict[Resource, Any] = {}
         self.spilled: set[tuple[int, int]] = set()
         self.graphs = 0
@@ -123,14 +123,13 @@ class Replay:
 
     def _visible(self, op: Op) -> set[int]:
         """Chunks of which some key is seen by some query of the op's chunk, counted one by one."""
-        block, chunk = self.plan.blocks[self._number[op.block]], self.plan.chunks[op.index]
-        row = self.plan.problem.row_tokens
-        reach = block.window_tokens or 10**9
-        positions = [t for q in (chunk.start, chunk.end - 1) for t in range(max(q // row * row, q - reach + 1), q + 1)]
-        first_row_end = min(chunk.end, (chunk.start // row + 1) * row)
-        positions += range(chunk.start, chunk.end)
-        positions += range(max(chunk.start // row * row, chunk.start - reach + 1), first_row_end)
-        seen = set(positions)
+        reach = self.plan.blocks[self._number[op.block]].window_tokens or 10**9
+        chunk = self.plan.chunks[op.index]
+        starts = self.documents[chunk.micro_batch]
+        seen: set[int] = set()
+        for query in range(chunk.start, chunk.end):
+            document = max(start for start in starts if start <= query)
+            seen.update(range(max(document, query - reach + 1), query + 1))
         return {c for c in self._window(op) if seen & set(range(self.plan.chunks[c].start, self.plan.chunks[c].end))}
 
     def _layer_backward_top(self, op: Op) -> None:

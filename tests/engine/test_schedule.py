@@ -144,11 +144,11 @@ def some_plan(shape: Problem) -> Plan:
     raise AssertionError("the budgets that the refusals ask for are refused")
 
 
-def steps_of(plan: Plan, steps: int = 3) -> list[Op]:
+def steps_of(plan: Plan, steps: int = 3, documents: list[list[int]] | None = None) -> list[Op]:
     builder = ScheduleBuilder(plan)
     ops: list[Op] = []
     for step in range(1, steps + 1):
-        ops += builder.step(step, commit_previous=step % 2 == 0)
+        ops += builder.step(step, commit_previous=step % 2 == 0, documents=documents)
     return ops + builder.finish(commit=True)
 
 
@@ -213,12 +213,14 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(shape: Problem) -> Non
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems)
-def test_every_op_finds_what_it_wants_where_it_looks(shape: Problem) -> None:
+@given(problems, st.none() | st.lists(st.integers(1, 159), max_size=6))
+def test_every_op_finds_what_it_wants_where_it_looks(shape: Problem, cuts: list[int] | None) -> None:
     """Replays the ops: every slot, region and file holds, when it is read, what the reader wants."""
     plan = some_plan(shape)
-    replay = Replay(plan)
-    for op in steps_of(plan, 2):
+    rows = range(0, plan.window_tokens, shape.row_tokens)
+    documents = [sorted({*rows, *(c for c in cuts or () if c < plan.window_tokens)})] * shape.micro_batches
+    replay = Replay(plan, documents)
+    for op in steps_of(plan, 2, None if cuts is None else documents):
         replay.perform(op)
     assert replay.spilled == plan.spilled
     files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
