@@ -231,8 +231,8 @@ def bench_step_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time training steps: of real shapes with --suite, else of a 168M-parameter model against plain PyTorch."""
-    from app.bench import bench_step
-    from app.bench_suites import bench_suites, list_text
+    from app.bench.step import bench_step
+    from app.bench.suites import bench_suites, list_text
 
     if list_suites:
         typer.echo(list_text())
@@ -252,7 +252,7 @@ def bench_memory_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the GPU tier's bytes on the CPU from 4k to 128k tokens, at two depths, K/V window whole and streamed."""
-    from app.bench_memory import bench_memory
+    from app.bench.memory import bench_memory
 
     bench_memory(json=as_json, save=save)
 
@@ -265,7 +265,7 @@ def bench_attention_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time a long-context step of a small model on the CPU against its attention alone in plain torch."""
-    from app.bench_attention import bench_attention
+    from app.bench.attention import bench_attention
 
     bench_attention(tokens=tokens, chunk_tokens=chunk, rounds=rounds, json=as_json)
 
@@ -279,7 +279,7 @@ def bench_storage_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the NVMe tier against raw direct I/O on the same drives, in one run."""
-    from app.bench_storage import bench_storage
+    from app.bench.storage import bench_storage
     from engine.config import parse_bytes
 
     bench_storage(

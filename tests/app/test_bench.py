@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app import bench
+from app.bench import step as bench
 from storage.errors import UserError
 
 

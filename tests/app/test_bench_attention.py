@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.bench_attention import bench_attention
+from app.bench.attention import bench_attention
 from storage.errors import UserError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app import bench_memory
+from app.bench import memory as bench_memory
 from storage.errors import UserError
 
 PER_TOKEN = 12 * bench_memory.SHAPE.kv_heads * bench_memory.SHAPE.head_dim

@@ -13,8 +13,8 @@ import pytest
 import torch
 from cli_process import default_signals
 
-from app import bench_storage as bench
-from app.raw_io import Fio, OwnLoop, RawFiles, Timed
+from app.bench import storage as bench
+from app.bench.raw_io import Fio, OwnLoop, RawFiles, Timed
 from storage.arena import HostArena
 from storage.chunk import ChunkFormat
 from storage.errors import UserError
@@ -164,10 +164,10 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, without_fio: None, monk
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
-        "from pathlib import Path; from app.bench_storage import bench_storage\n"
+        "from pathlib import Path; from app.bench.storage import bench_storage\n"
         f"bench_storage([Path({str(tmp_path)!r})], size_bytes={SIZE}, chunk_bytes={CHUNK}, rounds=10**6)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(bench.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(Path(bench.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         env=environment,

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from app import bench_cases, bench_suites
-from app.bench_cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_from_json, case_to_json, cases_of
-from app.bench_figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
-from app.bench_setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
-from app.bench_state import DrawnState
-from app.bench_suite_worker import WarmUpLoader
+from app.bench import cases as bench_cases
+from app.bench import suites as bench_suites
+from app.bench.cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_from_json, case_to_json, cases_of
+from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
+from app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
+from app.bench.state import DrawnState
+from app.bench.suite_worker import WarmUpLoader
 from engine.config import DataConfig
 from engine.data import IGNORE_LABEL, MicroBatch
 from engine.flops import StepFlops, executed_flops, model_flops

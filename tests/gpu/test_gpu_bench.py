@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench_cases import SUITES, TINY
-from app.bench_kernels import attention_rates, clock, matmul_rates
-from app.bench_setup import shape_model
-from app.bench_suite_worker import _profiled, measure
+from app.bench.cases import SUITES, TINY
+from app.bench.kernels import attention_rates, clock, matmul_rates
+from app.bench.setup import shape_model
+from app.bench.suite_worker import _profiled, measure
 from engine.config import DataConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

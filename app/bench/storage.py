@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
+from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from app.progress import bytes_text
-from app.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from storage.arena import HostArena
 from storage.chunk import ChunkFormat
 from storage.disk import require_writable

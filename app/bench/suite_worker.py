@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 
-from app.bench_cases import Case, case_from_json
-from app.bench_figures import kernel_idle, limit_s, median_times, scaled_flops, shares
-from app.bench_kernels import attention_rates, matmul_rates
-from app.bench_setup import Setup, Skip, choose, nvme_bytes
-from app.bench_state import open_drawn
+from app.bench.cases import Case, case_from_json
+from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, shares
+from app.bench.kernels import attention_rates, matmul_rates
+from app.bench.setup import Setup, Skip, choose, nvme_bytes
+from app.bench.state import open_drawn
 from app.trace import write_trace
 from engine import attention
 from engine.config import BudgetConfig
@@ -313,7 +313,7 @@ def _write_step_trace(spans: Sequence[dict[str, Any]], step: int, folder: Path, 
 
 def main() -> None:
     """Run one case in this process."""
-    parser = argparse.ArgumentParser(prog="python -m app.bench_suite_worker", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m app.bench.suite_worker", description=main.__doc__)
     parser.add_argument("case", type=case_from_json)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--trace", type=Path)

@@ -78,8 +78,8 @@ def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: P
 
 def _run_case(case: str, steps: int, scratch: Path) -> dict[str, Any]:
     """The JSON that a worker process prints as its last line."""
-    command = [sys.executable, "-m", "app.bench", case, "--steps", str(steps), "--scratch", str(scratch)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "USE_HUB_KERNELS": "0"}
+    command = [sys.executable, "-m", "app.bench.step", case, "--steps", str(steps), "--scratch", str(scratch)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "USE_HUB_KERNELS": "0"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     if process.returncode != 0:
         raise UserError(f"bench case {case} failed (exit {process.returncode}):\n{process.stderr.strip()[-4000:]}")
@@ -113,7 +113,7 @@ def _plain_times(steps: int) -> list[float]:
     import torch
     from transformers import AutoConfig
 
-    from app.bench_plain import plain_step_times
+    from app.bench.plain import plain_step_times
 
     config = AutoConfig.for_model(
         "qwen3",
@@ -221,7 +221,7 @@ def _peak_rss_bytes() -> int:
 
 def _worker() -> None:
     """Run one case in this process and print its step times and peak memory as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m app.bench", description=_worker.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m app.bench.step", description=_worker.__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--scratch", type=Path, required=True)

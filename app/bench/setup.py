@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from app.bench_cases import Case, Shape
+from app.bench.cases import Case, Shape
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
 from engine.device import resolve_device
 from engine.model import ModelSpec

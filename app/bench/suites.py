@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app.bench_cases import GROUPS, SUITES, Case, case_to_json, cases_of
+from app.bench.cases import GROUPS, SUITES, Case, case_to_json, cases_of
 from app.lanes import LANES
 from app.progress import bytes_text
 from engine.hardware import peak_flops
@@ -131,7 +131,7 @@ def _outcome(
 
 def run_case(case: Case, scratch: Path, trace: Path | None, limit_s: float) -> dict[str, Any]:
     """What one case's process came to: `status` done, skipped, failed or ended, with `reason` or the figures."""
-    command = [sys.executable, "-m", "app.bench_suite_worker", case_to_json(case), "--scratch", str(scratch)]
+    command = [sys.executable, "-m", "app.bench.suite_worker", case_to_json(case), "--scratch", str(scratch)]
     if trace is not None:
         command += ["--trace", str(trace)]
     started = time.monotonic()
@@ -163,7 +163,7 @@ def run_case(case: Case, scratch: Path, trace: Path | None, limit_s: float) -> d
 
 def _environment() -> dict[str, str]:
     offline = {"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1"}
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | offline
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | offline
 
 
 def _progress(row: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.bench_cases import Case, Shape
+from app.bench.cases import Case, Shape
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _session(tokens: int, chunk_tokens: int, compile: bool, folder: Path) -> Session:
-    from app.bench_setup import choose
-    from app.bench_suite_worker import open_case
+    from app.bench.setup import choose
+    from app.bench.suite_worker import open_case
 
     case = Case(
         name="attention",

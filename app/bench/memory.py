@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.bench_cases import Shape
+from app.bench.cases import Shape
 from app.progress import bytes_text
 from engine.plan import KV_SLOTS
 from storage.errors import BudgetError, UserError
@@ -210,8 +210,8 @@ def plot(report: dict[str, Any], file: Path) -> None:
 
 def _measured(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
     arguments = {"tokens": tokens, "depth": depth, "window": window, "document_tokens": document_tokens}
-    command = [sys.executable, "-m", "app.bench_memory", json_module.dumps(arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "USE_HUB_KERNELS": "0"} | _GIVE_BACK
+    command = [sys.executable, "-m", "app.bench.memory", json_module.dumps(arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "USE_HUB_KERNELS": "0"} | _GIVE_BACK
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     if process.returncode != 0:
         raise UserError(f"bench memory failed at {arguments}:\n{process.stderr.strip()[-4000:]}")
@@ -294,8 +294,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     """A session on the least GPU budget that the planner accepts, everything else in RAM."""
     import torch
 
-    from app.bench_setup import Setup, shape_model
-    from app.bench_suite_worker import open_case
+    from app.bench.setup import Setup, shape_model
+    from app.bench.suite_worker import open_case
     from engine.config import BudgetConfig, DataConfig, StorageConfig, TrainConfig
     from engine.prepare import plan_run
     from storage.readers import select_readers
@@ -336,7 +336,7 @@ def main() -> None:
     from engine import runtime
 
     runtime.INPUTS_CACHE_BYTES = 0  # else up to 64 MiB of rotary tables would be found in the process, too
-    parser = argparse.ArgumentParser(prog="python -m app.bench_memory", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m app.bench.memory", description=main.__doc__)
     parser.add_argument("arguments", type=json_module.loads)
     arguments = parser.parse_args().arguments
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path.cwd()) as folder:
