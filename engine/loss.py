@@ -73,7 +73,7 @@ class CrossEntropy:
     def __init__(self, *, compile: bool) -> None:
         self._block: Callable[[Tensor, Tensor, Tensor], Tensor] = _block_eager_
         if compile:
-            self._block = torch.compile(_block_, dynamic=True, fullgraph=True)
+            self._block = torch.compile(_block_, dynamic=True)  # not fullgraph: see engine/optimizer.py
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, labels: Tensor, scale: float, work_bytes: int) -> Tensor:

@@ -129,7 +129,8 @@ class AdamW:
 
     def __init__(self, mode: Literal["compiled", "eager", "fused"]) -> None:
         self.mode = mode
-        self._update = torch.compile(adamw, dynamic=True, fullgraph=True) if mode == "compiled" else adamw
+        # Not fullgraph: its flags are the process's, and other lanes' compiled code would run eagerly meanwhile.
+        self._update = torch.compile(adamw, dynamic=True) if mode == "compiled" else adamw
 
     @torch.no_grad()
     def step(

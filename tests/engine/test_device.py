@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from engine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
 from engine.events import Span, StepMetrics
 from engine.executor import Executor
+from engine.loss import _block_
 from engine.ops import Op
-from engine.optimizer import AdamW, scalars
+from engine.optimizer import AdamW, adamw, scalars
 from engine.train import train, train_step
 from storage.errors import UserError
 
@@ -124,6 +126,17 @@ def test_the_optimizer_under_the_next_forward_changes_no_bit(
         assert all(norm > clip_norm for _, norm in losses[0]), "clipping must be at work"
 
 
+def test_what_is_compiled_beside_other_lanes_is_one_graph_each() -> None:
+    """Without torch.compile's fullgraph, which would say so itself."""
+    t = tiny.training()
+    state = [torch.rand(64) for _ in range(5)]
+    update = torch._dynamo.explain(adamw)(*state, scalars(t, 1, 0.5, torch.device("cpu")).decayed)
+    assert (update.graph_count, update.graph_break_count) == (1, 0)
+    labels = torch.tensor([1, 5])
+    loss = torch._dynamo.explain(_block_)(torch.rand(2, 8), labels, torch.tensor(0.1))
+    assert (loss.graph_count, loss.graph_break_count) == (1, 0)
+
+
 def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> None:
     """Bit-equal results of the same AdamW object, called by the optimizer lane or by the compute lane."""
     t = tiny.training(compile="on", save="input", kv_window="whole")  # the same graphs on both sides
@@ -134,8 +147,6 @@ def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> Non
             step, lanes = session.runtime.adamw._update, calls.setdefault(gpu, set())
 
             def update(*args: Any, step: Any = step, lanes: set[str] = lanes) -> None:
-                import threading
-
                 lanes.add(threading.current_thread().name)
                 step(*args)
 
