@@ -336,7 +336,7 @@ def open_session(
     for warning in store.warnings:
         observer.on_message(warning)
     choose_kernels(spec, plan, device, compute_dtype(train))
-    kernels = attention_report()
+    kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
     for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
         observer.on_message(line)
     observer.on_plan(plan.to_json() | {"bytes_per_step": bytes_per_step(plan), "attention": kernels})
