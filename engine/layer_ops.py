@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,10 +75,7 @@ class LayerOps:
     def _typed(self, name: str, dtype: torch.dtype, *size: int) -> Tensor:
         """Streamed: one of the running chunk's own buffers."""
         raw = self._gpu.window[name][0]
-        numel = 1
-        for n in size:
-            numel *= n
-        return raw[: numel * dtype.itemsize].view(dtype).view(*size)
+        return raw[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
 
     def _queries(self, op: Op, shape: AttentionShape) -> Tensor:
         return self._typed("q", self._dtype, _tokens(self._plan.chunks[op.index]), shape.heads, shape.qk_dim)
@@ -91,16 +89,16 @@ class LayerOps:
         out = raw[lse_bytes : lse_bytes + out_bytes].view(self._dtype).view(tokens, shape.heads, shape.v_dim)
         return out, lse
 
-    def _documents(self, op: Op, layer: int, chunk: Chunk) -> list[int]:
-        documents = self._runtime.documents(op.step, chunk)
-        return list(self._layers.documents(layer, documents, self._plan.window_tokens))
+    def _documents(self, op: Op, layer: int, chunk: Chunk) -> Sequence[int]:
+        """What the layer's tokens may see, for attention that is computed here."""
+        return self._layers.documents(layer, self._runtime.documents(op.step, chunk), self._plan.window_tokens)
 
     def _state(self, op: Op, out: Tensor, lse: Tensor) -> AttentionState:
         """Attention of the op's chunk over the whole window, with its gradients in backward."""
         layer, chunk = self._layer(op)
         shape = self._shape(layer)
         k, v = self._window("kv", shape)
-        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._documents(op, layer, chunk))
+        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._runtime.documents(op.step, chunk))
         if op.action == "layer_backward":
             state.dk, state.dv = self._window("dkv", shape)
             if "zero:dkv" in op.flags:
@@ -138,7 +136,7 @@ class LayerOps:
             graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, keep=True)
             graph.lse = lse.clone()
         else:
-            attends = KeptAttention(self._state(op, *self._saved(op, shape)))
+            attends = KeptAttention(self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape))))
             graph = self._layers.keep(layer, weights, x, inputs, attends.forward)
         self._kept[layer, op.index] = graph, attends, graph.nbytes
         self.kept_bytes += graph.nbytes
@@ -157,7 +155,7 @@ class LayerOps:
         projection = self._layers.project(layer, runtime.weights(op), x, inputs)
         state = self._state(op, *self._saved(op, self._shape(layer)))
         with torch.no_grad():
-            attention.forward_handler(state)(*projection)
+            attention.forward_handler(self._layers.in_blocks(layer, state))(*projection)
 
     def _op_layer_backward(self, op: Op) -> None:
         runtime, (layer, chunk) = self._runtime, self._layer(op)
@@ -177,7 +175,8 @@ class LayerOps:
         """Backward through a kept graph that is not cut."""
         graph, attends = self._release(op)
         if attends is not None:
-            attends.state = self._state(op, attends.state.out, attends.state.lse)
+            state = self._state(op, attends.state.out, attends.state.lse)
+            attends.state = self._layers.in_blocks(self._layer(op)[0], state)
         graph.top(weights, dy, gradients)
         return graph.dx()
 

@@ -245,7 +245,7 @@ class LayerRunner:
     ) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
         with torch.no_grad():
-            handler = None if state is None else attention.forward_handler(self._in_blocks(index, state))
+            handler = None if state is None else attention.forward_handler(self.in_blocks(index, state))
             return self._run(index, weights, x[None], inputs, handler)
 
     def backward(
@@ -263,18 +263,10 @@ class LayerRunner:
         The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
         in reverse order.
         """
-        template = self._template(index)
-        x = x[None].detach().requires_grad_()
-        with torch.enable_grad():
-            handler = None if state is None else attention.backward_handler(self._in_blocks(index, state))
-            y = self._run(index, weights, x, inputs, handler, recompute=True)
-        wanted = [x, *template.parameters.values()]
-        dx, *computed = torch.autograd.grad(y, wanted, dy, allow_unused=True)
-        prefix = self._prefixes[index]
-        for name, grad in zip(template.parameters, computed, strict=True):
-            if grad is not None:
-                grads[prefix + name].add_(grad)
-        return dx[0]
+        handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
+        graph = self._graph(index, weights, x, inputs, handler, keep=False)
+        graph.top(weights, dy, grads)
+        return graph.dx()
 
     def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
         """Starts of the documents of a stream of `tokens`, or of the blocks that layer `index` cuts them into."""
@@ -283,7 +275,8 @@ class LayerRunner:
             return documents
         return attention.split_documents(documents, tokens, shape.chunk)
 
-    def _in_blocks(self, index: int, state: AttentionState) -> AttentionState:
+    def in_blocks(self, index: int, state: AttentionState) -> AttentionState:
+        """`state` with `documents` for layer `index`."""
         documents = self.documents(index, state.documents, state.k.shape[0])
         return state if documents is state.documents else replace(state, documents=documents)
 

@@ -98,8 +98,8 @@ class _Planner:
             gradients[pool] = min(len(members), self.at_once[pool] + extra)
         return weights, gradients, numel
 
-    def gpu_parts(self, resident: set[str], kept: set[tuple[int, int]]) -> dict[str, int]:
-        """Bytes of everything on the GPU when `resident` buffers live there whole and `kept` graphs stay there."""
+    def gpu_parts(self, resident: set[str]) -> dict[str, int]:
+        """Bytes of everything on the GPU when `resident` buffers live there whole."""
         p = self.problem
         weights, gradients, numel = self.slots(resident)
         saved = max(b.saved_bytes_per_token for b in p.blocks)
@@ -113,7 +113,7 @@ class _Planner:
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
             + SAVED_SLOTS * aligned(self.max_chunk * saved),
             "held activations": sum(sum(self.record(*key).values()) for key in self.held),
-            "kept activations": sum(self.graph_bytes(*key) for key in kept),
+            "kept activations": sum(self.graph_bytes(*key) for key in self.kept),
             "workspace": p.workspace_bytes,
         }
 
@@ -123,21 +123,21 @@ class _Planner:
         assert shape.graph_bytes_per_token is not None
         return aligned((c.end - c.start) * (shape.graph_bytes_per_token + shape.lse_bytes_per_token))
 
-    def gpu_need(self, resident: set[str], kept: set[tuple[int, int]]) -> int:
-        return sum(self.gpu_parts(resident, kept).values())
+    def gpu_need(self, resident: set[str]) -> int:
+        return sum(self.gpu_parts(resident).values())
 
     def place_gpu(self) -> None:
         p = self.problem
         useful = bool(self.attending) and self.window_chunks > KV_SLOTS
         self.streamed = p.kv_window == "streamed" and useful
-        need = self.gpu_need(set(), set())
+        need = self.gpu_need(set())
         if need > p.gpu_budget and p.kv_window == "auto" and useful:
             self.streamed = True
-            if self.gpu_need(set(), set()) >= need:
+            if self.gpu_need(set()) >= need:
                 self.streamed = False
-            need = self.gpu_need(set(), set())
+            need = self.gpu_need(set())
         if need > p.gpu_budget:
-            listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set(), set()).items() if v)
+            listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set()).items() if v)
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
                 f"give at least {need} bytes, or lower train.chunk_tokens, train.sequences_per_micro_batch or "
@@ -157,7 +157,7 @@ class _Planner:
     def keep_all(self) -> None:
         p = self.problem
         self.kept.update(self.keepable())
-        need = self.gpu_need(set(), self.kept)
+        need = self.gpu_need(set())
         unknown = [p.blocks[i].name for i in self.layers if p.blocks[i].graph_bytes_per_token is None]
         if unknown:
             raise BudgetError(
@@ -173,7 +173,7 @@ class _Planner:
     def hold(self) -> None:
         """Let records stay on the GPU, backward's first ones first, until RAM holds the rest and the weights."""
         p = self.problem
-        left = p.gpu_budget - self.gpu_need(self.resident, self.kept)
+        left = p.gpu_budget - self.gpu_need(self.resident)
         weights = sum(aligned(b.numel * p.compute_bytes) for b in p.buffers if b.name not in self.resident)
         wanted = self.stream_bytes() + self.block_bytes(False) + self.least_stages() + weights
         short = wanted + sum(self.records().values()) - self.ram_budget
@@ -188,7 +188,7 @@ class _Planner:
         """Keep graphs, backward's first ones first, as long as there is room."""
         if self.problem.save != "auto":
             return
-        left = self.problem.gpu_budget - self.gpu_need(self.resident, self.kept)
+        left = self.problem.gpu_budget - self.gpu_need(self.resident)
         for key in self.keepable():
             left -= self.graph_bytes(*key)
             if left < 0:
@@ -198,7 +198,7 @@ class _Planner:
     def reside(self) -> None:
         """Let whole buffers live on the GPU as long as there is room."""
         for buffer in self.problem.buffers:
-            if self.gpu_need(self.resident | {buffer.name}, self.kept) <= self.problem.gpu_budget:
+            if self.gpu_need(self.resident | {buffer.name}) <= self.problem.gpu_budget:
                 self.resident.add(buffer.name)
 
     # ------------------------------------------------------------------ RAM
@@ -351,7 +351,7 @@ class _Planner:
                 gradient=kinds["gradient"],
             )
         weights, gradients, numel = self.slots(self.resident)
-        gpu = self.gpu_parts(self.resident, self.kept)
+        gpu = self.gpu_parts(self.resident)
         return Plan(
             problem=p,
             buffers=buffers,

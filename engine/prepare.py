@@ -145,6 +145,11 @@ def model_spec(config: PretrainedConfig, data: DataConfig) -> ModelSpec:
     return spec
 
 
+def compute_dtype(train: TrainConfig) -> torch.dtype:
+    """Dtype of weights and activations in forward and backward."""
+    return torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
+
+
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
     """Flat layout of every buffer."""
     return {name: FlatLayout.build(params) for name, params in spec.buffers.items()}
@@ -186,7 +191,7 @@ def plan_run(
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
     gpu_budget, ram_budget = budgets(budget, device)
-    dtype = torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
+    dtype = compute_dtype(train)
     compute_bytes = dtype.itemsize
     tokens = data.sequence_length if spec.recurrent else train.chunk_tokens
     workspace = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type])

@@ -43,6 +43,7 @@ from engine.plan import Plan
 from engine.prepare import (
     LOGITS_BYTES,
     Data,
+    compute_dtype,
     layouts,
     make_loader,
     model_config,
@@ -241,11 +242,6 @@ class Session:
         before, self._traffic = self._traffic, self.store.traffic()
         moved = {str(folder): now - before.get(folder, Traffic()) for folder, now in self._traffic.items()}
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
-
-
-def compute_dtype(train: TrainConfig) -> torch.dtype:
-    """Dtype of weights and activations in forward and backward."""
-    return torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
 
 
 def automatic_name(step: int) -> str:
