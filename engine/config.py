@@ -16,18 +16,23 @@ from storage.errors import UserError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_LARGEST = 10**18
+"""Bytes; what is larger is a slip of the unit."""
 
 
 def parse_bytes(text: str | int, where: str) -> int:
     """Bytes named by `text`: an int, or a number with a unit (`512MiB`, `1.5 GiB`, `24GB`).
 
-    Raises UserError naming `where` when the text is not a positive size.
+    Raises UserError naming `where` when the text is not a size, is below one byte or is more than any machine has.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(match.group(2).lower()) if match else None
-    if match is None or unit is None or float(match.group(1)) <= 0:
+    size = float(match.group(1)) * unit if match and unit else 0.0
+    if size < 1:
         raise UserError(f"{where}: '{text}' is not a size; write for example 512MiB, 24GiB or 1.5TB")
-    return int(float(match.group(1)) * unit)
+    if size > _LARGEST:
+        raise UserError(f"{where}: '{text}' is more than any machine has; write for example 512MiB, 24GiB or 1.5TB")
+    return int(size)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -37,12 +42,13 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Which model: a Hugging Face folder, or a shape to train from scratch."""
+    """Which model: a Hugging Face folder, a shape to train from scratch, or both: then they are the same model."""
 
     path: str | None = None
-    """Hugging Face folder (config.json, *.safetensors) to fine-tune; none trains the shape below from scratch."""
+    """Hugging Face folder (config.json, *.safetensors) to fine-tune; none trains the shape below from scratch. With a
+    shape beside it a run can be planned without the folder, or started with --from-scratch."""
     model_type: str = "qwen3"
-    """transformers model type of a model trained from scratch, for example qwen3, llama, mixtral."""
+    """transformers model type of the shape below, for example qwen3, llama, mixtral."""
     num_layers: int | None = None
     """Decoder layers."""
     hidden_size: int | None = None
@@ -65,7 +71,8 @@ class ModelConfig:
     """Further fields of the transformers config, by their own names, for example {"rope_theta": 1e6}."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "vocab_size", "max_position"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"model.{name}: {value} must be at least 1")
         if self.num_heads and self.num_kv_heads:
@@ -73,6 +80,11 @@ class ModelConfig:
                 self.num_heads % self.num_kv_heads == 0,
                 f"model.num_heads: {self.num_heads} is not a multiple of model.num_kv_heads {self.num_kv_heads}",
             )
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether the fields describe a model by themselves; width and depth are what no default stands for."""
+        return self.num_layers is not None and self.hidden_size is not None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,6 +113,8 @@ class DataConfig:
             self.tokenizer_vocab_size > 256,
             f"data.tokenizer_vocab_size: {self.tokenizer_vocab_size} must be over 256, the byte alphabet",
         )
+        most = self.max_documents
+        _require(most is None or most >= 1, f"data.max_documents: {most} must be at least 1; none reads all")
         needs_path = self.source in ("text", "jsonl")
         _require(not needs_path or self.path is not None, f"data.path: data.source={self.source} needs it")
 
@@ -179,9 +193,10 @@ class BudgetConfig:
     """How much of each tier the run may use. Sizes are ints or texts such as 24GiB."""
 
     gpu: str | int | None = None
-    """GPU memory (on a machine without a GPU: ordinary memory standing for it); none takes 90 % of what is free."""
+    """GPU memory (on a machine without a GPU: ordinary memory standing for it); none takes what is free, less a
+    reserve."""
     ram: str | int | None = None
-    """Pinned RAM; none takes 70 % of what is free."""
+    """Pinned RAM; none takes what is free, less a reserve."""
     nvme: str | int | None = None
     """Disk for the state; none takes what is free."""
 

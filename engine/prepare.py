@@ -66,7 +66,10 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Pretrain
         raise UserError(f"{file}: not JSON ({error})") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise UserError(f"{file}: has no 'model_type'; is it the config.json of a transformers model?")
-    return make_config(values | (overrides or {}), str(file))
+    overrides = overrides or {}
+    if "rope_parameters" in overrides:
+        values.pop("rope_scaling", None)  # its former name, which transformers would prefer
+    return make_config(values | overrides, str(file))
 
 
 def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
@@ -83,15 +86,21 @@ def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
 
 
 def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -> PretrainedConfig:
-    """The transformers config that a recipe describes: the folder's, or one made from the recipe's shape."""
+    """The transformers config that a recipe describes, `model.overrides` on top.
+
+    Where `model.path` exists, that is its config.json, and shape fields beside it must agree with it; else it is made
+    from the shape. `vocab_size` is the tokenizer's. Raises UserError naming the field and both values.
+    """
     if model.path is not None:
         folder = Path(model.path).expanduser()
-        if not folder.is_dir():
-            raise UserError(f"model.path: {folder} is not a folder; give a Hugging Face model folder")
-        given = [name for name in _SHAPE_FIELDS if getattr(model, name) is not None]
-        if given:
-            raise UserError(f"model.{given[0]}: the shape comes from model.path {folder}; leave model.{given[0]} out")
-        return read_config(folder, model.overrides)
+        if folder.exists():
+            _require_agreement(model, read_config(folder), folder)
+            return read_config(folder, model.overrides)
+        if not model.has_shape:
+            raise UserError(
+                f"model.path: {folder} does not exist, and the recipe gives no shape; name a Hugging Face model folder "
+                "or its config.json with --set model.path=..."
+            )
     vocabulary = model.vocab_size or vocab_size
     if vocabulary is None:
         raise UserError("model.vocab_size: there is no tokenizer to take it from; set it")
@@ -102,6 +111,27 @@ def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -
         if getattr(model, ours) is not None:
             values[theirs] = getattr(model, ours)
     return make_config(values | model.overrides, "model")
+
+
+def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Path) -> None:
+    """UserError unless the shape that a recipe gives beside a folder is that of the folder's `config`."""
+    text = config.get_text_config(decoder=True)
+    names = _SHAPE_FIELDS | {"vocab_size": "vocab_size", "max_position": "max_position_embeddings"}
+    given = {ours: value for ours in names if (value := getattr(model, ours)) is not None}
+    found = {ours: getattr(text, names[ours], None) for ours in given}
+    if found.get("head_dim", 0) is None:
+        found["head_dim"] = text.hidden_size // text.num_attention_heads
+    if found.get("num_kv_heads", 0) is None:
+        found["num_kv_heads"] = text.num_attention_heads
+    if model.has_shape:
+        given |= {"model_type": model.model_type, "tie_embeddings": model.tie_embeddings}
+        found |= {"model_type": config.model_type, "tie_embeddings": getattr(config, "tie_word_embeddings", None)}
+    for name, value in given.items():
+        if found[name] != value:
+            raise UserError(
+                f"model.{name}: {value} in the recipe, {found[name]} in {folder}; name the folder of the recipe's "
+                f"model with --set model.path=..., or correct model.{name}"
+            )
 
 
 def prepare_data(model: ModelConfig, data: DataConfig, folder: Path) -> Data:
