@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
             f"{where}: unknown architecture '{model_type}'; transformers {transformers.__version__} has no such type"
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))  # it completes nested values in place
     except Exception as error:  # transformers validates with errors of many types
         raise UserError(f"{where}: transformers refuses this config: {error}") from error
 
