@@ -55,17 +55,23 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run; default runs/<name>-<time>.")
     ] = None,
+    scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Begin with random weights of the recipe's shape: no model folder.")
+    ] = False,
     list_fields: Annotated[
         bool,
         typer.Option("--fields", help="List every field that --set reaches.", callback=_print_fields, is_eager=True),
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
-    from app.launch import run_training
+    from app.launch import from_scratch, require_weights, run_training
     from app.recipe import apply_overrides, load_recipe, resolve_paths
     from app.rundir import RunDir
 
     resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
+    if scratch:
+        resolved = from_scratch(resolved)
+    require_weights(resolved)
     with RunDir.create(resolved, run_dir) as run:
         run_training(run, resume=False)
 

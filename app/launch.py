@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -142,6 +144,51 @@ class _RunObserver:
 
     def should_stop(self) -> bool:
         return self._signals.requested.is_set()
+
+
+def from_scratch(recipe: Recipe) -> Recipe:
+    """The recipe with random weights in place of those of `model.path`: same shape, no folder needed.
+
+    The shape is the recipe's, or the folder's where the recipe gives none. A tokenizer in the folder is still used;
+    where there is none, one is trained on the data, and the vocabulary stays the model's.
+    """
+    if recipe.model.path is None:
+        return recipe
+    folder, model, data = Path(recipe.model.path).expanduser(), recipe.model, recipe.data
+    if not model.has_shape:
+        if not folder.exists():
+            raise UserError(
+                f"--from-scratch: the recipe gives no shape, and model.path {folder} does not exist; set "
+                "model.num_layers, model.hidden_size and the rest, or name a folder or a config.json with "
+                "--set model.path=..."
+            )
+        from engine.prepare import read_config  # loads torch: seconds
+
+        config = read_config(folder, model.overrides)
+        values = json.loads(config.to_json_string(use_diff=False))
+        model = replace(
+            model,
+            model_type=config.model_type,
+            vocab_size=config.get_text_config(decoder=True).vocab_size,
+            overrides=values,
+        )
+    if data.tokenizer is None and (folder / "tokenizer_config.json").is_file():
+        data = replace(data, tokenizer=str(folder))
+    return replace(recipe, model=replace(model, path=None), data=data)
+
+
+def require_weights(recipe: Recipe) -> None:
+    """Raise UserError when the recipe names a model folder that is not there or holds no weights."""
+    if recipe.model.path is None:
+        return
+    folder = Path(recipe.model.path).expanduser()
+    if any(folder.glob("*.safetensors")):
+        return
+    reason = "is no folder" if folder.is_file() else "holds no *.safetensors" if folder.exists() else "does not exist"
+    raise UserError(
+        f"model.path: {folder} {reason}; put the model's Hugging Face folder there, name another with "
+        "--set model.path=..., or add --from-scratch to begin with random weights"
+    )
 
 
 def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) -> None:

@@ -49,6 +49,8 @@ class Recipe:
 
     name: str
     """Short name; run directories start with it."""
+    machine: str = ""
+    """Machine that the recipe is written for: a preset's name, or a profile's file; empty for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -208,13 +210,10 @@ def from_json(text: str, where: str = "recipe.json") -> Recipe:
 
 def fields() -> list[RecipeField]:
     """Every settable field of a recipe, in order; the help text is the docstring under the field."""
-    found = [RecipeField("name", str, None, "Short name; run directories start with it.")]
+    helps = _helps(Recipe)
+    found = [RecipeField("name", str, None, helps["name"]), RecipeField("machine", str, "", helps["machine"])]
     for section, cls in _sections().items():
-        body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
-        helps: dict[str, str] = {}
-        for node, after in itertools.pairwise(body):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
-                helps[node.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+        helps = _helps(cls)
         for item in dataclasses.fields(cls):
             missing = item.default is dataclasses.MISSING
             default = {} if missing else item.default
@@ -224,8 +223,18 @@ def fields() -> list[RecipeField]:
     return found
 
 
+def _helps(cls: type) -> dict[str, str]:
+    """The docstrings under a dataclass's fields, each in one line."""
+    body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
+    return {
+        node.target.id: " ".join(str(ast.literal_eval(after.value)).split())
+        for node, after in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr)
+    }
+
+
 def _keys() -> list[str]:
-    return ["name"] + [
+    return ["name", "machine"] + [
         f"{section}.{item.name}" for section, cls in _sections().items() for item in dataclasses.fields(cls)
     ]
 
@@ -288,8 +297,8 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
             raise UserError(f"--set {override}: write key=value, for example --set model.num_layers=4")
         section, _, name = key.partition(".")
         name, _, entry = name.partition(".")
-        if key == "name":
-            tree["name"] = text
+        if key in ("name", "machine"):
+            tree[key] = text
             continue
         hint = _hints(sections[section]).get(name) if section in sections else None
         if hint is None or (entry and typing.get_origin(hint) is not dict):

@@ -136,11 +136,22 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
     return load_tokenizer(folder)
 
 
+def require_text(config: DataConfig) -> None:
+    """Raise UserError when the source holds no text at all, or cannot be read as far as its first text.
+
+    Cheap: a plan asks it as well.
+    """
+    if config.source != "random":
+        for piece in _require_text(config):
+            if piece.text.strip():
+                return
+
+
 def _require_text(config: DataConfig) -> Iterator[Piece]:
-    """`read_pieces`, refusing a source without any text."""
+    """`read_pieces`, refusing a source without any text but white space."""
     empty = True
     for piece in read_pieces(config):
-        empty = False
+        empty = empty and not piece.text.strip()
         yield piece
     if empty:
         where = config.path or config.source

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -149,22 +149,41 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def validate_context(spec: ModelSpec, sequence_length: int) -> None:
-    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach."""
+    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach.
+
+    `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
+    says; the others reach max_position_embeddings. A model without positions (ALiBi, for example) has no limit.
+    """
     text = spec.config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None)
-    if not isinstance(longest, int) or sequence_length <= longest:
+    if not isinstance(longest, int):
         return
     rope = getattr(text, "rope_parameters", None) or {}
     tables = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
-    if any(table.get("rope_type") == "dynamic" for table in tables):
+    reach = min((_rotary_reach(table, longest) for table in tables), default=longest)
+    if sequence_length <= reach:
         return
-    kind = tables[0].get("rope_type") if tables else "none"
+    original = next((t["original_max_position_embeddings"] for t in tables if t.get("rope_type") == "yarn"), longest)
+    kind = tables[0].get("rope_type") if tables else None
+    have = f"max_position_embeddings {longest} with rotary scaling '{kind}'" if kind else "a table that is not rotary"
+    factor = math.ceil(sequence_length / original)
+    advice = (
+        f", or set rope_parameters (for example rope_type yarn with a factor of {factor} "
+        f"over {original}) and max_position_embeddings in config.json or model.overrides"
+    )
     raise UserError(
         f"data.sequence_length: {sequence_length} tokens do not fit model type '{spec.model_type}', whose positions "
-        f"end at max_position_embeddings {longest} with rotary scaling '{kind}'; "
-        f"shorten the sequences, or set rope_parameters (for example rope_type yarn with a factor of "
-        f"{math.ceil(sequence_length / longest)}) and max_position_embeddings in config.json or model.overrides"
+        f"end at {reach:.0f}: {have}; shorten the sequences{advice if kind else ''}"
     )
+
+
+def _rotary_reach(table: dict[str, Any], longest: int) -> float:
+    """Tokens that one rotary table is made for; `longest` is max_position_embeddings."""
+    if table.get("rope_type") == "dynamic":
+        return math.inf
+    if table.get("rope_type") == "yarn":
+        return float((table.get("factor") or 1) * table["original_max_position_embeddings"])
+    return longest
 
 
 def initialize(spec: ModelSpec, buffer: str, seed: int) -> dict[str, Tensor]:
