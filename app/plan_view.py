@@ -356,6 +356,7 @@ def _hanging(prefix: Text, text: str, width: int, style: str = "") -> list[Text]
     items = text.split(", ")
     room = width - len(prefix)
     if max(map(len, items)) + 1 > room:
+        prefix.rstrip()
         return [prefix, *_wrapped(text, width, "    ")]
     pieces = [piece + "," for piece in _fill(items, ", ", room - 1)]
     pieces[-1] = pieces[-1].removesuffix(",")
