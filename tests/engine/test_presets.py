@@ -1,0 +1,162 @@
+"""Presets: complete, checked by hand against their sheets, and found by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.hardware import peak_flops
+from engine.machine import VERSION, Machine, from_json
+from engine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
+from storage.errors import UserError
+
+NAMES = (
+    "gh200-480",
+    "h200-1500",
+    "h100-pcie-512",
+    "rtx4090-64",
+    "rtx4090-128",
+    "rtx5090-192",
+    "rtx3090-64",
+    "dgx-spark",
+)
+
+
+def test_all_presets_are_there() -> None:
+    assert tuple(PRESETS) == NAMES
+
+
+@pytest.mark.parametrize("machine", [*PRESETS.values(), GENERIC], ids=lambda machine: machine.name)
+def test_round_trip_through_json(machine: Machine) -> None:
+    assert from_json(json.loads(json.dumps(machine.to_json())), machine.name) == machine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_says_that_it_was_not_measured(name: str) -> None:
+    assert PRESETS[name].source.startswith("data sheets, not measured")
+    assert "assumed" in GENERIC.source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rates_stay_below_the_sheet(name: str) -> None:
+    machine = PRESETS[name]
+    assert machine.gpu is not None
+    peak = peak_flops(machine.gpu)
+    if name == "dgx-spark":
+        assert peak is None, "no bfloat16 rate is published"
+        assert "derived, not published" in machine.source
+        peak = 125e12
+    assert peak is not None
+    assert machine.matmul_flops == pytest.approx(0.70 * peak)
+    assert {rate.head_dim for rate in machine.attention} == {64, 128}
+    for rate in machine.attention:
+        assert rate.backward_flops < rate.forward_flops < machine.matmul_flops
+    assert 0 < machine.duplex_share <= 1
+    assert 0 < machine.drives_share <= 1
+    assert 0 < machine.drive_duplex_share <= 1
+    # A link cannot be faster than the memories at its ends.
+    assert machine.h2d_bytes_per_s <= machine.ram_copy_bytes_per_s
+    both = (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s) * machine.duplex_share
+    assert both <= machine.ram_copy_bytes_per_s * 1.01
+    assert machine.optimizer_params_per_s == pytest.approx(machine.ram_copy_bytes_per_s / 30)
+
+
+def test_a_desktop_by_hand() -> None:
+    machine = PRESETS["rtx4090-128"]
+    assert machine.gpu_bytes == 25_254_407_700  # 24 GiB x 0.98
+    assert machine.ram_bytes == 137_438_953_472
+    assert machine.matmul_flops == pytest.approx(115.64e12)  # 165.2 x 0.70
+    assert machine.h2d_bytes_per_s == pytest.approx(26.775e9)  # 31.5 x 0.85
+    assert machine.gpu_copy_bytes_per_s == pytest.approx(856.8e9)  # 1,008 x 0.85
+    assert machine.optimizer_params_per_s == pytest.approx(1.632e9)  # 57.6e9 x 0.85 / 30
+    assert len(machine.drives) == 2
+    assert [drive.endurance_bytes for drive in machine.drives] == [2_400 * 10**12] * 2
+    assert machine.nvme_bytes == 7_200 * 10**9
+    assert machine.nvme_read_bytes_per_s == pytest.approx(12.03175e9)  # 2 x 7.45 x 0.85 x 0.95
+    assert machine.nvme_write_bytes_per_s == pytest.approx(2.584e9)  # 2 x 1.6 x 0.85 x 0.95
+
+
+def test_data_centre_machines_by_hand() -> None:
+    gh200, h200 = PRESETS["gh200-480"], PRESETS["h200-1500"]
+    assert gh200.ram_bytes == 515_396_075_520
+    assert gh200.h2d_bytes_per_s == pytest.approx(326.4e9)  # 384 x 0.85, less than C2C's 450
+    assert gh200.duplex_share == pytest.approx(0.5)  # 384 for both ways, of 2 x 384
+    assert PRESETS["rtx3090-64"].duplex_share == pytest.approx(0.8127, abs=1e-4)  # 51.2 of 2 x 31.5
+    assert gh200.matmul_flops == h200.matmul_flops == pytest.approx(692.65e12)  # 989.5 x 0.70
+    assert h200.numa_nodes == 2
+    assert h200.h2d_bytes_per_s == pytest.approx(53.55e9)  # 63 x 0.85
+    assert h200.nvme_read_bytes_per_s == pytest.approx(41.99e9)  # 4 x 13 x 0.85 x 0.95
+    assert h200.drives[0].endurance_bytes == 28_032 * 10**12  # 15.36 TB x 1,825
+    assert PRESETS["h100-pcie-512"].drives[0].endurance_bytes == 14_016 * 10**12
+
+
+def test_unified_memory_is_counted_once() -> None:
+    spark = PRESETS["dgx-spark"]
+    assert spark.gpu_bytes + spark.ram_bytes == 128 * 10**9
+    assert "40 GB count as the GPU's and 88 GB as RAM" in spark.source
+    assert spark.h2d_bytes_per_s == pytest.approx(116.025e9)  # 273 / 2 x 0.85
+
+
+def test_finds_a_preset_and_a_profile(tmp_path: Path) -> None:
+    assert find_machine("gh200-480") is PRESETS["gh200-480"]
+    mine = dataclasses.replace(GENERIC, name="mine", source="measured")
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(mine.to_json()))
+    assert find_machine(str(file)) == mine
+
+
+@pytest.mark.parametrize(
+    ("given_name", "near"), [("rtx4090", "rtx4090-64"), ("GH200", "gh200-480"), ("h100-pcie", "h100-pcie-512")]
+)
+def test_an_unknown_name_gives_the_nearest(given_name: str, near: str) -> None:
+    with pytest.raises(UserError, match=f"machine '{given_name}': no preset.*did you mean .*{near}"):
+        find_machine(given_name)
+
+
+def test_a_name_like_none_gives_all() -> None:
+    with pytest.raises(UserError, match=r"presets are gh200-480, .*dgx-spark"):
+        find_machine("???")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(GENERIC.to_json() | {"version": VERSION + 1}))
+    with pytest.raises(UserError, match=rf"{file}: a profile of version {VERSION + 1}.*penstock probe"):
+        find_machine(str(file))
+
+
+@given(st.text(max_size=200))
+def test_any_other_content_is_refused(tmp_path_factory: pytest.TempPathFactory, content: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "odd.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"odd\.json"):
+        find_machine(str(file))
+
+
+@given(
+    st.sampled_from([field.name for field in dataclasses.fields(Machine) if field.name.endswith(("_s", "_flops"))]),
+    st.sampled_from([0, -1.0, float("nan"), float("inf"), "fast", None]),
+)
+def test_a_figure_that_is_no_rate_is_refused(name: str, value: object) -> None:
+    with pytest.raises(UserError, match=name):
+        from_json(GENERIC.to_json() | {name: value}, "profile")
+
+
+def test_profile_path_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert profile_path() == tmp_path / "penstock/machine.json"
+    assert stored_machine() is None
+    profile_path().parent.mkdir()
+    profile_path().write_text(json.dumps(GENERIC.to_json()))
+    assert stored_machine() == GENERIC
+    profile_path().write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        stored_machine()
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_path() == tmp_path / ".config/penstock/machine.json"
