@@ -1,0 +1,113 @@
+"""The guard stops a run in time, names the op, and costs nothing between two looks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.guard import INTERVAL_S, MemoryGuard, hard_reserve
+from engine.limits import GIB, FreeMemory
+from engine.ops import Op
+from engine.plan import Plan
+from storage.errors import UserError
+
+OP = Op(id=7, lane="compute", action="layer_forward", block="layers.3", index=1, step=5, reads=(), writes=(), deps=())
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    with tiny.session(tmp_path_factory.mktemp("run")) as session:
+        return session.plan
+
+
+class Memory:
+    """Free memory and a clock that a test sets."""
+
+    def __init__(self, free_bytes: int = 8 * GIB) -> None:
+        self.free_bytes = free_bytes
+        self.now = 100.0
+        self.reads = 0
+
+    def read(self) -> FreeMemory:
+        self.reads += 1
+        return FreeMemory(self.free_bytes, 16 * GIB, "this machine's memory")
+
+    def guard(self, plan: Plan) -> MemoryGuard:
+        return MemoryGuard(plan, 3 * GIB, read=self.read, clock=lambda: self.now)
+
+
+def test_stops_below_the_reserve(plan: Plan) -> None:
+    memory = Memory()
+    guard = memory.guard(plan)
+    guard.check(OP)
+    memory.free_bytes = hard_reserve(16 * GIB) - 1
+    guard.check(OP)  # too soon to look again
+    memory.now += INTERVAL_S
+    with pytest.raises(UserError) as caught:
+        guard.check(OP)
+    text = str(caught.value)
+    assert "op layer_forward of block layers.3, chunk 1" in text
+    assert "of step 5" in text
+    assert f"{memory.free_bytes:,} bytes are free" in text
+    assert f"The plan takes {3 * GIB:,} bytes" in text
+    assert "this machine's memory" in text
+
+
+@given(st.lists(st.floats(0, 0.2), max_size=50))
+def test_looks_once_in_an_interval(plan: Plan, waits: list[float]) -> None:
+    memory = Memory()
+    guard = memory.guard(plan)
+    for wait in waits:
+        memory.now += wait
+        guard.check(OP)
+    assert memory.reads <= sum(waits) / INTERVAL_S + 1
+
+
+def test_many_threads_look_once(plan: Plan) -> None:
+    memory = Memory()
+    guard = memory.guard(plan)
+    start = threading.Barrier(8)
+
+    def lane() -> None:
+        start.wait()
+        for _ in range(100):
+            guard.check(OP)
+
+    threads = [threading.Thread(target=lane) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert memory.reads == 1
+
+
+def test_costs_under_a_microsecond_between_two_looks(plan: Plan) -> None:
+    guard = MemoryGuard(plan, GIB, read=Memory().read, clock=time.monotonic)
+    guard.check(OP)
+    guard._next = time.monotonic() + 60
+    best = min(_seconds(guard) for _ in range(20))
+    assert best / 1000 < 1e-6
+
+
+def _seconds(guard: MemoryGuard) -> float:
+    start = time.perf_counter()
+    for _ in range(1000):
+        guard.check(OP)
+    return time.perf_counter() - start
+
+
+def test_reads_this_machine(plan: Plan, tmp_path: Path) -> None:
+    MemoryGuard(plan, GIB).check(OP)
+
+
+@pytest.mark.parametrize(
+    ("total", "reserve"), [(GIB, GIB // 8), (16 * GIB, GIB // 2), (128 * GIB, int(1.28 * GIB)), (1536 * GIB, 4 * GIB)]
+)
+def test_reserves_by_hand(total: int, reserve: int) -> None:
+    assert hard_reserve(total) == pytest.approx(reserve, abs=1)

@@ -1,0 +1,204 @@
+"""What is free, on small trees that look like /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.limits import (
+    DISK_RESERVE,
+    GIB,
+    RAM_RESERVE,
+    free_budgets,
+    free_disk,
+    free_memory,
+    memory_groups,
+    reserve_bytes,
+    split_shared,
+)
+
+UNLIMITED_V1 = 9223372036854771712
+
+
+def machine(root: Path, *, available: int = 20 * GIB, total: int = 32 * GIB, cgroup: str = "") -> Path:
+    """A tree with /proc only; `cgroup` is the content of /proc/self/cgroup."""
+    files = {
+        "proc/meminfo": f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\nHugePages_Total:  0\n"
+        f"CommitLimit: {total // 2048} kB\nCommitted_AS: {GIB // 1024} kB\n",
+        "proc/self/cgroup": cgroup,
+        "proc/sys/vm/overcommit_memory": "0\n",
+    }
+    for name, text in files.items():
+        write(root / name, text)
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    return root
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def group_v2(folder: Path, limit: object, used: int, *, high: object = "max", stat: str = "") -> None:
+    write(folder / "memory.max", limit)
+    write(folder / "memory.high", high)
+    write(folder / "memory.current", used)
+    write(folder / "memory.stat", stat)
+
+
+def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
+    memory = free_memory(machine(tmp_path))
+    assert (memory.free_bytes, memory.total_bytes, memory.where) == (20 * GIB, 32 * GIB, "this machine's memory")
+
+
+def test_a_parents_limit_of_version_2_counts(tmp_path: Path) -> None:
+    machine(tmp_path, cgroup="0::/batch.slice/job.scope")
+    top = tmp_path / "sys/fs/cgroup"
+    group_v2(top / "batch.slice/job.scope", "max", 1 * GIB)
+    group_v2(top / "batch.slice", 8 * GIB, 3 * GIB)
+    memory = free_memory(tmp_path)
+    assert (memory.free_bytes, memory.total_bytes) == (5 * GIB, 8 * GIB)
+    assert memory.where.endswith("batch.slice")
+
+
+def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
+    machine(tmp_path, cgroup="0::/")
+    stat = f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}\nfile_dirty {GIB}\nfile_writeback 0"
+    group_v2(tmp_path / "sys/fs/cgroup", 16 * GIB, 6 * GIB, high=8 * GIB, stat=stat)
+    assert free_memory(tmp_path).free_bytes == (8 - 6 + 3) * GIB
+    # The cache is not looked at where enough is free without it.
+    assert free_memory(tmp_path, enough_bytes=GIB).free_bytes == 2 * GIB
+    assert free_memory(tmp_path, enough_bytes=3 * GIB).free_bytes == 5 * GIB
+
+
+def test_a_container_sees_its_group_as_the_top(tmp_path: Path) -> None:
+    """The path is the host's, the mounted folder the container's own."""
+    machine(tmp_path, cgroup="0::/system.slice/docker-0123.scope")
+    group_v2(tmp_path / "sys/fs/cgroup", 4 * GIB, GIB)
+    assert free_memory(tmp_path).free_bytes == 3 * GIB
+
+
+def test_a_path_out_of_the_tree_is_not_followed(tmp_path: Path) -> None:
+    machine(tmp_path / "root", cgroup="0::/../../..")
+    group_v2(tmp_path / "root/sys/fs/cgroup", 4 * GIB, GIB)
+    assert [group.folder for group in memory_groups(tmp_path / "root")] == [tmp_path / "root/sys/fs/cgroup"]
+
+
+def test_limits_of_version_1(tmp_path: Path) -> None:
+    machine(tmp_path, cgroup="5:cpu,cpuacct:/a\n4:memory:/a/b\n1:name=systemd:/\n0::/")
+    top = tmp_path / "sys/fs/cgroup/memory"
+    for folder, limit, used in ((top, UNLIMITED_V1, 0), (top / "a", 10 * GIB, 6 * GIB), (top / "a/b", UNLIMITED_V1, 0)):
+        write(folder / "memory.limit_in_bytes", limit)
+        write(folder / "memory.usage_in_bytes", used)
+        write(folder / "memory.stat", f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 0\ntotal_dirty 0")
+    memory = free_memory(tmp_path)
+    assert (memory.free_bytes, memory.total_bytes) == (5 * GIB, 10 * GIB)
+    assert memory.where.endswith("/a")
+
+
+def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
+    machine(tmp_path, cgroup="0::/")
+    group_v2(tmp_path / "sys/fs/cgroup", GIB, 2 * GIB)
+    assert free_memory(tmp_path).free_bytes == 0
+
+
+def test_a_kernel_that_promises_no_more_than_it_has(tmp_path: Path) -> None:
+    machine(tmp_path)
+    write(tmp_path / "proc/sys/vm/overcommit_memory", 2)
+    memory = free_memory(tmp_path)
+    assert memory.free_bytes == 15 * GIB  # CommitLimit of 16 GiB, 1 GiB promised
+    assert "overcommit" in memory.where
+
+
+def test_an_address_space_limit_counts() -> None:
+    code = "from engine.limits import free_memory; m = free_memory(); print(m.free_bytes, m.where)"
+    limit = 2 * GIB
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    free, _, where = done.stdout.strip().partition(" ")
+    assert where == "ulimit -v"
+    assert 0 < int(free) < limit
+
+
+def test_this_machine() -> None:
+    memory = free_memory()
+    assert 0 < memory.free_bytes <= memory.total_bytes
+
+
+@given(st.integers(0, 2**45), st.integers(0, 2**45))
+def test_a_reserve_leaves_half(total: int, free: int) -> None:
+    free = min(free, total)
+    kept = reserve_bytes(RAM_RESERVE, total, free)
+    assert 0 <= kept <= free // 2
+    assert kept <= 48 * GIB
+    if free >= 4 * GIB:
+        assert kept >= 2 * GIB
+
+
+def test_reserves_by_hand() -> None:
+    assert reserve_bytes(RAM_RESERVE, 64 * GIB, 60 * GIB) == int(5.12 * GIB)  # 8 %
+    assert reserve_bytes(RAM_RESERVE, 16 * GIB, 14 * GIB) == 2 * GIB
+    assert reserve_bytes(RAM_RESERVE, 2 * GIB, GIB) == GIB // 2
+
+
+@given(st.integers(0, 2**45), st.none() | st.integers(1, 2**45), st.none() | st.integers(1, 2**45))
+def test_shared_memory_is_given_once(total: int, gpu: int | None, ram: int | None) -> None:
+    found_gpu, found_ram = split_shared(total, gpu, ram)
+    assert found_gpu == gpu or gpu is None
+    assert found_ram == ram or ram is None
+    if (gpu or 0) <= total and (ram or 0) <= total and (gpu is None or ram is None):
+        assert found_gpu + found_ram == total
+
+
+def test_budgets_without_a_gpu(tmp_path: Path) -> None:
+    free = free_budgets(torch.device("cpu"), root=machine(tmp_path))
+    usable = 20 * GIB - int(2.56 * GIB)
+    assert free.gpu_bytes + free.ram_bytes == usable
+    assert free.gpu_bytes == int(usable * 0.4)
+    assert free.why["ram"] == (
+        "20.0 GiB free (this machine's memory), less 2.6 GiB for the system; without a GPU both tiers share it"
+    )
+    free = free_budgets(torch.device("cpu"), gpu_bytes=GIB, root=tmp_path)
+    assert (free.gpu_bytes, free.ram_bytes) == (GIB, usable - GIB)
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, integrated: bool) -> None:
+    """The driver's answers, as there may be no GPU here."""
+
+    class Properties:
+        is_integrated = integrated
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    free = free_budgets(torch.device("cuda", 0), root=machine(tmp_path))
+    ram, gpu = 20 * GIB - int(2.56 * GIB), 11 * GIB - 768 * 2**20
+    if integrated:
+        assert free.gpu_bytes + free.ram_bytes == min(ram, gpu)
+    else:
+        assert (free.gpu_bytes, free.ram_bytes) == (gpu, ram)
+        assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]
+
+
+def test_disk(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    found = free_disk(tmp_path / "not/made/yet")
+    assert 0 <= found <= free
+    assert found >= free // 2 - 64 * 2**20  # others write here meanwhile
+    assert free - found <= DISK_RESERVE[2] + 64 * 2**20
