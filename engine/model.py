@@ -152,7 +152,7 @@ def validate_context(spec: ModelSpec, sequence_length: int) -> None:
     """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach.
 
     `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
-    says; the others reach max_position_embeddings. A model without positions (ALiBi, for example) has no limit.
+    says; the others reach max_position_embeddings. A config without that field has no limit.
     """
     text = spec.config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None)

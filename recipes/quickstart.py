@@ -1,8 +1,13 @@
 """A 20M-parameter Qwen3-shaped model learns Python from the standard library of the interpreter that runs this.
 
-`python recipes/quickstart.py` and `penstock train recipes/quickstart.py` are the same run. The budgets are far below
-what the machine has, so that the model's state really streams: some blocks stay on the compute tier, some in RAM, some
-on the NVMe tier.
+GPU    none needed
+RAM    1 GB for torch and the run
+NVMe   2 GB, any disk
+Model  none: random weights, and a tokenizer trained on the text
+Use    a first look; `python recipes/quickstart.py` and `penstock train recipes/quickstart.py` are the same run
+
+The budgets are far below what the machine has, so that the model's state really streams: some blocks stay on the
+compute tier, some in RAM, some on the NVMe tier.
 """
 
 from app.recipe import AfterConfig, Recipe

@@ -1,7 +1,10 @@
 """A 1.5B-parameter model of Qwen2.5's shape, trained with 4 GiB of memory for its state: the rest is on NVMe.
 
-Needs 50 GB of disk and no GPU. Both budgets together are 4 GiB, because without a GPU the gpu tier is ordinary memory;
-the state is 21 GB, so nearly all of it streams, each step. Random tokens: this shows the machinery, not a model.
+GPU    none needed
+RAM    4 GiB for both tiers, as without a GPU the gpu tier is ordinary memory, and 1 GB for torch
+NVMe   50 GB
+Model  none: random weights
+Use    shows the machinery on random tokens, not a model: of 21 GB of state nearly all streams, each step
 """
 
 from app.recipe import Recipe

@@ -1,0 +1,55 @@
+"""gpt-oss-120b, a mixture of 128 experts of which a token takes four: all 117B parameters trained on one GH200.
+
+GPU    96 GB
+RAM    480 GB
+NVMe   3.5 TB: two generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
+Model  models/gpt-oss-120b-bf16 (Hugging Face folder with bfloat16 weights), or --from-scratch
+Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
+
+The published weights are quantised (MXFP4) and are refused: convert them to bfloat16 first. Every expert is updated in
+every step, so a step moves 1.6 TB of state for 5B parameters' worth of computing a token: hence 524,288 tokens a step.
+Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 234 GB of RAM.
+"""
+
+from app.recipe import AfterConfig, Recipe
+from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="120b-moe",
+    machine="gh200-480",
+    model=ModelConfig(
+        path="models/gpt-oss-120b-bf16",
+        model_type="gpt_oss",
+        num_layers=36,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=201_088,
+        max_position=131_072,
+        overrides={
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "rope_theta": 150_000.0,
+            },
+        },
+    ),
+    data=DataConfig(source="python_stdlib", sequence_length=8192),
+    train=TrainConfig(steps=200, sequences_per_step=64, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
+    storage=StorageConfig(checkpoint_every=25),
+    after=AfterConfig(export=True),
+)
+
+if __name__ == "__main__":
+    from app.cli import run_recipe
+
+    run_recipe(__file__)

@@ -1,0 +1,147 @@
+"""What a user may get wrong: one message that names it, and exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, PretrainedConfig, Qwen3Config
+
+from app.cli import main
+from engine.config import DataConfig
+from engine.corpus import require_text
+from engine.model import ModelSpec, validate_context
+from storage.errors import UserError
+
+RECIPE = """
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="tiny",
+    model=ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
+    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
+    train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu"),
+    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
+    storage=StorageConfig(chunk_bytes="64KiB"),
+)
+"""
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Trains a tiny recipe with `--set` texts, which must fail with exit code 2; returns the one message."""
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("def a(): pass\n" * 40)
+    monkeypatch.chdir(tmp_path)
+
+    def train(*overrides: str) -> str:
+        assert main(["train", "tiny.py", *(part for item in overrides for part in ("--set", item))]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert (error.count("\n"), error.count("Traceback")) == (1, 0)
+        return error
+
+    return train
+
+
+@pytest.mark.parametrize("tier", ["gpu", "ram", "nvme"])
+@pytest.mark.parametrize("size", ["0", "-1", "-5GiB", "0GiB", "0.1B", "nan", "inf", "1e999GiB", "", "5 apples"])
+def test_a_budget_that_is_no_size(refused: Train, tier: str, size: str) -> None:
+    assert f"budgets.{tier}: '{size}' is not a size; write for example" in refused(f"budgets.{tier}={size}")
+
+
+@pytest.mark.parametrize("tier", ["gpu", "ram", "nvme"])
+@pytest.mark.parametrize("size", ["2000000TB", "9" * 30, "9" * 400 + "GiB"])
+def test_a_budget_that_no_machine_has(refused: Train, tier: str, size: str) -> None:
+    assert f"budgets.{tier}: '{size}' is more than any machine has" in refused(f"budgets.{tier}={size}")
+
+
+EMPTY = {
+    "file": ("text", {"a.txt": ""}),
+    "folder": ("text", {}),
+    "white space": ("text", {"a.txt": " \n\t \n", "b.txt": "\n"}),
+    "empty lines": ("jsonl", {"a.jsonl": "\n\n"}),
+    "empty texts": ("jsonl", {"a.jsonl": '{"text": ""}\n{"text": "  "}\n'}),
+    "no jsonl": ("jsonl", {"a.txt": "text\n"}),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_data_without_a_token(refused: Train, tmp_path: Path, case: str) -> None:
+    source, files = EMPTY[case]
+    (tmp_path / "empty").mkdir()
+    for name, text in files.items():
+        (tmp_path / "empty" / name).write_text(text)
+    message = refused(f"data.source={source}", "data.path=empty")
+    assert f"data.source: the corpus is empty: {source} found no text in {tmp_path / 'empty'}" in message
+    with pytest.raises(UserError, match="the corpus is empty"):
+        require_text(DataConfig(source=source, path=str(tmp_path / "empty")))  # type: ignore[arg-type]
+
+
+def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"content": "a"}\n')
+    assert "odd.jsonl:1: no `text` field" in refused("data.source=jsonl", "data.path=odd.jsonl")
+    with pytest.raises(UserError, match=r"odd\.jsonl:1: no `text` field"):
+        require_text(DataConfig(source="jsonl", path=str(tmp_path / "odd.jsonl")))
+    assert "nowhere does not exist" in refused("data.path=nowhere")
+    assert "data.max_documents: 0 must be at least 1" in refused("data.max_documents=0")
+
+
+def test_data_with_text_passes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" \n")
+    (tmp_path / "b.txt").write_text(" a")
+    require_text(DataConfig(source="text", path=str(tmp_path)))
+    require_text(DataConfig(source="random"))
+    require_text(DataConfig())
+
+
+def test_a_context_beyond_the_model_s_positions(refused: Train) -> None:
+    short = refused("model.max_position=32")
+    for part in ("data.sequence_length: 64 tokens", "end at 32", "'default'", "yarn with a factor of 2 over 32"):
+        assert part in short
+    yarn = '{"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32, "rope_theta": 1e6}'
+    message = refused(f"model.overrides.rope_parameters={yarn}", "model.overrides.max_position_embeddings=64")
+    for part in ("64 tokens", "end at 48", "max_position_embeddings 64", "'yarn'", "factor of 2 over 32"):
+        assert part in message
+
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+QWEN: dict[str, Any] = SMALL | {
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
+def rope(kind: str, **values: object) -> PretrainedConfig:
+    return Qwen3Config(**QWEN, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **values})
+
+
+@pytest.mark.parametrize(
+    ("config", "reach"),
+    [
+        (rope("default"), 128),
+        (rope("linear", factor=4.0), 128),
+        (rope("yarn", factor=2.0, original_max_position_embeddings=32), 64),
+        (rope("yarn", factor=2.5, original_max_position_embeddings=128), 320),
+        (rope("dynamic", factor=2.0), None),
+        (GPT2Config(**SMALL, n_positions=96, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), 96),
+    ],
+    ids=["default", "linear", "yarn within", "yarn beyond", "dynamic", "absolute"],
+)
+def test_how_far_positions_reach(config: PretrainedConfig, reach: int | None) -> None:
+    spec = ModelSpec.from_config(config)
+    if reach is None:
+        validate_context(spec, 10**6)
+        return
+    validate_context(spec, reach)
+    with pytest.raises(UserError, match=f"{reach + 1} tokens .* positions end at {reach}") as caught:
+        validate_context(spec, reach + 1)
+    assert ("rope_parameters" in str(caught.value)) == (config.model_type != "gpt2")

@@ -1,0 +1,158 @@
+"""Where a model comes from: a folder, a shape, both, or neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from app.launch import from_scratch, require_weights
+from app.recipe import Recipe, from_json, to_json
+from engine.config import DataConfig, ModelConfig
+from engine.model import ModelSpec
+from engine.prepare import model_config
+from engine.tokenizer import train_tokenizer
+from storage.errors import UserError
+
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "num_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 300,
+    "max_position": 128,
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 5e5,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+DATA = DataConfig(source="random", sequence_length=32)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e5}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with a config.json and no weights."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def test_a_folder_and_its_shape_are_one_model(folder: Path) -> None:
+    config = model_config(ModelConfig(path=str(folder), **SHAPE), DATA, None)
+    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (1e-3, 5e5)
+    assert config.to_dict() == model_config(ModelConfig(path=str(folder / "config.json")), DATA, None).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("num_layers", 3, "2"),
+        ("hidden_size", 32, "64"),
+        ("intermediate_size", 97, "96"),
+        ("num_heads", 8, "4"),
+        ("num_kv_heads", 4, "2"),
+        ("head_dim", 32, "16"),
+        ("vocab_size", 301, "300"),
+        ("max_position", 64, "128"),
+        ("model_type", "mistral", "llama"),
+        ("tie_embeddings", True, "False"),
+    ],
+)
+def test_a_shape_that_is_not_the_folder_s_is_named(folder: Path, field: str, value: object, found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model_config(ModelConfig(path=str(folder), **(SHAPE | {field: value})), DATA, None)
+    for part in (f"model.{field}: {value} in the recipe, {found} in {folder}", "--set model.path="):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("former", [None, {"rope_type": "yarn", "factor": 2.0}])
+def test_overrides_go_on_top_of_folder_and_shape(folder: Path, tmp_path: Path, former: object) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": former}))
+    for path in (folder, tmp_path / "none"):
+        model = ModelConfig(path=str(path), **SHAPE, overrides={"rope_parameters": YARN})
+        assert model_config(model, DATA, None).rope_parameters == YARN
+        assert model.overrides == {"rope_parameters": YARN}
+
+
+def test_a_missing_folder_without_a_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: .*none does not exist, and the recipe gives no shape"):
+        model_config(ModelConfig(path=str(tmp_path / "none")), DATA, None)
+
+
+def test_from_scratch_takes_the_recipe_s_shape(tmp_path: Path) -> None:
+    recipe = Recipe(name="x", model=ModelConfig(path=str(tmp_path / "none"), **SHAPE))
+    assert from_scratch(recipe) == Recipe(name="x", model=ModelConfig(**SHAPE))
+    assert from_scratch(Recipe(name="x")) == Recipe(name="x")
+
+
+def test_from_scratch_takes_the_folder_s_shape_where_the_recipe_has_none(folder: Path) -> None:
+    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), overrides={"rope_parameters": YARN}), data=DATA)
+    scratch = from_scratch(recipe)
+    assert from_json(to_json(scratch)) == scratch
+    assert (scratch.model.path, scratch.model.vocab_size) == (None, 300)
+    ours, theirs = (model_config(r.model, DATA, None) for r in (scratch, recipe))
+    assert ours.to_diff_dict() == theirs.to_diff_dict()
+    assert ModelSpec.from_config(ours).buffers == ModelSpec.from_config(theirs).buffers
+
+
+def test_from_scratch_keeps_the_folder_s_tokenizer(folder: Path) -> None:
+    recipe = Recipe(name="x", model=ModelConfig(path=str(folder), **SHAPE))
+    assert from_scratch(recipe).data.tokenizer is None
+    train_tokenizer(["some text"] * 10, 300, folder)
+    assert from_scratch(recipe).data.tokenizer == str(folder)
+
+
+def test_from_scratch_without_any_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--from-scratch: the recipe gives no shape, and model\.path .*none does not"):
+        from_scratch(Recipe(name="x", model=ModelConfig(path=str(tmp_path / "none"))))
+
+
+def test_weights_are_looked_for_before_anything_else(folder: Path) -> None:
+    def recipe(path: Path) -> Recipe:
+        return Recipe(name="x", model=ModelConfig(path=str(path)))
+
+    for path, reason in (
+        (folder, r"holds no \*\.safetensors"),
+        (folder / "config.json", "is no folder"),
+        (folder / "none", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=f"{reason}; put the model's .* --set model.path=.* --from-scratch"):
+            require_weights(recipe(path))
+    (folder / "model.safetensors").write_bytes(b"")
+    require_weights(recipe(folder))
+    require_weights(Recipe(name="x"))
+
+
+def test_the_command_line_says_it_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").write_text(
+        "from app.recipe import Recipe\nfrom engine.config import ModelConfig\n"
+        "recipe = Recipe(name='x', model=ModelConfig(path='model'))\n"
+    )
+    assert main(["train", "r.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: model.path: {folder} holds no *.safetensors; put")
+    assert not (tmp_path / "runs").exists()
+    small = ["data.sequence_length=32", "data.source=random", "train.steps=1", "train.compile=off", "train.device=cpu"]
+    small += ["budgets.gpu=8MiB", "budgets.ram=8MiB", "storage.chunk_bytes=64KiB", "train.chunk_tokens=16"]
+    sets = [part for item in small for part in ("--set", item)]
+    assert main(["train", "r.py", "--from-scratch", *sets]) == 0, capsys.readouterr().err
+    assert "step 1/1" in capsys.readouterr().out
