@@ -2,7 +2,7 @@
 
 GPU    96 GB
 RAM    480 GB
-NVMe   3.6 TB: two generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
+NVMe   4.2 TB: state twice, activations, the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/Mistral-Large-Instruct-2407 (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 
