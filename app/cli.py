@@ -145,6 +145,24 @@ def lanes(
     typer.echo(lanes_report(find_run(run), steps, as_json=as_json))
 
 
+@cli.command(epilog="Example: penstock probe /mnt/nvme0 /mnt/nvme1")
+def probe(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="A folder on each drive to measure; default the current one."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the profile here, not as this machine's own.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time to measure for; more meets a drive past its cache.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
+) -> None:
+    """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives."""
+    from app.probe import probe_machine
+
+    probe_machine(paths or [], seconds=seconds, save=save, as_json=as_json)
+
+
 @cli.command(epilog="Example: penstock check ~/models/Qwen3-8B --json")
 def check(
     model: Annotated[
@@ -295,6 +313,29 @@ def bench_storage_command(
         chunk_bytes=parse_bytes(chunk, "--chunk"),
         rounds=rounds,
     )
+
+
+@bench_cli.command("planned", epilog="Example: penstock bench planned --out docs/results")
+def bench_planned_command(
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for planned.md, planned.json and planned.png.")
+    ] = Path("docs/results"),
+) -> None:
+    """Plan the recipes, and models from 7B to 120B at 4k to 1M tokens, on every preset (needs matplotlib); minutes."""
+    from app.bench.planned import bench_planned
+
+    bench_planned(out)
+
+
+@bench_cli.command("plan", epilog="Example: penstock bench plan --save docs/results/planning.md")
+def bench_plan_command(
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page FILE.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare what the plan promises with what short trainings take, over small and varied recipes; 15 minutes."""
+    from app.bench.plan import bench_plan
+
+    bench_plan(json=as_json, save=save)
 
 
 def run_recipe(path: str) -> None:

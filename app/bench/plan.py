@@ -1,0 +1,286 @@
+"""`penstock bench plan`: what a plan promised against what the run then took, on this machine.
+
+Every case (`app/bench/plan_cases.py`) is a short real training in a process of its own. The run plans, measures one
+block's ops, plans again and leaves that forecast in its directory (plan.json); at its end it writes what it took. Here
+the two are compared: peak bytes of each tier, and the step's time with the median of all steps but the first, which
+allocates and compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json as json_module
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from app.bench.plan_cases import CASES, PlanCase
+from app.plan_view import seconds_text
+from app.progress import bytes_text
+from app.rundir import RunDir, read_jsonl
+from storage.errors import UserError
+
+PEAK_TOLERANCE = 0.05
+STEP_TOLERANCE = 0.15
+LIMIT_S = 300.0
+"""A case that takes longer is ended and counts as failed."""
+TIERS = ("gpu", "ram", "nvme")
+
+RunCase = Callable[[PlanCase, Path], None]
+"""Trains a case in a run directory; raises UserError when that fails."""
+
+
+def bench_plan(
+    *,
+    json: bool = False,
+    save: Path | None = None,
+    folder: Path | None = None,
+    cases: Sequence[PlanCase] = CASES,
+    run_case: RunCase | None = None,
+) -> dict[str, Any]:
+    """Run every case, print a table (JSON with `json`), and with `save` write the page; returns the report.
+
+    Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
+    reason, and does not stop the others. Raises UserError for a folder that is not there.
+    """
+    scratch_root = (folder or Path.cwd()).expanduser().resolve()
+    for path in (scratch_root, save.parent if save is not None else None):
+        if path is not None and not path.is_dir():
+            raise UserError(f"{path}: no such folder; make it first")
+    rows = []
+    for number, case in enumerate(cases, start=1):
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
+            row: dict[str, Any] = {"case": case.name, "about": case.about}
+            try:
+                (run_case or _run_case)(case, Path(scratch) / "run")
+                row |= compare(Path(scratch) / "run")
+            except UserError as error:
+                row["error"] = str(error)
+        row["process_s"] = time.monotonic() - started
+        rows.append(row)
+        print(f"{number}/{len(cases)} {_progress(row)}", file=sys.stderr, flush=True)
+    report = report_of(rows)
+    if save is not None:
+        save.write_text(markdown(report))
+    print(json_module.dumps(report, indent=2) if json else table(report))
+    return report
+
+
+def compare(run_dir: Path) -> dict[str, Any]:
+    """Forecast and outcome of a finished run. Raises UserError where a file is missing or holds no step to compare."""
+    try:
+        forecast = json_module.loads((run_dir / "plan.json").read_text())
+        summary = json_module.loads((run_dir / "summary.json").read_text())
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); the run left no such file") from None
+    step_times_s = [line["step_s"] for line in read_jsonl(run_dir / "metrics.jsonl")]
+    if len(step_times_s) < 2:
+        raise UserError(f"{run_dir}: {len(step_times_s)} steps; the first does not count, so there is none to compare")
+    measured_s = statistics.median(step_times_s[1:])
+    tiers = {
+        name: _pair(forecast["tiers"][name]["peak_bytes"], summary["tiers"][name]["peak_bytes"], PEAK_TOLERANCE)
+        for name in TIERS
+    }
+    return {
+        "params": forecast["model"]["params"],
+        "tokens_per_step": forecast["tokens_per_step"],
+        "context": forecast["context"],
+        "bound_by": forecast["bound_by"],
+        "tiers": tiers,
+        "step_s": _pair(forecast["step_s"], measured_s, STEP_TOLERANCE),
+        "step_times_s": step_times_s,
+    }
+
+
+def _pair(planned: float, measured: float, tolerance: float) -> dict[str, Any]:
+    """Both figures, measured over planned (None where nothing was planned), and whether that is near enough to 1."""
+    ratio = measured / planned if planned else None
+    within = abs(ratio - 1) <= tolerance if ratio is not None else measured == 0
+    return {"planned": planned, "measured": measured, "ratio": ratio, "within": within}
+
+
+def report_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows, how many kept their promise, and the largest deviations."""
+    done = [row for row in rows if "error" not in row]
+
+    def worst(pairs: Sequence[Mapping[str, Any]]) -> float | None:
+        return max((abs(pair["ratio"] - 1) for pair in pairs if pair["ratio"] is not None), default=None)
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": _machine(),
+        "peak_tolerance": PEAK_TOLERANCE,
+        "step_tolerance": STEP_TOLERANCE,
+        "cases": list(rows),
+        "failed": len(rows) - len(done),
+        "peaks_within": sum(all(tier["within"] for tier in row["tiers"].values()) for row in done),
+        "steps_within": sum(row["step_s"]["within"] for row in done),
+        "worst_peak": {name: worst([row["tiers"][name] for row in done]) for name in TIERS},
+        "worst_step": worst([row["step_s"] for row in done]),
+    }
+
+
+def _machine() -> dict[str, Any]:
+    import platform
+    from importlib.metadata import version
+
+    import psutil
+
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+# ---------------------------------------------------------------------- one case, in a process of its own
+
+
+def _run_case(case: PlanCase, run_dir: Path) -> None:
+    command = [sys.executable, "-m", "app.bench.plan", case.name, str(run_dir)]
+    offline = {"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | offline
+    with tempfile.TemporaryFile("w+") as output:
+        # A session of its own: what it starts (compilers) ends with it.
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code: int | None = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        text = output.read().strip()[-2000:]
+    if code != 0:
+        how = f"not done after {LIMIT_S:.0f} s" if code is None else f"exit {code}"
+        raise UserError(f"case {case.name}: {how}:\n{text}")
+
+
+def _worker() -> None:
+    """Train one case in this process."""
+    from app.launch import run_training
+
+    parser = argparse.ArgumentParser(prog="python -m app.bench.plan", description=_worker.__doc__)
+    parser.add_argument("case", choices=[case.name for case in CASES])
+    parser.add_argument("run_dir", type=Path)
+    arguments = parser.parse_args()
+    case = next(case for case in CASES if case.name == arguments.case)
+    with RunDir.create(case.recipe(), arguments.run_dir) as run:
+        run_training(run, resume=False)
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def _ratio(pair: Mapping[str, Any]) -> str:
+    if pair["ratio"] is None:
+        return "-" if pair["within"] else "n/a!"
+    return f"{pair['ratio']:.3f}" + ("" if pair["within"] else "!")
+
+
+def _progress(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['case']}: failed: {row['error'].splitlines()[0]}"
+    peaks = ", ".join(f"{name} {_ratio(row['tiers'][name])}" for name in TIERS)
+    step = row["step_s"]
+    return (
+        f"{row['case']}: measured over planned: {peaks}, step {_ratio(step)} "
+        f"({seconds_text(step['measured'])}); {row['process_s']:.0f} s for the case"
+    )
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"{'case':<20}{'params':>8}{'tokens':>8}{'GPU':>8}{'RAM':>8}{'NVMe':>8}{'planned s':>11}{'measured s':>12}"
+        f"{'step':>8}  bound by",
+    ]
+    for row in report["cases"]:
+        if "error" in row:
+            lines.append(f"{row['case']:<20}failed: {row['error'].splitlines()[0]}")
+            continue
+        step, peaks = row["step_s"], "".join(f"{_ratio(row['tiers'][name]):>8}" for name in TIERS)
+        lines.append(
+            f"{row['case']:<20}{row['params'] / 1e6:>7.1f}M{row['tokens_per_step']:>8,}{peaks}{step['planned']:>11.3f}"
+            f"{step['measured']:>12.3f}{_ratio(step):>8}  {row['bound_by']}"
+        )
+    return "\n".join([*lines, "measured over planned; ! is beyond the tolerance", *_verdict(report)])
+
+
+def _verdict(report: Mapping[str, Any]) -> list[str]:
+    total = len(report["cases"])
+    peaks = ", ".join(f"{name} {_share(worst)}" for name, worst in report["worst_peak"].items())
+    return [
+        f"peaks of all tiers within {report['peak_tolerance']:.0%}: {report['peaks_within']} of {total}; "
+        f"largest deviation {peaks}",
+        f"step time within {report['step_tolerance']:.0%}: {report['steps_within']} of {total}; "
+        f"largest deviation {_share(report['worst_step'])}",
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.1%}"
+
+
+_PAGE = """# The plan against the run
+
+{date}, {cores} cores, {ram} RAM, no GPU: the "gpu" tier is ordinary memory, carved by the same code. torch {torch},
+Python {python}.
+
+```
+penstock bench plan --save {file}
+```
+made this page. Every case trains {steps} steps of random tokens in a process of its own. Planned is the forecast after
+calibration (`plan.json` of the run directory); measured are the peaks of `summary.json` and the median of all steps but
+the first. Ratios are measured over planned.
+
+| case | what | parameters | context, tokens a step | GPU peak | RAM peak | NVMe peak | step | bound by |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") -> str:
+    """planning.md."""
+    machine, rows = report["machine"], report["cases"]
+    steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
+    head = _PAGE.format(
+        date=report["date"],
+        cores=machine["cores"],
+        ram=bytes_text(machine["ram_bytes"]),
+        torch=machine["torch"],
+        python=machine["python"],
+        file=file,
+        steps=steps,
+    )
+    return head + "\n".join([*map(_markdown_row, rows), "", *(f"- {line}" for line in _verdict(report))]) + "\n"
+
+
+def _markdown_row(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['case']} | {row['about']} | failed: {row['error'].splitlines()[0]} | | | | | | |"
+    cells = [row["case"], row["about"], f"{row['params'] / 1e6:.1f}M"]
+    cells.append(f"{row['context']:,}, {row['tokens_per_step']:,}")
+    for name in TIERS:
+        pair = row["tiers"][name]
+        measured = f"{bytes_text(pair['measured'])} of {bytes_text(pair['planned'])}"
+        cells.append(f"{measured}: {_ratio(pair)}" if pair["planned"] else "-")
+    step = row["step_s"]
+    cells.append(f"{seconds_text(step['measured'])} of {seconds_text(step['planned'])}: {_ratio(step)}")
+    return f"| {' | '.join([*cells, row['bound_by']])} |"
+
+
+if __name__ == "__main__":
+    _worker()

@@ -1,0 +1,274 @@
+"""`penstock bench planned`: what the recipes would do on machines that one does not own, planned and not measured.
+
+Three lists of forecasts, each a recipe on a preset: every recipe on its own machine and on every other preset, the
+cases of `app/bench/published.py` with the batch that was published, and a grid of models and contexts (the heat map,
+drawn by `app/bench/heatmap.py`).
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from app.bench.heatmap import draw, require_matplotlib
+from app.bench.published import PUBLISHED, Published
+from app.plan_view import seconds_text
+from app.progress import bytes_text
+from app.recipe import Recipe, load_recipe
+from engine.config import BudgetConfig, DataConfig
+from storage.errors import UserError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GRID_MODELS = {
+    "7B": "7b_512k",
+    "14B": "14b_workstation",
+    "32B": "32b_512k",
+    "70B": "70b_gh200",
+    "120B": "120b_gh200",
+    "120B MoE": "120b_moe",
+}
+"""Row of the heat map -> recipe whose model it is."""
+GRID_CONTEXTS = tuple(1 << power for power in range(12, 21, 2))
+"""4k to 1M tokens."""
+GRID_STEP_TOKENS = 262_144
+"""Tokens of a step of the grid, in as many sequences; one sequence where that is longer."""
+
+ForecastFn = Callable[[Recipe, str], dict[str, Any]]
+"""The JSON object of a forecast of a recipe on a preset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One forecast to make, and what it is for."""
+
+    kind: str
+    """recipe, published or grid."""
+    label: str
+    recipe: Recipe
+    machine: str
+    own: bool = False
+    """Whether the recipe is written for this machine."""
+    published: Published | None = None
+
+
+def bench_planned(out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn | None = None) -> dict[str, Any]:
+    """Plan everything and write planned.md, planned.json and planned.png into `out`; returns the report.
+
+    Raises UserError for a missing folder and where matplotlib is not installed, before anything is planned.
+    """
+    from engine.presets import PRESETS
+
+    if not out.is_dir():
+        raise UserError(f"--out {out}: no such folder; make it first")
+    require_matplotlib()
+    todo = list(jobs(load_recipes(recipes), list(PRESETS)))
+    rows = []
+    for number, row in enumerate(forecast_rows(todo, forecast_fn or _forecast), start=1):
+        rows.append(row)
+        print(f"{number}/{len(todo)} {_progress(row)}", file=sys.stderr, flush=True)
+    report = report_of(rows)
+    (out / "planned.json").write_text(json_module.dumps(report, indent=1) + "\n")
+    draw(report["grid"], list(PRESETS), out / "planned.png")
+    (out / "planned.md").write_text(markdown(report))
+    return report
+
+
+def load_recipes(folder: Path) -> dict[str, Recipe]:
+    """File name without ending -> recipe, of all Python files in `folder`."""
+    return {path.stem: load_recipe(path) for path in sorted(folder.glob("*.py"))}
+
+
+def jobs(recipes: Mapping[str, Recipe], machines: Sequence[str]) -> Iterator[Job]:
+    """Every forecast of the report, in its order. Raises UserError where a recipe is missing that the grid needs."""
+    for label, recipe in recipes.items():
+        # The recipe's own budgets and drives are those of its machine; elsewhere it may use what is there.
+        for machine in sorted(machines, key=lambda name: name != recipe.machine):
+            own = machine == recipe.machine
+            yield Job("recipe", label, recipe if own else unbound(recipe), machine, own)
+    for figure in PUBLISHED:
+        if figure.recipe in recipes and figure.machine in machines:
+            recipe = batched(recipes[figure.recipe], figure.context, figure.sequences)
+            yield Job("published", figure.recipe, recipe, figure.machine, published=figure)
+    for label, name in GRID_MODELS.items():
+        if name not in recipes:
+            raise UserError(f"recipes/{name}.py: missing; the heat map takes the shape of {label} from it")
+        for context in GRID_CONTEXTS:
+            for machine in machines:
+                sequences = max(1, GRID_STEP_TOKENS // context)
+                yield Job("grid", label, batched(recipes[name], context, sequences), machine)
+
+
+def unbound(recipe: Recipe) -> Recipe:
+    """The recipe without budgets and folders of its own."""
+    return replace(recipe, budgets=BudgetConfig(), storage=replace(recipe.storage, nvme=None))
+
+
+def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
+    """The recipe's model, optimizer and precision with another batch; everything else is the plan's to choose.
+
+    The rotary range is the context: a scaling rule changes no step's time.
+    """
+    free = unbound(recipe)
+    overrides = {name: value for name, value in free.model.overrides.items() if name != "max_position_embeddings"}
+    overrides["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    return replace(
+        free,
+        model=replace(free.model, path=None, max_position=None, overrides=overrides),
+        data=DataConfig(source="random", sequence_length=context),
+        train=replace(
+            free.train,
+            sequences_per_step=sequences,
+            sequences_per_micro_batch=1,
+            chunk_tokens=None,
+            save="auto",
+            kv_window="auto",
+        ),
+    )
+
+
+def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
+    raise NotImplementedError
+
+
+def forecast_rows(todo: Iterable[Job], forecast_fn: ForecastFn) -> Iterator[dict[str, Any]]:
+    """What the report keeps of each forecast. A job that cannot be planned at all is a row with the reason."""
+    for job in todo:
+        row = {
+            "kind": job.kind,
+            "label": job.label,
+            "machine": job.machine,
+            "own": job.own,
+            "context": job.recipe.data.sequence_length,
+            "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.sequences_per_step,
+        }
+        if job.published is not None:
+            figure = job.published
+            row |= {"system": figure.system, "published": figure.tokens_per_s}
+            row |= {"hardware": figure.hardware, "source": figure.source}
+        try:
+            row |= figures(forecast_fn(job.recipe, job.machine))
+        except UserError as error:
+            row |= {"fits": False, "reason": str(error)}
+        yield row
+
+
+def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a forecast that the report shows."""
+    if not forecast["fits"]:
+        refusal = forecast["refusal"]
+        short = refusal.get("short_bytes")
+        by = "" if short is None else f" short by {bytes_text(short)}"
+        return {"fits": False, "reason": f"{refusal['tier']}{by}"}
+    drives = forecast["run"]["drives"]
+    return {
+        "fits": True,
+        **{name: forecast[name] for name in ("step_s", "tokens_per_s", "bound_by", "mfu", "hfu", "chunk_tokens")},
+        "peak_bytes": {name: tier["peak_bytes"] for name, tier in forecast["tiers"].items()},
+        "written_bytes_per_step": sum(drive["bytes_written_per_step"] for drive in drives),
+    }
+
+
+def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """planned.json."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "note": "planned from data sheets, not measured",
+        "grid_step_tokens": GRID_STEP_TOKENS,
+        "recipes": [row for row in rows if row["kind"] == "recipe"],
+        "published": [row for row in rows if row["kind"] == "published"],
+        "grid": [row for row in rows if row["kind"] == "grid"],
+    }
+
+
+def _progress(row: Mapping[str, Any]) -> str:
+    what = f"{row['label']}, {row['context']:,} tokens on {row['machine']}"
+    return f"{what}: {row['tokens_per_s']:,.0f} tokens/s" if row["fits"] else f"{what}: {row['reason']}"
+
+
+# ---------------------------------------------------------------------- planned.md
+
+_COLUMNS = "machine | step | tokens/s | bound by | MFU | GPU | RAM | NVMe | written per step"
+_INTRO = """# What the recipes would do elsewhere
+
+**Planned, not measured.** {date}. Every figure of this page follows from data sheets (`engine/presets.py`) and a
+simulated step; none was measured on the machine that it names. What the same planner predicts for this machine and
+what was then measured is in [planning.md](planning.md).
+
+```
+penstock bench planned
+```
+made this page, [planned.json](planned.json) and the heat map. Sizes are binary; NVMe holds two generations of the
+state. "Written per step" is what a step writes to all drives together.
+"""
+_GRID = """
+## Models and contexts
+
+![tokens/s by model, context and machine](planned.png)
+
+Tokens/s of a step of {step_tokens:,} tokens (of one sequence where that is longer), full precision, all parameters
+trained. The letter is what bounds the step: C compute, H host to GPU, D GPU to host, O optimizer, R NVMe reads, W
+NVMe writes. Grey: does not fit. Shapes are those of the recipes; the rotary range is taken to reach the context.
+"""
+_PUBLISHED = """
+## Beside published figures
+
+Penstock's are **planned, not measured**, with full precision (float32 master weights and moments, 14 bytes a
+parameter); theirs are as published, with bfloat16 weights updated in place (MegaTrain) or everything in bfloat16, 8
+bytes a parameter (ml_dataflow). A plan that is faster than a measurement proves nothing until it is measured, too.
+
+| case | preset | Penstock, planned tokens/s | bound by | published tokens/s | by | on | source |
+|---|---|---|---|---|---|---|---|
+"""
+_SOURCES = """
+MegaTrain's tokens/s are tokens over step time of its long-context table, as three readers transcribed it; its own
+TFLOP/s count causal attention as full. Its rows of up to 128k tokens are left out: were their attention over the
+whole context, they would exceed the GPU's peak. ml_dataflow's are the rows that its author recorded
+(github.com/als244/ml_dataflow, `bench/reproduce_results/recorded_data`).
+"""
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """planned.md."""
+    lines = [_INTRO.format(date=report["date"])]
+    for label in dict.fromkeys(row["label"] for row in report["recipes"]):
+        rows = [row for row in report["recipes"] if row["label"] == label]
+        first = rows[0]
+        head = f"## {label}\n\nContext {first['context']:,}, {first['tokens_per_step']:,} tokens a step."
+        lines += [head + (" Its own machine first." if first["own"] else ""), ""]
+        if fitting := [row for row in rows if row["fits"]]:
+            lines += [f"| {_COLUMNS} |", "|---" * (_COLUMNS.count("|") + 1) + "|"]
+            lines += [_row(row) for row in fitting]
+            lines.append("")
+        if refused := [row for row in rows if not row["fits"]]:
+            lines += ["Does not fit: " + "; ".join(f"{row['machine']} ({row['reason']})" for row in refused) + ".", ""]
+    lines.append(_GRID.format(step_tokens=report["grid_step_tokens"]).strip() + "\n")
+    lines.append(_PUBLISHED.strip())
+    lines += [_published_row(row) for row in report["published"]]
+    lines.append(_SOURCES)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    return f"{row['tokens_per_s']:,.{0 if row['tokens_per_s'] >= 10 else 2}f}"
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    peak = row["peak_bytes"]
+    name = f"**{row['machine']}**" if row["own"] else row["machine"]
+    mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    cells = [name, seconds_text(row["step_s"]), _rate(row), row["bound_by"], mfu]
+    cells += [bytes_text(peak[tier]) if tier in peak else "n/a" for tier in ("gpu", "ram", "nvme")]
+    return f"| {' | '.join([*cells, bytes_text(row['written_bytes_per_step'])])} |"
+
+
+def _published_row(row: Mapping[str, Any]) -> str:
+    sequences = row["tokens_per_step"] // row["context"]
+    case = f"{row['label']}: {sequences} x {row['context']:,}"
+    ours = [_rate(row), row["bound_by"]] if row["fits"] else [f"does not fit ({row['reason']})", "-"]
+    cells = [case, row["machine"], *ours, row["published"], row["system"], row["hardware"], row["source"]]
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,117 @@
+"""The comparison of plans with runs: the cases, the arithmetic, the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_forecast import GIB, fitting
+
+from app.bench import plan as bench_plan_module
+from app.bench.plan import bench_plan, compare
+from app.bench.plan_cases import CASES, PlanCase
+from app.recipe import from_json, to_json
+from engine.config import parse_bytes
+from storage.errors import UserError
+
+
+def finished(run_dir: Path, *, step_times_s: list[float], gpu: float = 1.0, nvme: float = 1.0) -> None:
+    """A run directory of the sample forecast whose peaks are these shares of what was planned."""
+    run_dir.mkdir(parents=True)
+    forecast = fitting()
+    shares = {"gpu": gpu, "ram": 1.0, "nvme": nvme}
+    tiers = {
+        name: {"budget_bytes": tier["budget_bytes"], "peak_bytes": int(tier["peak_bytes"] * shares[name])}
+        for name, tier in forecast["tiers"].items()
+    }
+    (run_dir / "plan.json").write_text(json.dumps(forecast))
+    (run_dir / "summary.json").write_text(json.dumps({"tiers": tiers}))
+    lines = [json.dumps({"step": i, "step_s": s}) + "\n" for i, s in enumerate(step_times_s, start=1)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_cases_differ_in_what_a_plan_decides() -> None:
+    recipes = {case.name: from_json(to_json(case.recipe())) for case in CASES}
+    assert len(CASES) >= 12
+    assert len(recipes) == len(CASES)
+    assert {r.train.save for r in recipes.values()} == {"auto", "input", "attention", "everything"}
+    assert {r.train.kv_window for r in recipes.values()} == {"auto", "whole", "streamed"}
+    assert {r.model.tie_embeddings for r in recipes.values()} == {True, False}
+    assert {r.train.compute_dtype for r in recipes.values()} == {"bfloat16", "float32"}
+    assert {r.train.gradient_dtype for r in recipes.values()} == {"bfloat16", "float32"}
+    assert {r.train.compile for r in recipes.values()} == {"auto", "off"}
+    assert any("num_experts" in r.model.overrides for r in recipes.values())
+    assert any(r.train.chunk_tokens is None for r in recipes.values())
+    assert len({r.train.sequences_per_micro_batch for r in recipes.values()}) > 1
+    assert len({r.data.sequence_length for r in recipes.values()}) >= 4
+    # Both tiers are ordinary memory on a machine without a GPU: a case must leave room on one of 8 GiB.
+    for found in recipes.values():
+        assert parse_bytes(found.budgets.gpu or 0, "gpu") + parse_bytes(found.budgets.ram or 0, "ram") <= 6 * GIB
+
+
+def test_the_comparison_by_hand(tmp_path: Path) -> None:
+    # The first step is not counted: the median of 600, 700 and 740 is 700, planned were 671.4.
+    finished(tmp_path / "run", step_times_s=[2000.0, 600.0, 740.0, 700.0], gpu=0.96, nvme=1.06)
+    row = compare(tmp_path / "run")
+    assert row["step_s"]["measured"] == 700.0
+    assert row["step_s"]["ratio"] == pytest.approx(700 / 671.4)
+    assert row["step_s"]["within"]
+    assert row["tiers"]["gpu"]["ratio"] == pytest.approx(0.96)
+    assert [row["tiers"][name]["within"] for name in ("gpu", "ram", "nvme")] == [True, True, False]
+
+
+def test_what_was_not_planned_must_not_be_used() -> None:
+    assert bench_plan_module._pair(0, 0, 0.05) == {"planned": 0, "measured": 0, "ratio": None, "within": True}
+    assert not bench_plan_module._pair(0, 4096, 0.05)["within"]
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"plan\.json: cannot be read .*left no such file"):
+        compare(tmp_path)
+    finished(tmp_path / "short", step_times_s=[1.0])
+    with pytest.raises(UserError, match="1 steps; the first does not count"):
+        compare(tmp_path / "short")
+
+
+def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run_case(case: PlanCase, run_dir: Path) -> None:
+        if case.name == "moe":
+            raise UserError("case moe: exit 1:\nTraceback")
+        slow = case.name == "1m-gpu"
+        finished(run_dir, step_times_s=[9.0, 900.0 if slow else 671.4], gpu=0.94 if slow else 1.0)
+
+    cases = [case for case in CASES if case.name in ("1m-gpu", "29m-ram", "moe")]
+    page = tmp_path / "planning.md"
+    report = bench_plan(cases=cases, run_case=run_case, folder=tmp_path, save=page)
+    assert (report["failed"], report["peaks_within"], report["steps_within"]) == (1, 1, 1)
+    assert report["worst_peak"]["gpu"] == pytest.approx(0.06)
+    assert report["worst_step"] == pytest.approx(900 / 671.4 - 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["planning.md"]  # run directories are gone
+    text = page.read_text()
+    assert "penstock bench plan --save docs/results/planning.md" in text
+    assert "| 1m-gpu | tied, all in GPU memory | 122610.1M | 32,768, 262,144 | 67.7 GiB of 72.0 GiB: 0.940! |" in text
+    assert "15m00s of 11m11s: 1.340! | nvme_read |" in text
+    assert "| moe | 8 experts, 2 a token, state in RAM | failed: case moe: exit 1: |" in text
+    assert "- peaks of all tiers within 5%: 1 of 3; largest deviation gpu 6.0%, ram 0.0%, nvme 0.0%" in text
+    assert "- step time within 15%: 1 of 3; largest deviation 34.0%" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {10}
+    out, err = capsys.readouterr()
+    assert "1.340!" in out
+    assert err.splitlines()[0].startswith("1/3 1m-gpu: measured over planned: gpu 0.940!, ram 1.000, nvme 1.000, step ")
+    assert "3/3 moe: failed: case moe: exit 1:" in err
+
+
+def test_folders_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        bench_plan(cases=[], save=tmp_path / "missing" / "planning.md")
+    with pytest.raises(UserError, match="no such folder"):
+        bench_plan(cases=[], folder=tmp_path / "missing")
+
+
+def test_a_failing_process_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    bad: dict[str, Any] = {"model": {}, "context": 8, "gpu": "1MiB", "ram": "1MiB", "train": {}}
+    with pytest.raises(UserError, match=r"(?s)case nobody: exit 2:\n.*invalid choice: 'nobody'"):
+        bench_plan_module._run_case(PlanCase(name="nobody", about="", **bad), tmp_path)

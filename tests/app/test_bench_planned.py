@@ -1,0 +1,159 @@
+"""The planned tables and the heat map: what is planned for which machine, and how the figures are shown."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_forecast import fitting, refused
+
+from app.bench import heatmap, planned
+from app.bench.published import PUBLISHED
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.presets import PRESETS
+from storage.errors import UserError
+
+MACHINES = ["gh200-480", "rtx3090-64"]
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "vocab_size": 512,
+}
+
+
+def recipe(name: str, machine: str = "") -> Recipe:
+    return Recipe(
+        name=name,
+        machine=machine,
+        model=ModelConfig(path="models/none", max_position=4096, overrides={"rope_parameters": {"a": 1}}, **SHAPE),
+        data=DataConfig(sequence_length=4096),
+        train=TrainConfig(sequences_per_step=6, sequences_per_micro_batch=3, chunk_tokens=512, save="input"),
+        budgets=BudgetConfig(gpu="1GiB"),
+        storage=StorageConfig(nvme=["/mnt/a", "/mnt/b"]),
+    )
+
+
+def recipes() -> dict[str, Recipe]:
+    return {name: recipe(name) for name in planned.GRID_MODELS.values()} | {"mine": recipe("mine", "rtx3090-64")}
+
+
+def fake(recipe: Recipe, machine: str) -> dict[str, Any]:
+    """Fits gh200-480 only; faster for shorter contexts."""
+    if machine != "gh200-480":
+        return refused()
+    return copy.deepcopy(fitting()) | {"tokens_per_s": 4e6 / recipe.data.sequence_length}
+
+
+def test_every_recipe_meets_every_machine_its_own_first() -> None:
+    found = [job for job in planned.jobs(recipes(), MACHINES) if job.kind == "recipe"]
+    assert len(found) == len(recipes()) * len(MACHINES)
+    mine = [job for job in found if job.label == "mine"]
+    assert [(job.machine, job.own) for job in mine] == [("rtx3090-64", True), ("gh200-480", False)]
+    assert mine[0].recipe.budgets.gpu == "1GiB"
+    assert mine[0].recipe.storage.drives == ["/mnt/a", "/mnt/b"]
+    assert mine[1].recipe.budgets == BudgetConfig()
+    assert mine[1].recipe.storage.drives == []
+
+
+def test_the_grid_has_every_model_context_and_machine_once() -> None:
+    grid = [job for job in planned.jobs(recipes(), MACHINES) if job.kind == "grid"]
+    cells = {(job.label, job.recipe.data.sequence_length, job.machine) for job in grid}
+    assert len(grid) == len(cells) == 6 * len(planned.GRID_CONTEXTS) * len(MACHINES)
+    assert {min(planned.GRID_CONTEXTS), max(planned.GRID_CONTEXTS)} == {4096, 1 << 20}
+    for job in grid:
+        tokens = job.recipe.data.sequence_length * job.recipe.train.sequences_per_step
+        assert tokens == max(planned.GRID_STEP_TOKENS, job.recipe.data.sequence_length)
+        assert job.recipe.train.chunk_tokens is None
+        assert job.recipe.train.save == job.recipe.train.kv_window == "auto"
+        assert job.recipe.model.path is None
+        assert job.recipe.model.hidden_size == 64
+
+
+def test_a_missing_recipe_is_named() -> None:
+    missing = {name: found for name, found in recipes().items() if name != "70b_gh200"}
+    with pytest.raises(UserError, match=r"recipes/70b_gh200\.py: missing; the heat map takes the shape of 70B"):
+        list(planned.jobs(missing, MACHINES))
+
+
+def test_published_figures_name_recipes_and_presets_that_exist() -> None:
+    names = set(planned.load_recipes(planned.RECIPES))
+    assert set(planned.GRID_MODELS.values()) <= names
+    for figure in PUBLISHED:
+        assert figure.recipe in names
+        assert figure.machine in PRESETS
+        assert figure.source
+
+
+def test_rows_keep_what_the_page_shows() -> None:
+    job = planned.Job("recipe", "mine", recipe("mine"), "gh200-480", own=True)
+    (row,) = planned.forecast_rows([job], fake)
+    assert row["tokens_per_step"] == 6 * 4096
+    assert row["peak_bytes"]["gpu"] == 72 * 2**30
+    assert row["written_bytes_per_step"] == 1550 * 2**30
+    (row,) = planned.forecast_rows([planned.Job("recipe", "mine", recipe("mine"), "rtx3090-64")], fake)
+    assert (row["fits"], row["reason"]) == (False, "gpu short by 11.0 GiB")
+
+    def broken(recipe: Recipe, machine: str) -> dict[str, Any]:
+        raise UserError("data.sequence_length: beyond the rotary range")
+
+    (row,) = planned.forecast_rows([job], broken)
+    assert (row["fits"], row["reason"]) == (False, "data.sequence_length: beyond the rotary range")
+
+
+def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(planned, "load_recipes", lambda folder: recipes())
+    report = planned.bench_planned(tmp_path, forecast_fn=fake)
+    assert json.loads((tmp_path / "planned.json").read_text()) == report
+    text = (tmp_path / "planned.md").read_text()
+    assert "**Planned, not measured.**" in text
+    assert "## mine\n\nContext 4,096, 24,576 tokens a step. Its own machine first.\n" in text
+    assert "| gh200-480 | 11m11s | 977 | nvme_read | 30.1% | 72.0 GiB | 400.0 GiB | 3.12 TiB | 1.51 TiB |" in text
+    assert "Does not fit: rtx3090-64 (gpu short by 11.0 GiB); " in text
+    assert (
+        "| 7b_512k: 1 x 524,288 | gh200-480 | 7.63 | nvme_read | 602 | MegaTrain | GH200 of 96 GB, 480 GB | "
+        "arXiv 2604.05091 |"
+    ) in text
+    assert "(planned.png)" in text
+    assert all(len(line.split("|")) in (1, 10, 11) for line in text.splitlines())
+    assert (tmp_path / "planned.png").read_bytes().startswith(b"\x89PNG")
+    progress = capsys.readouterr().err.splitlines()
+    assert len(progress) == len(report["recipes"]) + len(report["published"]) + len(report["grid"])
+    assert progress[-1].startswith(f"{len(progress)}/{len(progress)} 120B MoE, 1,048,576 tokens on ")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        planned.bench_planned(tmp_path / "missing")
+
+
+def test_without_matplotlib_nothing_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"needs matplotlib: pip install 'penstock\[dev\]'"):
+        planned.bench_planned(tmp_path, forecast_fn=fake)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0.424, "0.42"), (9.32, "9.3"), (9.96, "10"), (928.4, "928"), (999.7, "1.0k"), (1128, "1.1k"), (11_280, "11k")],
+)
+def test_short_rates(rate: float, text: str) -> None:
+    assert heatmap.short_rate(rate) == text
+
+
+def test_short_contexts() -> None:
+    assert [heatmap.short_tokens(n) for n in (4096, 262_144, 1 << 20)] == ["4k", "256k", "1M"]
+
+
+def test_a_grid_in_which_nothing_fits_is_drawn(tmp_path: Path) -> None:
+    row = {"label": "7B", "context": 4096, "machine": "a", "fits": False}
+    heatmap.draw([row], ["a"], tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
