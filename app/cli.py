@@ -335,7 +335,8 @@ def bench_plan_command(
     """Compare what the plan promises with what short trainings take, over small and varied recipes; 15 minutes."""
     from app.bench.plan import bench_plan
 
-    bench_plan(json=as_json, save=save)
+    if bench_plan(json=as_json, save=save)["failed"]:
+        raise typer.Exit(REFUSED)
 
 
 def run_recipe(path: str) -> None:
