@@ -127,11 +127,11 @@ CASES: tuple[PlanCase, ...] = (
         name="29m-everything",
         about="saves everything",
         model=_29M,
-        context=1024,
+        context=512,
         sequences=2,
         gpu="1GiB",
         ram="256MiB",
-        train={"chunk_tokens": 512, "save": "everything"},
+        train={"chunk_tokens": 256, "save": "everything"},
     ),
     PlanCase(
         name="29m-nvme-tied",
