@@ -13,6 +13,7 @@ import pytest
 
 from app.cli import main
 from app.recipe import from_json, load_recipe, to_json
+from engine.check import check_model
 from engine.model import ModelSpec, validate_context
 from engine.prepare import model_config
 from engine.presets import PRESETS
@@ -110,6 +111,8 @@ def test_the_model_is_the_published_one(path: Path) -> None:
     assert spec.num_params / 1e9 == pytest.approx(BILLIONS[path.stem], rel=5e-4)
     assert not spec.recurrent
     validate_context(spec, recipe.data.sequence_length)
+    check = check_model(spec.config)
+    assert check.ok, check.reason
 
 
 @pytest.mark.parametrize("path", MISSIONS, ids=lambda path: path.stem)
