@@ -126,6 +126,13 @@ def free_memory(
     return min(found, key=lambda each: each.free_bytes)
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """RAM in bytes that this process could have with nothing else running: the machine's, or a group's limit."""
+    limits = (group.limit_bytes() for group in memory_groups(root))
+    machine = _table(root / "proc/meminfo")["MemTotal"] * 1024
+    return min([machine, *(limit for limit in limits if limit is not None)])
+
+
 def _machine_memory(root: Path) -> Iterator[FreeMemory]:
     values = {name: kib * 1024 for name, kib in _table(root / "proc/meminfo").items()}
     total = values["MemTotal"]

@@ -5,8 +5,6 @@ Attention's FLOPs are counted as in engine.attention.COUNTS: two products of a v
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,34 +15,10 @@ from engine.attention_backends import Backend
 from engine.attention_compute import Gradients, Operands
 from engine.attention_pieces import Call, spans
 from engine.attention_select import select
+from engine.clock import clock
 from engine.model import AttentionShape, ModelSpec
 
-_ROUNDS = 3
-"""Measurements of which the median counts; each runs for a third of the time given."""
 _HEAD_ROWS = 4096
-
-
-def clock(work: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """Seconds of one `work`: median of three rounds that together last `seconds`, or one run each if that is longer."""
-    once = _run(work, device, 1)  # warm-up: allocation, compilation, first touch
-    once = _run(work, device, 1)
-    count = max(1, round(seconds / _ROUNDS / max(once, 1e-9)))
-    return statistics.median(_run(work, device, count) / count for _ in range(_ROUNDS))
-
-
-def _run(work: Callable[[], None], device: torch.device, count: int) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        return time.perf_counter() - start
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    for _ in range(count):
-        work()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
 
 
 def matmul_rates(

@@ -1,0 +1,94 @@
+"""`penstock probe`: measure this machine once, so that every plan knows its rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from app.progress import bytes_text
+from engine.presets import profile_path
+from storage.disk import atomic_write, require_writable
+from storage.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.machine import Machine
+
+
+def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = None, as_json: bool = False) -> Machine:
+    """Measure, keep the profile in `save` (none: this machine's own, engine.presets.profile_path), and print it.
+
+    UserError for folders and files that cannot be used, before anything is measured.
+    """
+    target = profile_path() if save is None else save.expanduser().absolute()
+    if target.is_dir():
+        raise UserError(f"{target}: is a folder; give a file for the profile")
+    require_writable(target.parent)
+    from engine.probe import probe  # torch
+
+    errors = Console(stderr=True)
+    status = errors.status("measuring this machine") if errors.is_terminal else None
+    shown: AbstractContextManager[object] = nullcontext() if status is None else status
+
+    def say(text: str) -> None:
+        if status is None:
+            errors.print(text, soft_wrap=True, highlight=False)
+        else:
+            status.update(text)
+
+    with shown:
+        machine = probe(paths, seconds=seconds, say=say)
+    atomic_write(target, json.dumps(machine.to_json(), indent=2) + "\n")
+    if as_json:
+        print(json.dumps(machine.to_json(), indent=2))
+    else:
+        console = Console()
+        console.print(machine_table(machine))
+        console.print(f"kept in {target}", soft_wrap=True, highlight=False)
+    return machine
+
+
+def machine_table(machine: Machine) -> Table:
+    """A machine's sizes and rates, one row each."""
+    table = Table(title=machine.name, caption=machine.source, header_style="bold", show_header=False)
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+
+    def rate(bytes_per_s: float) -> str:
+        return f"{bytes_per_s / 1e9:,.2f} GB/s"
+
+    def teraflops(flops: float) -> str:
+        return f"{flops / 1e12:,.3g} TFLOP/s"
+
+    rows = [
+        ("cores, NUMA nodes", f"{machine.cores}, {machine.numa_nodes}"),
+        ("RAM" if machine.gpu else "RAM as the ram tier", bytes_text(machine.ram_bytes)),
+        ("GPU memory" if machine.gpu else "RAM as the gpu tier", bytes_text(machine.gpu_bytes)),
+        ("matrix products, bfloat16", teraflops(machine.matmul_flops)),
+    ]
+    for attention in machine.attention:
+        forward, backward = teraflops(attention.forward_flops), teraflops(attention.backward_flops)
+        what = f"attention, heads of {attention.head_dim}, chunks of {attention.chunk_tokens:,}"
+        rows.append((what, f"{forward} forward, {backward} backward"))
+    rows += [
+        ("to the compute device", rate(machine.h2d_bytes_per_s)),
+        ("from the compute device", rate(machine.d2h_bytes_per_s)),
+        ("both at once", f"{machine.duplex_share:.0%} of the sum"),
+        ("passes over the compute device's memory", rate(machine.gpu_copy_bytes_per_s)),
+        ("passes over RAM", rate(machine.ram_copy_bytes_per_s)),
+        ("AdamW", f"{machine.optimizer_params_per_s / 1e9:,.3f} G parameters/s"),
+    ]
+    for drive in machine.drives:
+        speeds = f"{rate(drive.read_bytes_per_s)} read, {rate(drive.write_bytes_per_s)} write"
+        rows.append((drive.path or "drive", f"{bytes_text(drive.size_bytes)}, {speeds}"))
+    rows.append(("reads and writes at once", f"{machine.drive_duplex_share:.0%} of the sum"))
+    if len(machine.drives) > 1:
+        rows.append(("all drives at once", f"{machine.drives_share:.0%} of the sum"))
+    for what, how_much in rows:
+        table.add_row(what, how_much)
+    return table

@@ -1,0 +1,82 @@
+"""`penstock probe`: keeps the profile where plans look for it, and prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.cli import BAD_INPUT, main
+from app.probe import machine_table
+from engine import probe as engine_probe
+from engine.machine import load_machine
+from engine.presets import PRESETS, profile_path, stored_machine
+from engine.probe_compute import Sizes
+
+TINY = Sizes(
+    rows=16,
+    matrices=((32, 16),),
+    heads=2,
+    kv_heads=1,
+    head_dims=(16,),
+    chunks=(16,),
+    earlier_tokens=16,
+    copy_bytes=1 << 16,
+    pass_bytes=1 << 16,
+    state_numel=1 << 12,
+    compiled=False,
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Small operands, and a home of its own."""
+    monkeypatch.setattr(engine_probe, "CPU_SIZES", TINY)
+    monkeypatch.setattr(engine_probe, "GPU_SIZES", TINY)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    return folder
+
+
+def test_keeps_the_profile_and_prints_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", str(tiny), "--seconds", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    printed = json.loads(captured.out)
+    stored = stored_machine()
+    assert stored is not None
+    assert json.loads(json.dumps(stored.to_json())) == printed
+    assert stored.drives[0].path == str(tiny)
+    assert "measuring" in captured.err
+    assert list(tiny.iterdir()) == []
+
+
+def test_save_keeps_it_elsewhere(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "mine.json"
+    assert main(["probe", str(tiny), "--seconds", "1", "--save", str(file)]) == 0
+    assert load_machine(file).drives[0].path == str(tiny)
+    assert not profile_path().exists()
+    output = capsys.readouterr().out
+    assert "TFLOP/s" in output
+    assert "kept in" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["missing"], "no such folder"), ([".", "."], "given twice"), ([".", "--save", "."], "is a folder")],
+)
+def test_bad_input(
+    tiny: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny)
+    assert main(["probe", *arguments]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert list(tiny.iterdir()) == []
+    assert not profile_path().exists()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_table_shows_any_machine(name: str) -> None:
+    table = machine_table(PRESETS[name])
+    assert table.row_count >= 12 + len(PRESETS[name].drives)

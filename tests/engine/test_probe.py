@@ -1,0 +1,178 @@
+"""The probe at tiny sizes: every rate positive, files gone, refusals before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import probe_drives as drives
+from engine.machine import from_json
+from engine.probe import probe
+from engine.probe_compute import Sizes, link_rates, optimizer_params_per_s
+from storage.errors import UserError
+
+BLOCK = 1 << 16
+TINY = Sizes(
+    rows=32,
+    matrices=((48, 32), (32, 48)),
+    heads=4,
+    kv_heads=2,
+    head_dims=(16, 32),
+    chunks=(16, 64),
+    earlier_tokens=64,
+    copy_bytes=1 << 16,
+    pass_bytes=1 << 18,
+    state_numel=1 << 12,
+    compiled=False,
+)
+
+
+def test_every_rate_is_positive_and_nothing_stays(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    told: list[str] = []
+    machine = probe(folders, seconds=2, sizes=TINY, block_bytes=BLOCK, most_bytes=64 * BLOCK, say=told.append)
+    # Loading refuses rates that are no positive numbers.
+    assert from_json(json.loads(json.dumps(machine.to_json())), "profile") == machine
+    assert [rate.head_dim for rate in machine.attention] == [16, 16, 32, 32]
+    assert [rate.chunk_tokens for rate in machine.attention] == [16, 64, 16, 64]
+    assert [drive.path for drive in machine.drives] == [str(folder) for folder in folders]
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    for share in (machine.duplex_share, machine.drives_share, machine.drive_duplex_share):
+        assert 0 < share <= 1
+    assert machine.cores == len(os.sched_getaffinity(0))
+    assert machine.source.startswith("measured 20")
+    if not torch.cuda.is_available():
+        assert machine.gpu is None
+        assert machine.gpu_bytes + machine.ram_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert any("at once" in text for text in told)
+
+
+def test_the_current_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    machine = probe([], seconds=0.5, sizes=TINY, block_bytes=BLOCK, most_bytes=64 * BLOCK)
+    assert [drive.path for drive in machine.drives] == [str(tmp_path)]
+    assert machine.drives_share == 1.0
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 200), st.sampled_from([4096, 12288, 1 << 16]))
+def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blocks: int, block_bytes: int) -> None:
+    """Whatever the size of the files: at least one block in each, and no more of them than asked for."""
+    folder = tmp_path_factory.getbasetemp()
+    before = sorted(folder.iterdir())
+    rates = drives.probe_drives([folder], 0.05, block_bytes=block_bytes, most_bytes=blocks * block_bytes)
+    assert rates.written_bytes % block_bytes == 0
+    assert rates.written_bytes >= 2 * drives._THREADS * block_bytes
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuses(path: object, flags: int, *args: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *args)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", refuses)
+    rates = drives.probe_drives([tmp_path], 0.2, block_bytes=BLOCK, most_bytes=64 * BLOCK)
+    assert rates.drives[0].read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_space_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drives, "free_disk", lambda folder: 1000)
+    monkeypatch.setattr(drives, "_nameless", lambda folder: pytest.fail("opened a file"))
+    with pytest.raises(UserError, match=rf"{tmp_path}: measuring needs .* bytes of disk and 1,000 may be used"):
+        probe([tmp_path], seconds=1, sizes=TINY)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_folders_that_cannot_be_used(tmp_path: Path, twice: bool) -> None:
+    paths = [tmp_path, tmp_path] if twice else [tmp_path / "missing"]
+    with pytest.raises(UserError, match="given twice" if twice else "no such folder"):
+        probe(paths, seconds=1, sizes=TINY)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="no such folder"):
+        probe([tmp_path / "file"], seconds=1, sizes=TINY)
+
+
+def test_too_little_memory_is_refused(tmp_path: Path) -> None:
+    sizes = dataclasses.replace(TINY, pass_bytes=1 << 50)
+    with pytest.raises(UserError, match=r"measuring takes .* bytes of RAM"):
+        probe([tmp_path], seconds=1, sizes=sizes)
+
+
+def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    start = time.monotonic()
+    with pytest.raises(UserError, match="free some space on this disk"):
+        drives.probe_drives([tmp_path], 60, block_bytes=BLOCK, most_bytes=64 * BLOCK)
+    assert time.monotonic() - start < 20
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from pathlib import Path; from engine.probe_drives import probe_drives\n"
+        f"say = lambda text: print(text, flush=True)\n"
+        f"probe_drives([Path({str(tmp_path)!r})], 600, block_bytes={BLOCK}, most_bytes={64 * BLOCK}, say=say)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(drives.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        while "filling" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_update_that_fails_is_raised_where_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> float:
+        raise ValueError("broken")
+
+    monkeypatch.setattr("engine.probe_compute._updates_per_s", fails)
+    with pytest.raises(ValueError, match="broken"):
+        optimizer_params_per_s(torch.device("cpu"), TINY, 0.1)
+
+
+def test_copies_at_once_move_no_more_than_their_sum() -> None:
+    links = link_rates(torch.device("cpu"), TINY, 0.1)
+    assert links.h2d > 0
+    assert links.d2h > 0
+    assert 0 < links.duplex_share <= 1
