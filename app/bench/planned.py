@@ -8,10 +8,14 @@ drawn by `app/bench/heatmap.py`).
 from __future__ import annotations
 
 import json as json_module
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +60,12 @@ class Job:
     published: Published | None = None
 
 
-def bench_planned(out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn | None = None) -> dict[str, Any]:
+def bench_planned(
+    out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn | None = None, processes: int | None = None
+) -> dict[str, Any]:
     """Plan everything and write planned.md, planned.json and planned.png into `out`; returns the report.
+
+    As many forecasts at once as there are cores, or as `processes` says.
 
     Raises UserError for a missing folder and where matplotlib is not installed, before anything is planned.
     """
@@ -68,7 +76,8 @@ def bench_planned(out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn
     require_matplotlib()
     todo = list(jobs(load_recipes(recipes), list(PRESETS)))
     rows = []
-    for number, row in enumerate(forecast_rows(todo, forecast_fn or _forecast), start=1):
+    processes = processes or len(os.sched_getaffinity(0))
+    for number, row in enumerate(_forecasts(todo, forecast_fn or _forecast, processes), start=1):
         rows.append(row)
         print(f"{number}/{len(todo)} {_progress(row)}", file=sys.stderr, flush=True)
     report = report_of(rows)
@@ -135,26 +144,33 @@ def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
     raise NotImplementedError
 
 
-def forecast_rows(todo: Iterable[Job], forecast_fn: ForecastFn) -> Iterator[dict[str, Any]]:
-    """What the report keeps of each forecast. A job that cannot be planned at all is a row with the reason."""
-    for job in todo:
-        row = {
-            "kind": job.kind,
-            "label": job.label,
-            "machine": job.machine,
-            "own": job.own,
-            "context": job.recipe.data.sequence_length,
-            "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.sequences_per_step,
-        }
-        if job.published is not None:
-            figure = job.published
-            row |= {"system": figure.system, "published": figure.tokens_per_s}
-            row |= {"hardware": figure.hardware, "source": figure.source}
-        try:
-            row |= figures(forecast_fn(job.recipe, job.machine))
-        except UserError as error:
-            row |= {"fits": False, "reason": str(error)}
-        yield row
+def row_of(job: Job, forecast_fn: ForecastFn) -> dict[str, Any]:
+    """What the report keeps of a job's forecast; where it cannot be planned at all, the reason."""
+    row = {
+        "kind": job.kind,
+        "label": job.label,
+        "machine": job.machine,
+        "own": job.own,
+        "context": job.recipe.data.sequence_length,
+        "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.sequences_per_step,
+    }
+    if job.published is not None:
+        figure = job.published
+        row |= {"system": figure.system, "published": figure.tokens_per_s}
+        row |= {"hardware": figure.hardware, "source": figure.source}
+    try:
+        return row | figures(forecast_fn(job.recipe, job.machine))
+    except UserError as error:
+        return row | {"fits": False, "reason": str(error)}
+
+
+def _forecasts(todo: Sequence[Job], forecast_fn: ForecastFn, processes: int) -> Iterator[dict[str, Any]]:
+    """The rows in order, made by so many processes."""
+    if processes == 1:
+        yield from (row_of(job, forecast_fn) for job in todo)
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(partial(row_of, forecast_fn=forecast_fn), todo)
 
 
 def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:

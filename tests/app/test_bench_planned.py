@@ -92,23 +92,30 @@ def test_published_figures_name_recipes_and_presets_that_exist() -> None:
 
 def test_rows_keep_what_the_page_shows() -> None:
     job = planned.Job("recipe", "mine", recipe("mine"), "gh200-480", own=True)
-    (row,) = planned.forecast_rows([job], fake)
+    row = planned.row_of(job, fake)
     assert row["tokens_per_step"] == 6 * 4096
     assert row["peak_bytes"]["gpu"] == 72 * 2**30
     assert row["written_bytes_per_step"] == 1550 * 2**30
-    (row,) = planned.forecast_rows([planned.Job("recipe", "mine", recipe("mine"), "rtx3090-64")], fake)
+    row = planned.row_of(planned.Job("recipe", "mine", recipe("mine"), "rtx3090-64"), fake)
     assert (row["fits"], row["reason"]) == (False, "gpu short by 11.0 GiB")
 
     def broken(recipe: Recipe, machine: str) -> dict[str, Any]:
         raise UserError("data.sequence_length: beyond the rotary range")
 
-    (row,) = planned.forecast_rows([job], broken)
+    row = planned.row_of(job, broken)
     assert (row["fits"], row["reason"]) == (False, "data.sequence_length: beyond the rotary range")
+
+
+def test_processes_keep_the_order() -> None:
+    todo = [planned.Job("recipe", str(i), recipe("mine"), "gh200-480") for i in range(5)]
+    rows = list(planned._forecasts(todo, fake, 2))
+    assert [row["label"] for row in rows] == list("01234")
+    assert all(row["fits"] for row in rows)
 
 
 def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(planned, "load_recipes", lambda folder: recipes())
-    report = planned.bench_planned(tmp_path, forecast_fn=fake)
+    report = planned.bench_planned(tmp_path, forecast_fn=fake, processes=1)
     assert json.loads((tmp_path / "planned.json").read_text()) == report
     text = (tmp_path / "planned.md").read_text()
     assert "**Planned, not measured.**" in text
