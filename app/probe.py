@@ -60,32 +60,28 @@ def machine_table(machine: Machine) -> Table:
     table.add_column("how much", justify="right")
 
     def rate(bytes_per_s: float) -> str:
-        return f"{bytes_per_s / 1e9:,.2f} GB/s"
-
-    def teraflops(flops: float) -> str:
-        return f"{flops / 1e12:,.3g} TFLOP/s"
+        return f"{bytes_per_s / 1e9:,.2f}"
 
     rows = [
         ("cores, NUMA nodes", f"{machine.cores}, {machine.numa_nodes}"),
         ("RAM" if machine.gpu else "RAM as the ram tier", bytes_text(machine.ram_bytes)),
         ("GPU memory" if machine.gpu else "RAM as the gpu tier", bytes_text(machine.gpu_bytes)),
-        ("matrix products, bfloat16", teraflops(machine.matmul_flops)),
+        ("matrix products, bfloat16", f"{machine.matmul_flops / 1e12:,.3g} TFLOP/s"),
     ]
     for attention in machine.attention:
-        forward, backward = teraflops(attention.forward_flops), teraflops(attention.backward_flops)
-        what = f"attention, heads of {attention.head_dim}, chunks of {attention.chunk_tokens:,}"
-        rows.append((what, f"{forward} forward, {backward} backward"))
+        forward, backward = (flops / 1e12 for flops in (attention.forward_flops, attention.backward_flops))
+        what = f"attention, head {attention.head_dim}, chunk {attention.chunk_tokens:,}"
+        rows.append((what, f"{forward:,.3g} forward, {backward:,.3g} backward TFLOP/s"))
+    both = f"{machine.duplex_share:.0%} of the sum at once"
     rows += [
-        ("to the compute device", rate(machine.h2d_bytes_per_s)),
-        ("from the compute device", rate(machine.d2h_bytes_per_s)),
-        ("both at once", f"{machine.duplex_share:.0%} of the sum"),
-        ("passes over the compute device's memory", rate(machine.gpu_copy_bytes_per_s)),
-        ("passes over RAM", rate(machine.ram_copy_bytes_per_s)),
+        ("RAM to gpu tier, back", f"{rate(machine.h2d_bytes_per_s)}, {rate(machine.d2h_bytes_per_s)} GB/s; {both}"),
+        ("passes over gpu tier", f"{rate(machine.gpu_copy_bytes_per_s)} GB/s"),
+        ("passes over RAM", f"{rate(machine.ram_copy_bytes_per_s)} GB/s"),
         ("AdamW", f"{machine.optimizer_params_per_s / 1e9:,.3f} G parameters/s"),
     ]
     for drive in machine.drives:
-        speeds = f"{rate(drive.read_bytes_per_s)} read, {rate(drive.write_bytes_per_s)} write"
-        rows.append((drive.path or "drive", f"{bytes_text(drive.size_bytes)}, {speeds}"))
+        speeds = f"{rate(drive.read_bytes_per_s)} read, {rate(drive.write_bytes_per_s)} write GB/s"
+        rows.append((drive.path or "drive", f"{speeds}; {bytes_text(drive.size_bytes)}"))
     rows.append(("reads and writes at once", f"{machine.drive_duplex_share:.0%} of the sum"))
     if len(machine.drives) > 1:
         rows.append(("all drives at once", f"{machine.drives_share:.0%} of the sum"))

@@ -261,7 +261,7 @@ GENERIC = Machine(
     numa_nodes=1,
     matmul_flops=2e11,
     attention=tuple(
-        AttentionRate(head_dim=head_dim, chunk_tokens=1024, forward_flops=8e10, backward_flops=6e10)
+        AttentionRate(head_dim=head_dim, chunk_tokens=1024, forward_flops=8e10, backward_flops=1e11)
         for head_dim in ATTENTION_SHARES
     ),
     h2d_bytes_per_s=8e9,

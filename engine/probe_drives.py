@@ -35,6 +35,8 @@ _THREADS = max(READ_THREADS, WRITE_THREADS)
 _LEAST_BLOCKS = 2 * _THREADS
 _FILL_SHARE = 0.25
 """Of the time given; the rest is shared by what is measured."""
+_LEAST_SHARE = 0.4
+"""Of the time given to what is measured, however long filling took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,7 @@ def probe_drives(
             say(warning)
     sizes = [free_disk(folder) for folder in folders]
     count = len(folders)
-    phases = 3 * count + (2 if count > 1 else 0)
-    phase_s = seconds * (1 - _FILL_SHARE) / phases
+    deadline = time.monotonic() + seconds
     with ExitStack() as cleanup:
         drives = [
             cleanup.enter_context(_opened(folder, min(room, most_bytes) // block_bytes))
@@ -120,6 +121,8 @@ def probe_drives(
         cleanup.callback(bench.close)
         say(f"filling files on {_names(folders)}")
         bench.fill(drives, seconds * _FILL_SHARE)
+        phases = 3 * count + (2 if count > 1 else 0)
+        phase_s = max(_LEAST_SHARE * seconds, deadline - time.monotonic()) / phases  # syncing may have taken long
         alone = []
         for drive in drives:
             say(f"measuring {drive.folder}")

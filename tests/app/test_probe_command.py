@@ -79,4 +79,4 @@ def test_bad_input(
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_table_shows_any_machine(name: str) -> None:
     table = machine_table(PRESETS[name])
-    assert table.row_count >= 12 + len(PRESETS[name].drives)
+    assert table.row_count >= 11 + len(PRESETS[name].drives)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from app.bench.cases import SUITES, TINY
-from app.bench.kernels import attention_rates, clock, matmul_rates
+from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import shape_model
 from app.bench.suite_worker import _profiled, measure
+from engine.clock import clock
 from engine.config import DataConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
