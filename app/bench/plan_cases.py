@@ -24,6 +24,7 @@ def _model(layers: int, hidden: int, heads: int, head_dim: int, vocab: int = 409
 
 _1M = _model(4, 128, 4, 32, tie_embeddings=True)
 _7M = _model(6, 256, 8, 32)
+_10M = _model(2, 512, 8, 64)
 _16M = _model(4, 512, 8, 64)
 _29M = _model(8, 512, 8, 64)
 _75M = _model(10, 768, 12, 64)
@@ -144,11 +145,11 @@ CASES: tuple[PlanCase, ...] = (
         train={"chunk_tokens": 1024, "save": "attention", "gradient_dtype": "bfloat16"},
     ),
     PlanCase(
-        name="16m-8k",
+        name="10m-8k",
         about="long context, whole window",
-        model=_16M,
+        model=_10M,
         context=8192,
-        gpu="256MiB",
+        gpu="192MiB",
         ram="1GiB",
         train={"chunk_tokens": 1024, "kv_window": "whole", "save": "attention"},
     ),
