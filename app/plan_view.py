@@ -69,7 +69,8 @@ def _without_reasons(forecast: dict[str, Any], width: int, bars: tuple[str, str]
 def _headline(forecast: dict[str, Any], width: int) -> list[Text]:
     machine, model = forecast["machine"], forecast.get("model")
     verdict = ("fits", "bold green") if forecast["fits"] else ("does not fit", "bold red")
-    lines = [Text.assemble((forecast["recipe"], "bold"), " on ", (machine["name"], "bold"), ": ", verdict)]
+    recipe = forecast.get("recipe", "this run")
+    lines = [Text.assemble((recipe, "bold"), " on ", (machine["name"], "bold"), ": ", verdict)]
     if model:
         active = model.get("active_params")
         sparse = f" ({_count(active)} active a token)" if active and active != model["params"] else ""
@@ -234,8 +235,9 @@ def _run(forecast: dict[str, Any], width: int) -> list[Text]:
     bound = "n/a" if tokens is None else f"{tokens:,} tokens a step"
     whole = f"whole run: {forecast['steps']:,} steps in {duration_text(run['seconds'])}"
     lines = _packed([whole, f"compute-bound from: {bound}"], "; ", width)
-    for drive in run["drives"]:
-        lines += _wrapped(_drive(drive), width)
+    for text, alike in itertools.groupby(map(_drive, run["drives"])):
+        count = len(list(alike))
+        lines += _wrapped(f"{count} drives, each: {text}" if count > 1 else text, width)
     if best := forecast.get("best_change"):
         lines += _wrapped(f"helps most: {best['text']}{_gain(best, forecast)}", width, style="bold")
         lines += _settings(best["set"], width)
@@ -247,7 +249,8 @@ def _drive(drive: dict[str, Any]) -> str:
     share, endurance = drive.get("endurance_share"), drive.get("endurance_bytes")
     worn = "n/a" if share is None else _percent(share, 1 if share >= 0.01 else 3)
     of = "" if endurance is None else f" of {bytes_text(endurance)}"
-    return f"drive {drive.get('path') or 'of the NVMe tier'}: writes {written} ({step} a step), endurance {worn}{of}"
+    name = f"drive {drive['path']}: " if drive.get("path") else ""
+    return f"{name}writes {written} ({step} a step), endurance used {worn}{of}"
 
 
 def _gain(best: dict[str, Any], forecast: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from app.plan_view import seconds_text
 from app.progress import bytes_text
 from app.recipe import Recipe, load_recipe
 from engine.config import BudgetConfig, DataConfig
-from storage.errors import UserError
+from storage.errors import BudgetError, UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRID_MODELS = {
@@ -141,7 +141,26 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
 
 
 def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
-    raise NotImplementedError
+    """The forecast of a recipe on a preset, from its shape alone, or its refusal."""
+    from engine.forecast import forecast, refusal
+    from engine.planning import Task, machine_budgets
+    from engine.prepare import model_config, model_spec
+    from engine.presets import find_machine
+
+    profile = find_machine(machine)
+    config = model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size)
+    task = Task(
+        spec=model_spec(config, recipe.data),
+        data=recipe.data,
+        train=recipe.train,
+        storage=recipe.storage,
+        budgets=machine_budgets(recipe.budgets, profile),
+        device_type="cpu" if profile.gpu is None else "cuda",
+    )
+    try:
+        return forecast(task, profile, task.search(profile))
+    except BudgetError as error:
+        return refusal(task, profile, error)
 
 
 def row_of(job: Job, forecast_fn: ForecastFn) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def test_every_number_is_there(width: int) -> None:
         "optimizer 41.0 s 6% -",
         "nvme_write 571 s 85% 1.56 TiB",
         "2,000 steps in 15d13h",
-        "drive of the NVMe tier: writes 1562.50 TiB (800.0 GiB a step), endurance 11.4% of 13671.88 TiB",
-        "drive /mnt/b: writes 1464.84 TiB (750.0 GiB a step), endurance n/a",
+        "writes 1562.50 TiB (800.0 GiB a step), endurance used 11.4% of 13671.88 TiB",
+        "drive /mnt/b: writes 1464.84 TiB (750.0 GiB a step), endurance used n/a",
         "compute-bound from: 306,500 tokens a step",
         "twice as many sequences in a step: 17m45s a step, 492 tokens/s (+26%)",
         "--set train.sequences_per_step=16 --set train.gradient_dtype=bfloat16",
@@ -135,6 +135,12 @@ def test_what_is_not_known_reads_na() -> None:
     assert "helps most" not in text
     assert "no GPU: the gpu tier is ordinary memory; the machine's figures: measured 2026-11-21" in text
     assert re.search(r"nvme \S+ n/a 3\.12 TiB of 0 B", text)
+
+
+def test_drives_alike_share_a_line() -> None:
+    forecast = fitting()
+    forecast["run"]["drives"] = [forecast["run"]["drives"][0]] * 2
+    assert shown(forecast, 100).count("2 drives, each: writes 1562.50 TiB (800.0 GiB a step), ") == 1
 
 
 def test_active_parameters_of_a_sparse_model() -> None:
