@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -29,7 +30,8 @@ def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = 
     if target.is_dir():
         raise UserError(f"{target}: is a folder; give a file for the profile")
     require_writable(target.parent)
-    from engine.probe import probe  # torch
+    start = time.monotonic()
+    from engine.probe import probe  # torch, which takes seconds
 
     errors = Console(stderr=True)
     status = errors.status("measuring this machine") if errors.is_terminal else None
@@ -42,7 +44,7 @@ def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = 
             status.update(text)
 
     with shown:
-        machine = probe(paths, seconds=seconds, say=say)
+        machine = probe(paths, seconds=max(seconds / 2, seconds - (time.monotonic() - start)), say=say)
     atomic_write(target, json.dumps(machine.to_json(), indent=2) + "\n")
     if as_json:
         print(json.dumps(machine.to_json(), indent=2))

@@ -35,8 +35,8 @@ _THREADS = max(READ_THREADS, WRITE_THREADS)
 _LEAST_BLOCKS = 2 * _THREADS
 _FILL_SHARE = 0.25
 """Of the time given; the rest is shared by what is measured."""
-_LEAST_SHARE = 0.4
-"""Of the time given to what is measured, however long filling took."""
+_LEAST_SHARE = 0.02
+"""Of the time given, that one phase takes by itself however long the others took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +111,25 @@ def probe_drives(
             say(warning)
     sizes = [free_disk(folder) for folder in folders]
     count = len(folders)
-    deadline = time.monotonic() + seconds
     with ExitStack() as cleanup:
         drives = [
             cleanup.enter_context(_opened(folder, min(room, most_bytes) // block_bytes))
             for folder, room in zip(folders, rooms, strict=True)
         ]
-        bench = _Bench(max(count, 2) * _THREADS, block_bytes)
+        bench = _Bench(max(count, 2) * _THREADS, block_bytes, seconds, phases=3 * count + (2 if count > 1 else 0))
         cleanup.callback(bench.close)
         say(f"filling files on {_names(folders)}")
-        bench.fill(drives, seconds * _FILL_SHARE)
-        phases = 3 * count + (2 if count > 1 else 0)
-        phase_s = max(_LEAST_SHARE * seconds, deadline - time.monotonic()) / phases  # syncing may have taken long
+        bench.fill(drives)
         alone = []
         for drive in drives:
             say(f"measuring {drive.folder}")
-            alone.append(_alone(bench, drive, phase_s))
+            alone.append(_alone(bench, drive))
         together = 1.0
         if count > 1:
             say(f"measuring {_names(folders)} at once")
             shares = []
             for write in (True, False):
-                rates = bench.run([_Job(drive, write, (0, 1)) for drive in drives], phase_s)
+                rates = bench.run([_Job(drive, write, (0, 1)) for drive in drives])
                 shares.append(sum(rates) / sum(each.raw_write if write else each.read for each in alone))
             together = min(1.0, sum(shares) / len(shares))
     return DriveRates(
@@ -156,22 +153,26 @@ class _Alone:
     duplex_share: float
 
 
-def _alone(bench: _Bench, drive: _Files, phase_s: float) -> _Alone:
+def _alone(bench: _Bench, drive: _Files) -> _Alone:
     job = _Job(drive, True, (0, 1))
     start = time.perf_counter()
-    (raw_write,) = bench.run([job], phase_s)
+    (raw_write,) = bench.run([job])
     _sync(drive)
     synced_write = job.moved_bytes / (time.perf_counter() - start)
-    (read,) = bench.run([_Job(drive, False, (0, 1))], phase_s)
-    both = bench.run([_Job(drive, False, (0,)), _Job(drive, True, (1,))], phase_s)
+    (read,) = bench.run([_Job(drive, False, (0, 1))])
+    both = bench.run([_Job(drive, False, (0,)), _Job(drive, True, (1,))])
     return _Alone(raw_write, synced_write, read, sum(both) / (read + raw_write))
 
 
 class _Bench:
-    """Threads and memory to move blocks with."""
+    """Threads, memory and time to move blocks with."""
 
-    def __init__(self, threads: int, block_bytes: int) -> None:
+    def __init__(self, threads: int, block_bytes: int, seconds: float, *, phases: int) -> None:
+        """`phases` calls of `run`, one after another, and all else take about `seconds` together."""
         self.written_bytes = 0
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._phases = phases
         self._block_bytes = block_bytes
         size = threads * block_bytes
         self._arena = HostArena(size, budget_bytes=size, pin=False)
@@ -186,9 +187,9 @@ class _Bench:
         self._slots.clear()
         self._arena.close()
 
-    def fill(self, drives: Sequence[_Files], seconds: float) -> None:
-        """Append blocks to every drive's files for `seconds`, at least one to each file, and sync them."""
-        deadline = time.perf_counter() + seconds
+    def fill(self, drives: Sequence[_Files]) -> None:
+        """Append blocks to every drive's files, at least one to each file, and sync them."""
+        deadline = time.perf_counter() + self._seconds * _FILL_SHARE
 
         def lane(drive: _Files, thread: int, slot: torch.Tensor) -> None:
             view, half = slot.numpy().data, 0
@@ -207,8 +208,10 @@ class _Bench:
         for drive in drives:
             _sync(drive)
 
-    def run(self, jobs: Sequence[_Job], seconds: float) -> list[float]:
-        """Bytes/s of each job, all at once for `seconds`; every thread moves one block at least."""
+    def run(self, jobs: Sequence[_Job]) -> list[float]:
+        """Bytes/s of each job, all at once for this phase's part of the time; every thread moves a block at least."""
+        left = (self._deadline - time.monotonic()) / self._phases  # syncing takes its time too
+        seconds, self._phases = max(_LEAST_SHARE * self._seconds, left), self._phases - 1
         start = time.perf_counter()
         lock = threading.Lock()
 
