@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from engine.limits import free_disk
+from engine.limits import free_disk, free_memory
 from engine.machine import Drive
 from storage.arena import HostArena
 from storage.disk import disk_error, require_writable
 from storage.drives import READ_THREADS, WRITE_THREADS
 from storage.errors import UserError
-from storage.filesystem import check_folder
+from storage.filesystem import check_folder, mount_of
 
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""
@@ -33,6 +33,8 @@ MOST_BYTES = 64 << 30
 """Written once to fill the files of one drive; measuring then overwrites them as long as there is time."""
 _THREADS = max(READ_THREADS, WRITE_THREADS)
 _LEAST_BLOCKS = 2 * _THREADS
+_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+"""File systems whose files are RAM."""
 _FILL_SHARE = 0.25
 """Of the time given; the rest is shared by what is measured."""
 _LEAST_SHARE = 0.02
@@ -81,8 +83,9 @@ def check_folders(folders: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> li
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give an existing folder on the drive to measure")
         require_writable(folder)
-        sharing = sum(os.stat(other).st_dev == os.stat(folder).st_dev for other in folders)
-        room = min(MOST_BYTES, free_disk(folder) // sharing)
+        room = min(MOST_BYTES, _fillable(folder, folders))
+        if mount_of(folder).filesystem in _MEMORY:
+            room = min(room, free_memory().free_bytes // (4 * len(folders)))
         need = _LEAST_BLOCKS * block_bytes
         if room < need:
             raise UserError(
@@ -91,6 +94,12 @@ def check_folders(folders: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> li
             )
         rooms.append(room)
     return rooms
+
+
+def _fillable(folder: Path, folders: Sequence[Path]) -> int:
+    """Bytes that a run may fill below `folder`, sharing its file system with the others there."""
+    sharing = sum(os.stat(other).st_dev == os.stat(folder).st_dev for other in folders)
+    return free_disk(folder) // sharing
 
 
 def probe_drives(
@@ -109,7 +118,7 @@ def probe_drives(
     for folder in folders:
         for warning in check_folder(folder):
             say(warning)
-    sizes = [free_disk(folder) for folder in folders]
+    sizes = [_fillable(folder, folders) for folder in folders]
     count = len(folders)
     with ExitStack() as cleanup:
         drives = [

@@ -68,6 +68,14 @@ def test_the_current_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.M
     assert machine.drives_share == 1.0
 
 
+def test_folders_on_one_disk_share_its_room(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    alone, *_, shared = (drives._fillable(folders[0], folders[:count]) for count in (1, 2, 3))
+    assert shared == pytest.approx(alone / 3, rel=0.05)
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([4096, 12288, 1 << 16]))
 def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blocks: int, block_bytes: int) -> None:
