@@ -11,9 +11,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -252,24 +252,20 @@ class _Bench:
                 raise
 
 
-class _opened:
+@contextmanager
+def _opened(folder: Path, most_blocks: int) -> Iterator[_Files]:
     """The files of one drive, open for direct I/O where its file system has that, and without a name."""
-
-    def __init__(self, folder: Path, most_blocks: int) -> None:
-        self._files = _Files(folder, most_blocks)
-
-    def __enter__(self) -> _Files:
+    files = _Files(folder, most_blocks)
+    try:
         try:
             for _ in range(2 * _THREADS):
-                self._files.fds.append(_nameless(self._files.folder))
-                self._files.blocks.append(0)
+                files.fds.append(_nameless(folder))
+                files.blocks.append(0)
         except OSError as error:
-            self.__exit__()
-            raise disk_error(error, self._files.folder, "making files to measure with") from error
-        return self._files
-
-    def __exit__(self, *exception: object) -> None:
-        for fd in self._files.fds:
+            raise disk_error(error, folder, "making files to measure with") from error
+        yield files
+    finally:
+        for fd in files.fds:
             os.close(fd)
 
 
