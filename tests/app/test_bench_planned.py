@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
     "vocab_size": 512,
 }
 
@@ -104,6 +107,23 @@ def test_rows_keep_what_the_page_shows() -> None:
 
     row = planned.row_of(job, broken)
     assert (row["fits"], row["reason"]) == (False, "data.sequence_length: beyond the rotary range")
+
+
+def test_a_small_model_is_planned_on_presets() -> None:
+    small = planned.batched(recipe("mine"), 2048, 2)
+    job = planned.Job("grid", "mine", small, "rtx3090-64")
+    row = planned.row_of(job, planned._forecast)
+    assert row["fits"]
+    assert row["tokens_per_s"] == pytest.approx(4096 / row["step_s"])
+    assert 0 < row["mfu"] < row["hfu"] < 1
+    assert row["peak_bytes"]["gpu"] > 0
+    text = planned._row(row)
+    assert text.startswith("| rtx3090-64 | ")
+    assert text.count("|") == 10
+    tight = replace(small, budgets=BudgetConfig(gpu="1MiB"))
+    row = planned.row_of(replace(job, recipe=tight), planned._forecast)
+    assert not row["fits"]
+    assert row["reason"].startswith("gpu short by ")
 
 
 def test_processes_keep_the_order() -> None:
