@@ -129,8 +129,8 @@ class TrainConfig:
     """Sequences whose gradients make one optimizer step."""
     sequences_per_micro_batch: int = 1
     """Sequences laid end to end into one token stream; their number times the sequence length sets the K/V window."""
-    chunk_tokens: int = 1024
-    """Tokens of one chunk, the unit of activation memory; need not divide anything."""
+    chunk_tokens: int | None = None
+    """Tokens of one chunk, the unit of activation memory; need not divide anything; none lets the plan choose."""
     save: Literal["auto", "input", "attention", "everything"] = "auto"
     """What forward saves of a layer: its input (backward computes attention again); also keys, values and attention's
     output; or everything, in GPU memory (backward computes nothing again); auto lets the plan choose layer by layer."""
@@ -165,6 +165,8 @@ class TrainConfig:
     """Compile layers and optimizer with torch.compile; auto does where a C++ compiler (CPU) or triton (GPU) exists."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where there is a GPU."""
+    calibrate: bool = True
+    """Measure one block's ops before the first step and plan again with what they take."""
     deterministic: bool = False
     """Use only kernels that give the same bits on every run on one machine, which takes time on a GPU; on CPU every run
     gives them anyway."""
@@ -172,7 +174,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "sequences_per_step", "sequences_per_micro_batch", "chunk_tokens"):
             value = getattr(self, name)
-            _require(value >= 1, f"train.{name}: {value} must be at least 1")
+            _require(value is None or value >= 1, f"train.{name}: {value} must be at least 1")
         _require(
             self.sequences_per_step % self.sequences_per_micro_batch == 0,
             f"train.sequences_per_step: {self.sequences_per_step} is not a multiple of "

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.model import EMBED, AttentionShape, BlockSpec, ModelSpec
+from engine.pairs import visible_pairs
 from engine.plan import Plan
 from storage.layout import ParamSpec
 
@@ -27,17 +29,33 @@ def matmul_flops(spec: ModelSpec) -> int:
 
     Experts, parameters of three dimensions whose first is their number, count as often as a token is routed to one.
     """
-    return sum(_block_matmul(spec, block) for block in spec.blocks[1:])
+    return sum(block_matmul(spec, block) for block in spec.blocks[1:])
 
 
-def _block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
+def active_params(spec: ModelSpec) -> int:
+    """Parameters that a token computes with: of experts those that it is routed to."""
+    text = spec.config.get_text_config(decoder=True)
+    routed = getattr(text, "num_experts_per_tok", None) or 1
+    idle = 0
+    for params in spec.buffers.values():
+        for param in params:
+            if len(param.shape) == 3 and param.shape[0] in _expert_counts(text):
+                idle += param.numel - routed * param.numel // param.shape[0]
+    return spec.num_params - idle
+
+
+def _expert_counts(text: Any) -> set[int | None]:
+    return {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+
+
+def block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
     """Forward FLOPs of a layer's or the head's matrix products for one token."""
     return sum(_matmul(spec, name, param) for name in block.buffers for param in spec.buffers[name])
 
 
 def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
     text = spec.config.get_text_config(decoder=True)
-    experts = {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+    experts = _expert_counts(text)
     if buffer == EMBED and param.shape[0] != spec.vocab_size:
         return 0  # beside the shared token table there may be one of positions
     if len(param.shape) == 2:
@@ -46,16 +64,6 @@ def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
         routed = getattr(text, "num_experts_per_tok", None) or 1
         return 2 * routed * param.numel // param.shape[0]
     return 0
-
-
-def visible_pairs(length: int, shape: AttentionShape) -> int:
-    """Pairs of a query and a key that it sees, in a document of `length` tokens."""
-    if shape.chunk is not None:
-        whole, rest = divmod(length, shape.chunk)
-        return whole * _triangle(shape.chunk) + _triangle(rest)
-    if shape.window is not None and length > shape.window:
-        return _triangle(shape.window) + (length - shape.window) * shape.window
-    return _triangle(length)
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
@@ -102,21 +110,21 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepF
     layer_matmul = forward = backward = 0
     for index, shape in enumerate(spec.attention, start=1):
         block = spec.blocks[index]
-        once = _block_matmul(spec, block)
-        again = once - _unread_matmul(spec, block, spec.unread[index - 1])
+        once = block_matmul(spec, block)
+        again = once - unread_matmul(spec, block, spec.unread[index - 1])
         passes = 2 if index in plan.recomputed else 1
-        extra = _projection(spec, shape) * (passes - 1 + plan.streamed)
+        extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in enumerate(tokens):
             layer_matmul += count * (once * (1 + BACKWARD) + extra)
             if (index, chunk) not in plan.kept:
                 layer_matmul += count * again
         forward += passes * _pair_flops(shape, lengths, 1, 1)
         backward += _pair_flops(shape, lengths, 3, 2)
-    head = sum(lengths) * _block_matmul(spec, spec.blocks[-1]) * (1 + BACKWARD)
+    head = sum(lengths) * block_matmul(spec, spec.blocks[-1]) * (1 + BACKWARD)
     return StepFlops(layer_matmul, head, forward, backward)
 
 
-def _unread_matmul(spec: ModelSpec, block: BlockSpec, unread: str | None) -> int:
+def unread_matmul(spec: ModelSpec, block: BlockSpec, unread: str | None) -> int:
     """Forward FLOPs a token of the product that a recomputation leaves out."""
     if unread is None:
         return 0
@@ -124,7 +132,7 @@ def _unread_matmul(spec: ModelSpec, block: BlockSpec, unread: str | None) -> int
     return sum(_matmul(spec, name, p) for p in spec.buffers[name] if p.name.endswith(f".{unread}.weight"))
 
 
-def _projection(spec: ModelSpec, shape: AttentionShape | None) -> int:
+def projection_matmul(spec: ModelSpec, shape: AttentionShape | None) -> int:
     """Forward FLOPs a token of the products that make a layer's queries, keys and values."""
     if shape is None:
         return 0
@@ -135,9 +143,5 @@ def _pair_flops(shape: AttentionShape | None, lengths: Sequence[int], qk_product
     """FLOPs of so many products of the q.k kind and of the p.v kind over all visible pairs of one layer."""
     if shape is None:
         return 0
-    pairs = sum(visible_pairs(length, shape) for length in lengths)
+    pairs = sum(visible_pairs(length, shape.window, shape.chunk) for length in lengths)
     return 2 * shape.heads * (qk_products * shape.qk_dim + v_products * shape.v_dim) * pairs
-
-
-def _triangle(length: int) -> int:
-    return length * (length + 1) // 2

@@ -117,7 +117,8 @@ def from_json(values: Any, where: str) -> Machine:
 
 def _require_rates(machine: Machine, where: str) -> None:
     """UserError for a figure that is no positive number, as a plan would divide by it."""
-    for part in (machine, *machine.drives, *machine.attention):
+    parts: tuple[Machine | Drive | AttentionRate, ...] = (machine, *machine.drives, *machine.attention)
+    for part in parts:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             rate = field.name.endswith(("_per_s", "_flops", "_share"))

@@ -19,6 +19,13 @@ that autograd wants, so that nothing is computed again."""
 Window = Literal["auto", "whole", "streamed"]
 """Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
 
+GpuFirst = Literal["graphs", "blocks", "half", "records"]
+"""What the GPU's memory that the working set leaves goes to first."""
+Recompute = Literal["none", "fit", "all"]
+"""Whose attention backward computes again: no layer's, those for whose records RAM has no room, or every one's."""
+RamFirst = Literal["weights", "activations", "state"]
+"""What RAM is filled with first; of what has no place there, every byte moves twice a step, weights three times."""
+
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 FP32 = 4
 ALIGNMENT = 4096
@@ -65,10 +72,16 @@ class BlockShape:
     """Elements of attention's output of one token."""
     window_tokens: int | None = None
     """Keys that a query sees, its own included; None: all before it."""
+    span_tokens: int | None = None
+    """A query sees keys of its own span of so many tokens only, counted from the document's start; None: of all."""
     graph_bytes_per_token: int | None = None
     """What autograd keeps of a forward of this layer, weights excluded; None: not known, so it is never kept."""
-    again_share: float = 0.0
-    """Work of computing keys, values and attention again, as a share of the layer's forward and backward."""
+    matmul_flops_per_token: int = 0
+    """FLOPs of its matrix products forward; experts count for the tokens routed to them."""
+    unread_flops_per_token: int = 0
+    """Those of them that a forward which is repeated in backward leaves out."""
+    projection_flops_per_token: int = 0
+    """Those of them that make queries, keys and values."""
 
     @property
     def attends(self) -> bool:
@@ -110,6 +123,20 @@ class Problem:
     """Pinned RAM that the reader takes for itself."""
     save: Save = "auto"
     kv_window: Window = "auto"
+    nvme_budget: int | None = None
+    """Bytes of disk; None: as much as there is."""
+    kept_generations: int = 0
+    """Generations that are kept on disk beside the two between which a run alternates."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What the search decides (engine/search.py); budgets decide the rest."""
+
+    streamed: bool = False
+    gpu_first: GpuFirst = "graphs"
+    recompute: Recompute = "none"
+    ram_first: RamFirst = "weights"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +190,7 @@ class Plan:
     """The decisions for one run."""
 
     problem: Problem
+    choice: Choice
     buffers: dict[str, BufferPlan]
     chunks: tuple[Chunk, ...]
     weight_slots: dict[Pool, int]

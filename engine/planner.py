@@ -1,18 +1,22 @@
-"""Making the plan: the GPU's budget, then RAM's, filled with what helps most; NVMe takes the rest.
+"""Making a plan: the GPU's budget, then RAM's, filled as a Choice says; NVMe takes the rest.
 
-Reads shapes and budgets only: no torch, no device, no file.
+Reads shapes and budgets only: no torch, no device, no file. Which choice is best is found by engine/search.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from engine.plan import (
     FP32,
     HIDDEN_SLOTS,
-    KV_SLOTS,
     SAVED_SLOTS,
+    STATE_KINDS,
+    BlockShape,
     BufferPlan,
+    BufferShape,
+    Choice,
     Plan,
     Pool,
     Problem,
@@ -25,16 +29,8 @@ from engine.plan import (
     record,
     window_bytes,
 )
+from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
-
-KEEP_FIRST_TOKENS = 16_384
-"""Tokens per step from which GPU memory left over serves kept activations before resident blocks.
-
-A layer of P parameters computes for 8 P tokens / rate and moves 8 P bytes; with 400 TFLOP/s and 25 GB/s to the GPU the
-two take equal time at 16,000 tokens. Beyond, saved work shortens the step and saved traffic does not.
-"""
-AGAIN_SHARE = 0.12
-"""A layer whose attention costs less than this share of its work is computed again rather than spilled to NVMe."""
 
 
 @dataclass(slots=True)
@@ -56,8 +52,9 @@ class _Planner:
     """Fills the GPU's budget with whole buffers and kept activations, then RAM's with activations, weights, gradients
     and state."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, choice: Choice) -> None:
         self.problem = p = problem
+        self.choice = choice
         self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
         self.max_chunk = max(c.end - c.start for c in self.chunks)
         self.window_chunks = max(c.local for c in self.chunks) + 1
@@ -74,11 +71,18 @@ class _Planner:
             pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks)
             for pool in ("layer", "edge")
         }
-        self.streamed = False
+        self.streamed = choice.streamed
         self.resident: set[str] = set()
         self.kept: set[tuple[int, int]] = set()
         self.held: set[tuple[int, int]] = set()
-        self.recomputed: set[int] = set(self.attending if p.save == "input" else ())
+        self.kept_bytes = self.held_bytes = 0
+        """Bytes on the GPU of the graphs kept and of the records held."""
+        self._numbers: dict[BlockShape, int] = {}
+        self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
+        """Blocks of the same shape have the same number."""
+        self._sizes: dict[tuple[int, int, bool, bool], int] = {}
+        self._layer_sizes: dict[tuple[int, bool], int] = {}
+        self.recomputed: set[int] = set(self.attending if choice.recompute == "all" else ())
 
     # ------------------------------------------------------------------ GPU
 
@@ -112,8 +116,8 @@ class _Planner:
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed).values())),
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
             + SAVED_SLOTS * aligned(self.max_chunk * saved),
-            "held activations": sum(sum(self.record(*key).values()) for key in self.held),
-            "kept activations": sum(self.graph_bytes(*key) for key in self.kept),
+            "held activations": self.held_bytes,
+            "kept activations": self.kept_bytes,
             "workspace": p.workspace_bytes,
         }
 
@@ -128,26 +132,26 @@ class _Planner:
 
     def place_gpu(self) -> None:
         p = self.problem
-        useful = bool(self.attending) and self.window_chunks > KV_SLOTS
-        self.streamed = p.kv_window == "streamed" and useful
         need = self.gpu_need(set())
-        if need > p.gpu_budget and p.kv_window == "auto" and useful:
-            self.streamed = True
-            if self.gpu_need(set()) >= need:
-                self.streamed = False
-            need = self.gpu_need(set())
         if need > p.gpu_budget:
             listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set()).items() if v)
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
                 f"give at least {need} bytes, or lower train.chunk_tokens, train.sequences_per_micro_batch or "
-                "data.sequence_length"
+                "data.sequence_length",
+                tier="gpu",
+                need_bytes=need,
+                budget_bytes=p.gpu_budget,
             )
         if p.save == "everything":
             self.keep_all()
-        keep_first = p.micro_batches * p.rows * p.row_tokens >= KEEP_FIRST_TOKENS
-        for fill in (self.hold, self.keep, self.reside) if keep_first else (self.reside, self.hold, self.keep):
-            fill()
+        if self.choice.gpu_first in ("blocks", "half"):
+            left = p.gpu_budget - need
+            self.reside(p.gpu_budget if self.choice.gpu_first == "blocks" else need + left // 2)
+        self.hold()
+        if self.choice.gpu_first != "records":
+            self.keep()
+        self.reside(p.gpu_budget)
 
     def keepable(self) -> list[tuple[int, int]]:
         """(block, chunk) in the order in which backward wants them."""
@@ -157,6 +161,7 @@ class _Planner:
     def keep_all(self) -> None:
         p = self.problem
         self.kept.update(self.keepable())
+        self.kept_bytes = sum(self.graph_bytes(*key) for key in self.kept)
         need = self.gpu_need(set())
         unknown = [p.blocks[i].name for i in self.layers if p.blocks[i].graph_bytes_per_token is None]
         if unknown:
@@ -167,7 +172,10 @@ class _Planner:
         if need > p.gpu_budget:
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations (train.save=everything needs "
-                f"{gib(need)}); give at least {need} bytes, or use train.save=auto"
+                f"{gib(need)}); give at least {need} bytes, or use train.save=auto",
+                tier="gpu",
+                need_bytes=need,
+                budget_bytes=p.gpu_budget,
             )
 
     def hold(self) -> None:
@@ -176,11 +184,13 @@ class _Planner:
         left = p.gpu_budget - self.gpu_need(self.resident)
         weights = sum(aligned(b.numel * p.compute_bytes) for b in p.buffers if b.name not in self.resident)
         wanted = self.stream_bytes() + self.block_bytes(False) + self.least_stages() + weights
-        short = wanted + sum(self.records().values()) - self.ram_budget
-        for key, size in self.records().items():
+        short = wanted + self.records_bytes() - self.ram_budget
+        for key in self.backward_order() if short > 0 else ():
+            size = self.record_bytes(*key)
             if short <= 0 or size > left:
                 break
             self.held.add(key)
+            self.held_bytes += size
             short -= size
             left -= size
 
@@ -190,15 +200,20 @@ class _Planner:
             return
         left = self.problem.gpu_budget - self.gpu_need(self.resident)
         for key in self.keepable():
-            left -= self.graph_bytes(*key)
-            if left < 0:
+            size = self.graph_bytes(*key)
+            if size > left:
                 break
+            # A record that is held shrinks with what is kept, and what it still has stays where it is.
+            before = self.record_bytes(*key) if key in self.held else 0
             self.kept.add(key)
+            self.kept_bytes += size
+            self.held_bytes -= before - (self.record_bytes(*key) if key in self.held else 0)
+            left -= size
 
-    def reside(self) -> None:
-        """Let whole buffers live on the GPU as long as there is room."""
+    def reside(self, budget: int) -> None:
+        """Let whole buffers live on the GPU as long as that takes no more than `budget` bytes."""
         for buffer in self.problem.buffers:
-            if self.gpu_need(self.resident | {buffer.name}) <= self.problem.gpu_budget:
+            if buffer.name not in self.resident and self.gpu_need(self.resident | {buffer.name}) <= budget:
                 self.resident.add(buffer.name)
 
     # ------------------------------------------------------------------ RAM
@@ -208,14 +223,30 @@ class _Planner:
         hidden = self.problem.hidden_size * self.problem.compute_bytes
         return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
 
-    def records(self) -> dict[tuple[int, int], int]:
-        """(block, chunk) -> bytes of its saved activations outside the GPU, backward's first ones first."""
-        return {
-            (i, chunk.index): sum(self.record(i, chunk.index).values())
-            for i in reversed(self.layers)
-            for chunk in reversed(self.chunks)
-            if (i, chunk.index) not in self.held
-        }
+    def backward_order(self) -> Iterator[tuple[int, int]]:
+        """(block, chunk) of all layers, backward's first ones first."""
+        return ((i, chunk.index) for i in reversed(self.layers) for chunk in reversed(self.chunks))
+
+    def records_bytes(self) -> int:
+        """Bytes of all saved activations outside the GPU."""
+        touched = {i for i, _ in self.held | self.kept}
+        sizes = (self.layer_bytes(i) for i in self.layers if i not in touched)
+        partial = (self.record_bytes(i, c.index) for i in touched for c in self.chunks if (i, c.index) not in self.held)
+        return sum(sizes) + sum(partial)
+
+    def layer_bytes(self, block: int) -> int:
+        """Bytes of the records of a layer of which nothing is kept or held."""
+        key = (self._kinds[block], block in self.recomputed)
+        if key not in self._layer_sizes:
+            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.chunks)
+        return self._layer_sizes[key]
+
+    def record_bytes(self, block: int, chunk: int) -> int:
+        c = self.chunks[chunk]
+        key = (self._kinds[block], c.end - c.start, block in self.recomputed, (block, chunk) in self.kept)
+        if key not in self._sizes:
+            self._sizes[key] = sum(self.record(block, chunk).values())
+        return self._sizes[key]
 
     def record(self, block: int, chunk: int) -> dict[str, int]:
         tokens = self.chunks[chunk].end - self.chunks[chunk].start
@@ -238,23 +269,21 @@ class _Planner:
         return sum(size for sizes in regions.values() for size in sizes)
 
     def recompute_for_ram(self, budget: int) -> None:
-        """Save less of the layers that wait longest, where that is cheap, until the activations fit `budget` bytes."""
-        p = self.problem
-        if p.save != "auto":
-            return
+        """Save less of the layers that wait longest until the activations fit `budget` bytes."""
+        touched = {i for i, _ in self.held | self.kept}
+        total = self.stream_bytes() + self.records_bytes()
         for i in self.attending:
-            if self.stream_bytes() + sum(self.records().values()) + self.block_bytes(False) <= budget:
+            if total + self.block_bytes(False) <= budget:
                 return
-            here = {(i, chunk.index) for chunk in self.chunks}
-            if p.blocks[i].again_share <= AGAIN_SHARE and not here & (self.kept | self.held):
+            if i not in touched:
+                total -= self.layer_bytes(i)
                 self.recomputed.add(i)
+                total += self.layer_bytes(i)
 
     def place_ram(self) -> _RamPlacement:
         """Tier of every kind of the buffers not on the GPU and of every saved activation; RAM by use.
 
-        All activations go to RAM where they fit, or can be made to by computing attention again at little cost. Where
-        they do not, weights come first: on NVMe each of their bytes would move three times a step (read, read,
-        written), each byte of anything else twice.
+        Weights on NVMe move three times a step (read, read, written), each byte of anything else twice.
         """
         p = self.problem
         rest = [b for b in p.buffers if b.name not in self.resident]
@@ -263,36 +292,55 @@ class _Planner:
         part_stage = self.stage_bytes(False)[1]
         # GPU-resident state passes through part stages when it is checkpointed.
         through = 2 if self.resident else 0
-        activations = self.stream_bytes() + sum(self.records().values()) + self.block_bytes(False)
+        activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
         if activations + everything + through * part_stage <= self.ram_budget:
             tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             return _RamPlacement(tiers, parts, part_stages=through)
-        self.recompute_for_ram(self.ram_budget - self.least_stages())
+        if self.choice.recompute == "fit":
+            self.recompute_for_ram(self.ram_budget - self.least_stages())
         placement = self._stages()
-        records = {key: size for key, size in self.records().items() if size}
         left = self.ram_budget - sum(placement.parts.values())
         spilling = placement.activation_stages > 0
         if spilling:
-            placement.spilled.update(key for key in records if key not in self.kept)
-        held = 0
+            placement.spilled.update(
+                key for key in self.backward_order() if key not in self.held and key not in self.kept
+            )
+        placement.parts["resident blocks"] = 0
         for buffer in rest:
             placement.tiers[buffer.name] = dict.fromkeys(sizes, "nvme")
-        for kind, size in sizes.items():
-            for buffer in rest:
-                need = aligned(buffer.numel * size)
-                if held + need <= left:
-                    placement.tiers[buffer.name][kind] = "ram"
-                    held += need
-            if kind == "weights" and spilling:
-                for key in [key for key in records if key in placement.spilled]:
-                    if records[key] > left - held:
-                        break
-                    placement.spilled.remove(key)
-                    placement.parts["activations"] += records[key]
-                    left -= records[key]
-        placement.parts["resident blocks"] = held
+        before = {"weights": ["weights"], "activations": [], "state": list(sizes)}[self.choice.ram_first]
+        for kind in before:
+            left = self._place(placement, rest, kind, sizes[kind], left)
+        if spilling:
+            left = self._unspill(placement, left)
+        for kind in sizes:
+            if kind not in before:
+                left = self._place(placement, rest, kind, sizes[kind], left)
         return placement
+
+    def _place(self, placement: _RamPlacement, rest: list[BufferShape], kind: str, size: int, left: int) -> int:
+        """Put a kind of buffers into RAM while `left` bytes last; what is left then."""
+        for buffer in rest:
+            need = aligned(buffer.numel * size)
+            if need <= left:
+                placement.tiers[buffer.name][kind] = "ram"
+                placement.parts["resident blocks"] += need
+                left -= need
+        return left
+
+    def _unspill(self, placement: _RamPlacement, left: int) -> int:
+        """Keep records in RAM while `left` bytes last, backward's first ones first; what is left then."""
+        for key in self.backward_order() if placement.spilled else ():
+            if key not in placement.spilled:
+                continue
+            size = self.record_bytes(*key)
+            if size > left:
+                break
+            placement.spilled.remove(key)
+            placement.parts["activations"] += size
+            left -= size
+        return left
 
     def _stages(self) -> _RamPlacement:
         """How many stages there are: as many as half of the budget holds beside the activations, or the least.
@@ -304,31 +352,36 @@ class _Planner:
         stream = self.stream_bytes()
         least = self.least_stages()
         fixed = 0
+        longest = max(self.chunks, key=lambda c: c.end - c.start).index
+        widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
         for spilling in (False, True):
-            pinned = sum(sum(self.record(*key).values()) for key in self.kept - self.held)
+            pinned = sum(self.record_bytes(*key) for key in self.kept - self.held)
             if (
                 spilling
                 and p.save == "auto"
                 and stream + pinned + self.block_bytes(True) + least > self.ram_budget // 2
             ):
                 self.kept.clear()
-                pinned = 0
-            saved = pinned if spilling else sum(self.records().values())
+                self.kept_bytes, pinned = 0, 0
+                self.held_bytes = sum(self.record_bytes(*key) for key in self.held)
+            saved = pinned if spilling else self.records_bytes()
             fixed = stream + self.block_bytes(spilling) + saved
-            widest = [max(self.record(i, c.index).values(), default=0) for i in self.layers for c in self.chunks]
             for each, own in ((4, 9), (3, 6), (2, 4), (2, 2)):
                 staged = each * (state_stage + part_stage)
-                moving = own * max(widest) if spilling else 0
+                moving = own * widest if spilling else 0
                 if fixed + staged + moving <= self.ram_budget * (1.0 if own == 2 else 0.5):
                     parts = {"activations": fixed + moving, "resident blocks": 0, "stages": staged}
-                    stage = max(widest) if spilling else 0
+                    stage = widest if spilling else 0
                     return _RamPlacement({}, parts, each, each, own if spilling else 0, stage)
-        need = fixed + 2 * max(widest) + least + p.reader_bytes
+        need = fixed + 2 * widest + least + p.reader_bytes
         raise BudgetError(
             f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states of "
             f"the step {gib(stream)}, one block's pass {gib(fixed - stream)}, staging of one part {gib(least)} and of "
-            f"one chunk {gib(2 * max(widest))}); give at least {need} bytes, or lower train.sequences_per_step, "
-            "data.sequence_length or storage.chunk_bytes"
+            f"one chunk {gib(2 * widest)}); give at least {need} bytes, or lower train.sequences_per_step, "
+            "data.sequence_length or storage.chunk_bytes",
+            tier="ram",
+            need_bytes=need,
+            budget_bytes=p.ram_budget,
         )
 
     def plan(self) -> Plan:
@@ -352,8 +405,10 @@ class _Planner:
             )
         weights, gradients, numel = self.slots(self.resident)
         gpu = self.gpu_parts(self.resident)
+        nvme = self.nvme_parts(buffers, ram.spilled)
         return Plan(
             problem=p,
+            choice=self.choice,
             buffers=buffers,
             chunks=self.chunks,
             weight_slots=weights,
@@ -371,13 +426,47 @@ class _Planner:
             tiers={
                 "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
                 "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
+                "nvme": TierPlan(
+                    budget_bytes=sum(nvme.values()) if p.nvme_budget is None else p.nvme_budget,
+                    peak_bytes=sum(nvme.values()),
+                    parts=nvme,
+                ),
             },
         )
 
+    # ------------------------------------------------------------------ NVMe
 
-def make_plan(problem: Problem) -> Plan:
-    """Place every kind of every buffer within the budgets.
+    def nvme_parts(self, buffers: dict[str, BufferPlan], spilled: set[tuple[int, int]]) -> dict[str, int]:
+        """Bytes of disk by use. Every buffer's state has two slots, wherever it lives; see storage/chunk.py."""
+        p = self.problem
+
+        def on_disk(buffer: BufferPlan, item: int) -> int:
+            return buffer.num_parts * ChunkFormat(buffer.part_numel * item).file_bytes
+
+        generation = sum(len(STATE_KINDS) * on_disk(buffer, FP32) for buffer in buffers.values())
+        parts = {
+            "state, two generations": 2 * generation,
+            "kept generations": p.kept_generations * generation,
+            "weights": sum(on_disk(b, p.compute_bytes) for b in buffers.values() if b.weights == "nvme"),
+            "gradients": sum(on_disk(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
+            "spilled activations": sum(sum(self.record(*key).values()) for key in spilled),
+        }
+        need = sum(parts.values())
+        if p.nvme_budget is not None and need > p.nvme_budget:
+            listing = ", ".join(f"{k} {gib(v)}" for k, v in parts.items() if v)
+            raise BudgetError(
+                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least {need} bytes, "
+                "or drives with more room (storage.nvme), or lower storage.keep_last",
+                tier="nvme",
+                need_bytes=need,
+                budget_bytes=p.nvme_budget,
+            )
+        return parts
+
+
+def make_plan(problem: Problem, choice: Choice) -> Plan:
+    """Place every kind of every buffer within the budgets, as `choice` says.
 
     Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
     """
-    return _Planner(problem).plan()
+    return _Planner(problem, choice).plan()

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine import attention
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
+from engine.costs import representatives
 from engine.data import DataLoader
 from engine.device import overhead_bytes
-from engine.flops import BACKWARD, visible_pairs
+from engine.flops import block_matmul, projection_matmul, unread_matmul
 from engine.graph_size import graph_bytes_per_token
 from engine.model import ModelSpec, validate_context
-from engine.plan import FP32, BlockShape, BufferShape, Plan, Problem
-from engine.planner import make_plan
+from engine.plan import FP32, BlockShape, BufferShape, Problem
 from engine.tokenizer import TextTokenizer
 from storage.errors import UserError
 from storage.layout import FlatLayout, part_numel_even
@@ -186,51 +186,37 @@ def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
     return {name: FlatLayout.build(params) for name, params in spec.buffers.items()}
 
 
-def budgets(config: BudgetConfig, device: torch.device) -> tuple[int, int]:
-    """Bytes of the gpu and ram tiers: what the recipe says, else a share of what is free now.
-
-    Without a GPU both tiers are ordinary memory, and the shares add up to less than what is free.
-    """
-    on_gpu = device.type == "cuda"
-    if config.gpu is not None:
-        gpu = parse_bytes(config.gpu, "budgets.gpu")
-    elif on_gpu:
-        gpu = int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    else:
-        gpu = psutil.virtual_memory().available * 3 // 10
-    if config.ram is not None:
-        return gpu, parse_bytes(config.ram, "budgets.ram")
-    return gpu, psutil.virtual_memory().available * (7 if on_gpu else 4) // 10
-
-
-def plan_run(
+def make_problem(
     spec: ModelSpec,
     data: DataConfig,
     train: TrainConfig,
-    budget: BudgetConfig,
     storage: StorageConfig,
-    device: torch.device,
+    device_type: str,
+    tiers: tuple[int, int, int | None],
+    chunk_tokens: int,
     *,
     device_reads: bool = True,
     reader_bytes: int = 0,
-) -> Plan:
-    """The plan of a run on this machine. Raises BudgetError when a budget is too small.
+    graph_bytes: Mapping[str, int] | None = None,
+) -> Problem:
+    """What a plan has to solve when chunks have `chunk_tokens` tokens.
 
-    `device_reads`: NVMe reads reach the compute device's memory without a stage in RAM. `reader_bytes`: pinned RAM that
-    the reader takes for itself.
+    `tiers`: bytes of gpu, ram and nvme, of which the last may be None. `device_reads`: NVMe reads reach the compute
+    device's memory without a stage in RAM. `reader_bytes`: pinned RAM that the reader takes for itself. `graph_bytes`:
+    first layer of a kind -> bytes that a kept graph of it takes per token, where that has been measured.
     """
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
-    gpu_budget, ram_budget = budgets(budget, device)
+    gpu_budget, ram_budget, nvme_budget = tiers
     dtype = compute_dtype(train)
     compute_bytes = dtype.itemsize
-    tokens = data.sequence_length if spec.recurrent else train.chunk_tokens
-    workspace = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device.type])
-    if device.type == "cuda":
+    tokens = data.sequence_length if spec.recurrent else chunk_tokens
+    workspace = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device_type])
+    if device_type == "cuda":
         workspace += attention_workspace(spec, tokens, data.sequence_length)
         workspace += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
-    problem = Problem(
-        blocks=block_shapes(spec, dtype, data.sequence_length),
+    return Problem(
+        blocks=_learned(block_shapes(spec, dtype), graph_bytes or {}),
         buffers=tuple(
             BufferShape(name=n, numel=f.numel, part_numel=part_numel_even(f.numel, part_bytes // 4))
             for n, f in flat.items()
@@ -241,7 +227,7 @@ def plan_run(
         micro_batches=train.sequences_per_step // train.sequences_per_micro_batch,
         rows=train.sequences_per_micro_batch,
         row_tokens=data.sequence_length,
-        chunk_tokens=train.chunk_tokens,
+        chunk_tokens=chunk_tokens,
         chunk_per_row=spec.recurrent,
         workspace_bytes=workspace,
         gpu_budget=gpu_budget,
@@ -250,29 +236,55 @@ def plan_run(
         reader_bytes=reader_bytes,
         save=train.save,
         kv_window=train.kv_window,
+        nvme_budget=nvme_budget,
+        kept_generations=kept_generations(train, storage),
     )
-    return make_plan(problem)
 
 
-def block_shapes(spec: ModelSpec, dtype: torch.dtype, row_tokens: int) -> tuple[BlockShape, ...]:
-    """The blocks as the planner sees them, computing in `dtype` on documents of up to `row_tokens` tokens."""
+def _learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> tuple[BlockShape, ...]:
+    """The blocks with what was measured of their graphs."""
+    found = [graph_bytes.get(name) for name in representatives(blocks)]
+    return tuple(
+        block if size is None else replace(block, graph_bytes_per_token=max(1, size - block.lse_bytes_per_token))
+        for block, size in zip(blocks, found, strict=True)
+    )
+
+
+def kept_generations(train: TrainConfig, storage: StorageConfig) -> int:
+    """Generations that a whole run keeps on disk at its end beside the newest and the one being written."""
+    commits = range(storage.checkpoint_every, train.steps + 1, storage.checkpoint_every)
+    for_good = 0 if storage.keep_every is None else sum(step % storage.keep_every == 0 for step in commits)
+    return min(len(commits), storage.keep_last - 1 + for_good)
+
+
+def block_shapes(spec: ModelSpec, dtype: torch.dtype) -> tuple[BlockShape, ...]:
+    """The blocks as the planner sees them, computing in `dtype`."""
     shapes = []
     kept = graph_bytes_per_token(spec, dtype)
     for i, block in enumerate(spec.blocks):
+        matmul = 0 if block.role == "embed" else block_matmul(spec, block)
         if block.role != "layer":
-            shapes.append(BlockShape(name=block.name, role=block.role, buffers=block.buffers))
+            shapes.append(
+                BlockShape(name=block.name, role=block.role, buffers=block.buffers, matmul_flops_per_token=matmul)
+            )
             continue
         shape, graph = spec.attention[i - 1], kept[i - 1]
+        unread = unread_matmul(spec, block, spec.unread[i - 1])
+        plain = BlockShape(
+            name=block.name,
+            role=block.role,
+            buffers=block.buffers,
+            graph_bytes_per_token=graph,
+            matmul_flops_per_token=matmul,
+            unread_flops_per_token=unread,
+        )
         if shape is None:
-            plain = BlockShape(name=block.name, role=block.role, buffers=block.buffers, graph_bytes_per_token=graph)
             shapes.append(plain)
             continue
         kv = shape.kv_heads * (shape.qk_dim + shape.v_dim)
         shapes.append(
-            BlockShape(
-                name=block.name,
-                role=block.role,
-                buffers=block.buffers,
+            replace(
+                plain,
                 out_bytes_per_token=shape.heads * shape.v_dim * dtype.itemsize,
                 lse_bytes_per_token=shape.heads * FP32,
                 kv_bytes_per_token=kv * dtype.itemsize,
@@ -280,22 +292,11 @@ def block_shapes(spec: ModelSpec, dtype: torch.dtype, row_tokens: int) -> tuple[
                 q_numel_per_token=shape.heads * shape.qk_dim,
                 out_numel_per_token=shape.heads * shape.v_dim,
                 window_tokens=shape.window,
-                graph_bytes_per_token=graph,
-                again_share=_again_share(spec, i, row_tokens),
+                span_tokens=shape.chunk,
+                projection_flops_per_token=projection_matmul(spec, shape),
             )
         )
     return tuple(shapes)
-
-
-def _again_share(spec: ModelSpec, block: int, row_tokens: int) -> float:
-    """Work of queries, keys, values and attention forward, over that of the whole layer forward and backward."""
-    shape = spec.attention[block - 1]
-    assert shape is not None
-    width = shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim)
-    pairs = visible_pairs(row_tokens, shape) / row_tokens
-    attends = 2 * shape.heads * (shape.qk_dim + shape.v_dim) * pairs
-    products = 2 * sum(p.numel for name in spec.blocks[block].buffers for p in spec.buffers[name] if len(p.shape) == 2)
-    return (2 * spec.hidden_size * width + attends) / ((1 + BACKWARD) * (products + attends))
 
 
 def attention_workspace(spec: ModelSpec, tokens: int, row_tokens: int) -> int:

@@ -67,14 +67,14 @@ class Runtime:
         layouts: dict[str, FlatLayout],
         runner: ModelRunner,
         adamw: AdamW,
-        store: NvmeStore,
+        store: NvmeStore | None,
         gpu: GpuMemory,
         ram: RamMemory,
         config: TrainConfig,
         logits_bytes: int,
         commit: Callable[[int], None],
     ) -> None:
-        self.plan, self.layouts, self.runner, self.adamw, self.store = plan, layouts, runner, adamw, store
+        self.plan, self.layouts, self.runner, self.adamw, self._store = plan, layouts, runner, adamw, store
         self.gpu, self.ram, self.config = gpu, ram, config
         self._logits_bytes = logits_bytes
         self._commit = commit
@@ -91,6 +91,12 @@ class Runtime:
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
         self.layer_ops = LayerOps(self)
         self._actions = self._all_actions()
+
+    @property
+    def store(self) -> NvmeStore:
+        """The NVMe tier; who carries out compute ops only needs none."""
+        assert self._store is not None
+        return self._store
 
     def begin(self, step: int, data: StepData) -> None:
         """Give the batch of `step` before its ops are submitted; forgets steps that no op can need any more."""

@@ -6,59 +6,47 @@ import gc
 import platform
 import re
 from collections import deque
-from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import attention, weights
 from engine.affinity import place_threads
-from engine.attention import attention_report
 from engine.batch import BatchCarrier
 from engine.blocks import ModelRunner
-from engine.check import check_model
 from engine.config import (
-    BudgetConfig,
     DataConfig,
     ModelConfig,
     StorageConfig,
     TrainConfig,
     config_digest,
-    parse_bytes,
 )
 from engine.data import DataLoader
-from engine.device import configure, resolve_device, why_no_cuda
-from engine.events import Observer
+from engine.device import configure
 from engine.executor import Executor
 from engine.failures import explain
+from engine.guard import MemoryGuard
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.model import ModelSpec, initial_constants, initialize
+from engine.model import ModelSpec
+from engine.ops import Op
 from engine.optimizer import AdamW, can_compile
 from engine.plan import Plan
 from engine.prepare import (
     LOGITS_BYTES,
-    Data,
     compute_dtype,
     layouts,
-    make_loader,
-    model_config,
-    model_spec,
-    plan_run,
-    prepare_data,
 )
 from engine.runtime import Runtime, StepData
-from engine.schedule import ScheduleBuilder, bytes_per_step
-from engine.state import drive_folders, fill_store, load_memory, scratch_arrays, state_arrays, state_folder
+from engine.schedule import ScheduleBuilder
+from engine.state import load_memory, scratch_arrays
 from storage.checkpoints import checkpoint_names, delete_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore, Traffic
-from storage.readers import Readers, select_readers
-from storage.safetensors_io import CheckpointReader
 
 CONSTANTS_FILE = "constants.safetensors"
 """Persistent buffers of the model, which are not trained; beside the generations."""
@@ -68,6 +56,21 @@ AUTOMATIC = re.compile(r"step-(\d{6,})")
 
 IN_FLIGHT = {"nvme_read": 3, "nvme_write": 3}
 """Ops that a disk lane may have under way at once on each drive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What computes: the model's blocks, and the optimizer."""
+
+    runner: ModelRunner
+    adamw: AdamW
+
+    @staticmethod
+    def make(spec: ModelSpec, train: TrainConfig, device: torch.device, constants: dict[str, Tensor]) -> Compute:
+        """Compiled where the recipe wants it and the machine can."""
+        compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
+        runner = ModelRunner(spec, device=device, dtype=compute_dtype(train), compile=compiled, constants=constants)
+        return Compute(runner, AdamW("compiled" if compiled else "eager" if train.compile == "off" else "fused"))
 
 
 class Session:
@@ -80,14 +83,15 @@ class Session:
         plan: Plan,
         store: NvmeStore,
         loader: DataLoader,
-        constants: dict[str, Tensor],
+        compute: Compute,
         train: TrainConfig,
         storage: StorageConfig,
         device: torch.device,
         identity: dict[str, Any],
     ) -> None:
         self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
-        self.storage, self.device, self._identity = storage, device, identity
+        self.storage, self.device = storage, device
+        self._identity = identity | {"plan": {"chunk_tokens": plan.problem.chunk_tokens, **asdict(plan.choice)}}
         self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
@@ -103,7 +107,6 @@ class Session:
         self._carrier = BatchCarrier(plan.chunks, device)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
-        compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
         store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
         store.reserve_spill(plan.spill_bytes)
         try:
@@ -117,12 +120,11 @@ class Session:
                 plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
             )
         load_memory(store, plan, self.gpu, self.ram, dtype)
-        runner = ModelRunner(spec, device=device, dtype=dtype, compile=compiled, constants=constants)
         self.runtime = Runtime(
             plan,
             self.layouts,
-            runner,
-            AdamW("compiled" if compiled else "eager" if train.compile == "off" else "fused"),
+            compute.runner,
+            compute.adamw,
             store,
             self.gpu,
             self.ram,
@@ -134,8 +136,19 @@ class Session:
         num_drives = len(store.drives)
         in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
         on_start = None if placement is None else placement.enter_lane
-        self.executor = Executor(self.runtime.perform, device, in_flight, on_start)
+        guard = MemoryGuard(plan, self._ram_bytes())
+
+        def perform(op: Op) -> Future[Any] | None:
+            guard.check(op)
+            return self.runtime.perform(op)
+
+        self.executor = Executor(perform, device, in_flight, on_start)
         self._traffic = self._traffic_before = store.traffic()
+
+    def _ram_bytes(self) -> int:
+        """Ordinary memory that the plan takes."""
+        tiers = self.plan.tiers
+        return tiers["ram"].peak_bytes + (tiers["gpu"].peak_bytes if self.device.type == "cpu" else 0)
 
     def __enter__(self) -> Session:
         return self
@@ -269,172 +282,3 @@ def run_identity(model: ModelConfig, data: DataConfig, train: TrainConfig) -> di
 def run_meta(step: int, tokens: int, cursor: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     """The manifest's record of a run at the end of `step`."""
     return {"step": step, "tokens": tokens, "cursor": cursor, **identity}
-
-
-def open_session(
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    budgets: BudgetConfig,
-    storage: StorageConfig,
-    run_dir: Path,
-    observer: Observer,
-    resume: bool,
-    checkpoint: str | None = None,
-) -> Session:
-    """Prepare data, plan and state of a run: everything up to the first step.
-
-    With `checkpoint` a resumed run goes back to that checkpoint's generation.
-    """
-    device = resolve_device(train)
-    if train.compile == "auto" and not can_compile(device):
-        observer.on_message("no compiler for torch.compile: layers run eagerly, AdamW through torch's fused kernel")
-    prepared = prepare_data(model, data, run_dir / "data")
-    config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
-    spec = model_spec(config, data)
-    loader = make_loader(prepared.corpus, spec, data, train)
-    _describe(observer, spec, prepared, loader, device)
-    drives = drive_folders(run_dir, storage)
-    readers = select_readers(storage.reader, device, drives)
-    if readers.warning:
-        observer.on_message(readers.warning)
-    plan = plan_run(
-        spec,
-        data,
-        train,
-        budgets,
-        storage,
-        device,
-        device_reads=readers.device is not None,
-        reader_bytes=readers.pinned_bytes(len(drives)),
-    )
-    _refuse_unless_exact(spec, plan, observer)
-    nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
-    identity = run_identity(model, data, train)
-    root = state_folder(run_dir)
-    if resume and (root / "manifest.json").exists():
-        store = NvmeStore.open(root, budget_bytes=nvme_budget, drives=drives, readers=readers)
-        try:
-            _require_same_state(store, plan)
-            if checkpoint is not None:
-                store.restore(checkpoint)
-        except BaseException:
-            store.close()
-            raise
-        if store.meta["recipe"] != identity["recipe"]:
-            observer.on_message(
-                f"generation {store.generation} was trained with another model, data or train section of the recipe; "
-                "going on with the present one"
-            )
-    else:
-        store = _new_state(root, drives, readers, spec, plan, model, train, loader, nvme_budget, identity)
-    for warning in store.warnings:
-        observer.on_message(warning)
-    choose_kernels(spec, plan, device, compute_dtype(train))
-    kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
-    for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
-        observer.on_message(line)
-    observer.on_plan(plan.to_json() | {"bytes_per_step": bytes_per_step(plan), "attention": kernels})
-    session = Session(
-        spec=spec,
-        plan=plan,
-        store=store,
-        loader=loader,
-        constants=load_file(root / CONSTANTS_FILE),
-        train=train,
-        storage=storage,
-        device=device,
-        identity=identity,
-    )
-    if session.settings.message is not None:
-        observer.on_message(session.settings.message)
-    return session
-
-
-def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
-    """Measure the attention kernels of the model's layers at the plan's chunks, while GPU memory is still free.
-
-    Nothing happens on CPU, where there is one kernel.
-    """
-    if device.type != "cuda":
-        return
-    for shape in {shape for shape in spec.attention if shape is not None}:
-        attention.measure(
-            device,
-            dtype,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            qk_dim=shape.qk_dim,
-            v_dim=shape.v_dim,
-            chunk=plan.max_chunk_tokens,
-            total=min(plan.window_tokens, shape.chunk or plan.window_tokens),
-            window=shape.window,
-        )
-    torch.cuda.empty_cache()
-
-
-def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
-    corpus = data.corpus.info
-    if device.type == "cpu":
-        broken = torch.version.cuda is not None and not torch.cuda.is_available()  # for a GPU, and none is found
-        reason = f" ({why_no_cuda()})" if broken else ""
-        observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory")
-    observer.on_message(
-        f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
-    )
-    split = f", {loader.num_split_documents:,} longer than the context and split" if loader.num_split_documents else ""
-    observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
-
-
-def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> None:
-    """The self-check: a model is trained only if its streamed gradients are those of transformers."""
-    result = check_model(spec.config, pieces=plan.streamed)
-    if not result.ok:
-        raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
-    observer.on_message(f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})")
-
-
-def _require_same_state(store: NvmeStore, plan: Plan) -> None:
-    """UserError unless the store holds what the plan wants."""
-    wanted = {(a.buffer, a.kind): a for a in state_arrays(plan)}
-    held = {(a.buffer, a.kind): a for a in store.arrays()}
-    if wanted.keys() != held.keys() or any(wanted[key].numel != held[key].numel for key in wanted):
-        raise UserError(f"{store.root}: holds the state of another model than the recipe's; restore the recipe's model")
-    if wanted != held:
-        part_bytes = max(a.part_numel * 4 for a in held.values())
-        raise UserError(
-            f"storage.chunk_bytes: the state in {store.root} is cut into chunks of up to {part_bytes:,} bytes, which a "
-            "resumed run cannot change; restore the value that the run was made with"
-        )
-
-
-def _new_state(
-    root: Path,
-    drives: list[Path],
-    readers: Readers,
-    spec: ModelSpec,
-    plan: Plan,
-    model: ModelConfig,
-    train: TrainConfig,
-    loader: DataLoader,
-    nvme_budget: int | None,
-    identity: dict[str, Any],
-) -> NvmeStore:
-    """A store whose first generation is the imported or initialised model."""
-    store = NvmeStore.create(root, state_arrays(plan), budget_bytes=nvme_budget, drives=drives, readers=readers)
-    try:
-        constants: dict[str, Tensor] = {}
-        if model.path is not None:
-            reader = CheckpointReader(Path(model.path).expanduser())
-            constants = weights.read_constants(reader, spec)
-            buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
-        else:
-            constants = initial_constants(spec)
-            buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
-        save_file(constants, root / CONSTANTS_FILE)
-        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
-    except BaseException:
-        store.close()
-        raise
-    return store

@@ -25,10 +25,11 @@ from engine.events import Observer, Span, StepMetrics
 from engine.failures import explain
 from engine.flops import model_flops
 from engine.model import ModelSpec
+from engine.opening import open_session
 from engine.ops import LANES, Op
 from engine.prepare import layouts, model_config, prepare_data
 from engine.runtime import DivergedError
-from engine.session import CONSTANTS_FILE, Session, open_session
+from engine.session import CONSTANTS_FILE, Session
 from engine.state import drive_folders, read_parameters, state_folder
 from storage.checkpoints import checkpoint_folder, read_checkpoint
 from storage.errors import UserError

@@ -10,4 +10,11 @@ class UserError(ValueError):
 
 
 class BudgetError(UserError):
-    """A tier's budget cannot hold what was asked of it; the message names both figures in bytes."""
+    """A tier's budget cannot hold what was asked of it; the message names both figures in bytes.
+
+    The attributes are set where a plan did not fit: the tier, the bytes needed and the bytes given.
+    """
+
+    def __init__(self, message: str, *, tier: str | None = None, need_bytes: int = 0, budget_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.tier, self.need_bytes, self.budget_bytes = tier, need_bytes, budget_bytes

@@ -296,8 +296,9 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
 
     from app.bench.setup import Setup, shape_model
     from app.bench.suite_worker import open_case
-    from engine.config import BudgetConfig, DataConfig, StorageConfig, TrainConfig
-    from engine.prepare import plan_run
+    from engine.config import DataConfig, StorageConfig, TrainConfig
+    from engine.plan import Choice
+    from engine.planning import Budgets, Task
     from storage.readers import select_readers
 
     data = DataConfig(source="random", sequence_length=tokens, max_documents=1)
@@ -316,7 +317,9 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
 
     def plan(gpu_bytes: int) -> Plan | None:
         try:
-            return plan_run(spec, data, train, BudgetConfig(gpu=gpu_bytes, ram="64GiB"), storage, device)
+            budgets = Budgets(gpu_bytes, 64 * 2**30, None, {})
+            task = Task(spec=spec, data=data, train=train, storage=storage, budgets=budgets, device_type="cpu")
+            return task.plan(Choice(streamed=window == "streamed"))
         except BudgetError:
             return None
 

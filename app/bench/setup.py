@@ -19,14 +19,15 @@ from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, 
 from engine.device import resolve_device
 from engine.model import ModelSpec
 from engine.plan import FP32, STATE_KINDS, Plan, gib
-from engine.prepare import ALLOCATOR_SHARE, budgets, model_config, model_spec, plan_run
+from engine.planning import Budgets, Task, run_budgets, this_machine
+from engine.prepare import ALLOCATOR_SHARE, model_config, model_spec
 from engine.state import scratch_arrays
 from storage.errors import BudgetError
 from storage.readers import Readers, select_readers
 
 _NVME_MARGIN = 1.05
 """What the store asks of a drive, over two generations of the state."""
-_EVERYTHING = "64TiB"
+_EVERYTHING = 64 * 2**40
 
 
 class Skip(Exception):
@@ -82,11 +83,11 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
     )
     device = resolve_device(train)
     storage = StorageConfig(checkpoint_every=10**9)
-    limits = BudgetConfig(gpu=case.gpu, ram=case.ram)
-    gpu_bytes, ram_bytes = budgets(limits, device)
+    limits = run_budgets(BudgetConfig(gpu=case.gpu, ram=case.ram), device, [folder], new=False)
+    gpu_bytes, ram_bytes = limits.gpu, limits.ram
     _, full_spec = shape_model(shape, shape.layers, data)
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
-    whole = BudgetConfig(gpu=gpu_bytes, ram=ram_bytes if case.spill_state else _EVERYTHING)
+    whole = Budgets(gpu_bytes, ram_bytes if case.spill_state else _EVERYTHING, None, {})
     readers = select_readers("auto", device, [folder])
     full_plan = _plan(full_spec, data, train, whole, storage, device, readers)
     if case.spill_state:
@@ -132,14 +133,24 @@ def _plan(
     spec: ModelSpec,
     data: DataConfig,
     train: TrainConfig,
-    limits: BudgetConfig,
+    limits: Budgets,
     storage: StorageConfig,
     device: torch.device,
     readers: Readers,
 ) -> Plan:
     direct, pinned = readers.device is not None, readers.pinned_bytes(1)
     try:
-        return plan_run(spec, data, train, limits, storage, device, device_reads=direct, reader_bytes=pinned)
+        task = Task(
+            spec=spec,
+            data=data,
+            train=train,
+            storage=storage,
+            budgets=limits,
+            device_type=device.type,
+            device_reads=direct,
+            reader_bytes=pinned,
+        )
+        return task.search(this_machine()).plan
     except BudgetError as refusal:
         raise Skip(str(refusal)) from None
 
@@ -157,8 +168,8 @@ def _first_plan(
     """The plan with the first of the RAM budgets that is enough."""
     for ram in rams[:-1]:
         with contextlib.suppress(Skip):
-            return _plan(spec, data, train, BudgetConfig(gpu=gpu, ram=ram), storage, device, readers)
-    return _plan(spec, data, train, BudgetConfig(gpu=gpu, ram=rams[-1]), storage, device, readers)
+            return _plan(spec, data, train, Budgets(gpu, ram, None, {}), storage, device, readers)
+    return _plan(spec, data, train, Budgets(gpu, rams[-1], None, {}), storage, device, readers)
 
 
 def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:

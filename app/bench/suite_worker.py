@@ -23,13 +23,14 @@ from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
 from app.trace import write_trace
 from engine import attention
-from engine.config import BudgetConfig
 from engine.data import DataLoader, MicroBatch
 from engine.device import configure, memory_use
 from engine.flops import StepFlops, executed_flops, model_flops
 from engine.hardware import hfu, mfu, peak_flops
-from engine.prepare import budgets, layouts, make_loader, prepare_data
-from engine.session import Session, choose_kernels, run_identity, run_meta
+from engine.limits import free_budgets
+from engine.opening import choose_kernels
+from engine.prepare import layouts, make_loader, prepare_data
+from engine.session import Compute, Session, run_identity, run_meta
 from engine.train import train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -81,7 +82,7 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
             plan=setup.plan,
             store=cast(NvmeStore, store),
             loader=cast(DataLoader, WarmUpLoader(loader, short_steps, document_tokens)),
-            constants={},
+            compute=Compute.make(setup.spec, setup.train, setup.device, {}),
             train=setup.train,
             storage=setup.storage,
             device=setup.device,
@@ -194,7 +195,7 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     gc.unfreeze()
     _give_back(setup.device)
     # Products are summed as in the steps; the memory is all that there is.
-    settings = configure(setup.device, budgets(BudgetConfig(), setup.device)[0], deterministic=False)
+    settings = configure(setup.device, free_budgets(setup.device).gpu_bytes, deterministic=False)
     kernels = {
         "attention_tflops": attention_rates(setup.spec, case.row_tokens, chunk, setup.device, DTYPE, case.kernel_s),
         "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from engine.flops import attention_flops, executed_flops, matmul_flops, model_flops, visible_pairs
+from engine.flops import attention_flops, executed_flops, matmul_flops, model_flops
 from engine.model import AttentionShape, ModelSpec
+from engine.pairs import visible_pairs
 from engine.plan import Plan
 from engine.prepare import make_config
 
@@ -112,5 +113,5 @@ def test_visible_pairs_are_those_of_the_mask(length: int, size: int, chunked: bo
     for query in range(length):
         for key in range(query + 1):
             visible += query // size == key // size if chunked else query - key < size
-    assert visible_pairs(length, shape) == visible
-    assert visible_pairs(length, AttentionShape(1, 1, 1, 1, None)) == length * (length + 1) // 2
+    assert visible_pairs(length, shape.window, shape.chunk) == visible
+    assert visible_pairs(length, None, None) == length * (length + 1) // 2

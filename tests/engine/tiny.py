@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import BudgetConfig as BudgetConfig
+from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Span, StepMetrics
 from engine.model import ModelSpec, initialize
-from engine.plan import STATE_KINDS, Plan
-from engine.prepare import layouts, make_config, make_loader, model_config, plan_run, prepare_data
-from engine.session import Session, run_identity, run_meta
+from engine.plan import STATE_KINDS, Choice, Plan
+from engine.planning import Budgets, Task
+from engine.prepare import layouts, make_config, make_loader, model_config, prepare_data
+from engine.search import dimensions
+from engine.session import Compute, Session, run_identity, run_meta
 from engine.state import fill_store, read_parameters, state_arrays
 from storage.errors import BudgetError
 from storage.nvme import ArraySpec, NvmeStore
@@ -89,6 +92,7 @@ def training(**changes: Any) -> TrainConfig:
         "compile": "off",
         "save": "attention",
         "kv_window": "whole",
+        "calibrate": False,
         "lr": 1e-2,
         "device": "cpu",
     }
@@ -119,16 +123,29 @@ def plan_of(
     ram: str | int,
     device_reads: bool = True,
 ) -> Plan:
-    """The plan within budgets, of which FLOOR takes the least that is accepted."""
-    sizes: dict[str, str | int] = {"gpu": 1 if gpu == FLOOR else gpu, "ram": 1 if ram == FLOOR else ram}
-    for _ in range(3):
-        try:
-            return plan_run(spec, d, t, BudgetConfig(**sizes), s, CPU, device_reads=device_reads)
-        except BudgetError as refusal:
-            tier = "gpu" if "budgets.gpu" in str(refusal) else "ram"
-            if (gpu if tier == "gpu" else ram) != FLOOR:
-                raise
-            sizes[tier] = int(str(refusal).split("give at least ")[1].split(" bytes")[0])
+    """The plan within budgets, of which FLOOR takes the least that is accepted; blocks have the GPU's memory first."""
+    sizes = {
+        "gpu": 1 if gpu == FLOOR else parse_bytes(gpu, "gpu"),
+        "ram": 1 if ram == FLOOR else parse_bytes(ram, "ram"),
+    }
+    for _ in range(5):
+        budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
+        task = Task(
+            spec=spec, data=d, train=t, storage=s, budgets=budgets, device_type="cpu", device_reads=device_reads
+        )
+        chunk = task.chunks[-1]
+        values = dimensions(task.problem(chunk), -(-t.sequences_per_micro_batch * d.sequence_length // chunk))
+        refusals: list[BudgetError] = []
+        for streamed in values["streamed"]:
+            try:
+                return task.plan(Choice(streamed=streamed, gpu_first="blocks", recompute=values["recompute"][0]))
+            except BudgetError as refusal:
+                refusals.append(refusal)
+        least = min(refusals, key=lambda refusal: refusal.need_bytes)
+        assert least.tier is not None
+        if (gpu if least.tier == "gpu" else ram) != FLOOR:
+            raise least
+        sizes[least.tier] = least.need_bytes
     raise AssertionError("refused what the refusal asked for")
 
 
@@ -180,7 +197,7 @@ def session(
         plan=plan,
         store=store,
         loader=loader,
-        constants={},
+        compute=Compute.make(spec, t, device, {}),
         train=t,
         storage=s,
         device=device,

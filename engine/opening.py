@@ -1,0 +1,263 @@
+"""Opening a run: data, plan, state and calibration, up to the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine import attention, weights
+from engine.attention import attention_report
+from engine.calibrate import calibrate
+from engine.check import check_model
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.data import DataLoader, MicroBatch
+from engine.device import resolve_device, why_no_cuda
+from engine.events import Observer
+from engine.forecast import forecast
+from engine.model import ModelSpec, initial_constants, initialize
+from engine.optimizer import can_compile
+from engine.plan import Choice, Plan
+from engine.planning import Task, run_budgets, this_machine
+from engine.prepare import (
+    LOGITS_BYTES,
+    Data,
+    compute_dtype,
+    layouts,
+    make_loader,
+    model_config,
+    model_spec,
+    prepare_data,
+)
+from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
+from engine.state import drive_folders, fill_store, state_arrays, state_folder
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+from storage.readers import Readers, select_readers
+from storage.safetensors_io import CheckpointReader
+
+_LOOKED_AT = 5
+"""Batches of which `typical_batch` takes the middle one."""
+
+
+def open_session(
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    budgets: BudgetConfig,
+    storage: StorageConfig,
+    run_dir: Path,
+    observer: Observer,
+    resume: bool,
+    checkpoint: str | None = None,
+) -> Session:
+    """Prepare data, plan and state of a run: everything up to the first step.
+
+    With `checkpoint` a resumed run goes back to that checkpoint's generation.
+    """
+    device = resolve_device(train)
+    if train.compile == "auto" and not can_compile(device):
+        observer.on_message("no compiler for torch.compile: layers run eagerly, AdamW through torch's fused kernel")
+    prepared = prepare_data(model, data, run_dir / "data")
+    config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
+    spec = model_spec(config, data)
+    loader = make_loader(prepared.corpus, spec, data, train)
+    _describe(observer, spec, prepared, loader, device)
+    drives = drive_folders(run_dir, storage)
+    readers = select_readers(storage.reader, device, drives)
+    if readers.warning:
+        observer.on_message(readers.warning)
+    root = state_folder(run_dir)
+    going_on = resume and (root / "manifest.json").exists()
+    task = Task(
+        spec=spec,
+        data=data,
+        train=train,
+        storage=storage,
+        budgets=run_budgets(budgets, device, drives, new=not going_on),
+        device_type=device.type,
+        device_reads=readers.device is not None,
+        reader_bytes=readers.pinned_bytes(len(drives)),
+    )
+    machine = this_machine()
+    batch = typical_batch(loader)
+    documents = [m.documents for m in batch]
+    found = task.search(machine, documents=documents)
+    _refuse_unless_exact(spec, found.plan, observer)
+    nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
+    identity = run_identity(model, data, train)
+    recorded: tuple[int, Choice] | None = None
+    if going_on:
+        store = NvmeStore.open(root, budget_bytes=nvme_budget, drives=drives, readers=readers)
+        try:
+            _require_same_state(store, found.plan)
+            if checkpoint is not None:
+                store.restore(checkpoint)
+        except BaseException:
+            store.close()
+            raise
+        if store.meta["recipe"] != identity["recipe"]:
+            observer.on_message(
+                f"generation {store.generation} was trained with another model, data or train section of the recipe; "
+                "going on with the present one"
+            )
+        recorded = _recorded(store, task)
+    else:
+        store = _new_state(root, drives, readers, spec, found.plan, model, train, loader, nvme_budget, identity)
+    for warning in store.warnings:
+        observer.on_message(warning)
+    compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE))
+    try:
+        if recorded is not None:
+            found = task.search(machine, documents=documents, only=recorded)
+        choose_kernels(spec, found.plan, device, compute_dtype(train))
+        calibration = None
+        if train.calibrate:
+            calibration = calibrate(
+                found.plan,
+                layouts(spec),
+                compute.runner,
+                compute.adamw,
+                train,
+                batch,
+                machine,
+                LOGITS_BYTES[device.type],
+            )
+            task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
+            known = (found.best.chunk_tokens, found.best.choice)
+            only = known if recorded is not None or train.deterministic else None
+            found = task.search(machine, calibration, documents, known=known, only=only)
+    except BaseException:
+        store.close()
+        raise
+    plan = found.plan
+    kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
+    for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
+        observer.on_message(line)
+    predicted = forecast(task, machine, found, calibration, batch)
+    measured = None if calibration is None else calibration.to_json()
+    observer.on_plan(predicted | {"attention": kernels, "calibration": measured})
+    session = Session(
+        spec=spec,
+        plan=plan,
+        store=store,
+        loader=loader,
+        compute=compute,
+        train=train,
+        storage=storage,
+        device=device,
+        identity=identity,
+    )
+    if session.settings.message is not None:
+        observer.on_message(session.settings.message)
+    return session
+
+
+def typical_batch(loader: DataLoader) -> list[MicroBatch]:
+    """Of the next few steps' batches the one whose attention is of middling work; the loader stays where it is."""
+    cursor = loader.cursor
+    batches = [loader.next_step() for _ in range(_LOOKED_AT)]
+    loader.seek(cursor)
+    batches.sort(key=lambda batch: sum(n * n for m in batch for n in m.lengths))
+    return batches[len(batches) // 2]
+
+
+def _recorded(store: NvmeStore, task: Task) -> tuple[int, Choice] | None:
+    """What the run's plan had chosen when it last committed: another choice could give other bits."""
+    recorded = dict(store.meta.get("plan", {}))
+    chunk = recorded.pop("chunk_tokens", None)
+    return (chunk, Choice(**recorded)) if chunk in task.chunks else None
+
+
+def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
+    """Measure the attention kernels of the model's layers at the plan's chunks, while GPU memory is still free.
+
+    Nothing happens on CPU, where there is one kernel.
+    """
+    if device.type != "cuda":
+        return
+    for shape in {shape for shape in spec.attention if shape is not None}:
+        attention.measure(
+            device,
+            dtype,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            qk_dim=shape.qk_dim,
+            v_dim=shape.v_dim,
+            chunk=plan.max_chunk_tokens,
+            total=min(plan.window_tokens, shape.chunk or plan.window_tokens),
+            window=shape.window,
+        )
+    torch.cuda.empty_cache()
+
+
+def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
+    corpus = data.corpus.info
+    if device.type == "cpu":
+        broken = torch.version.cuda is not None and not torch.cuda.is_available()  # for a GPU, and none is found
+        reason = f" ({why_no_cuda()})" if broken else ""
+        observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory")
+    observer.on_message(
+        f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
+    )
+    split = f", {loader.num_split_documents:,} longer than the context and split" if loader.num_split_documents else ""
+    observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
+
+
+def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> None:
+    """The self-check: a model is trained only if its streamed gradients are those of transformers."""
+    result = check_model(spec.config, pieces=plan.streamed)
+    if not result.ok:
+        raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
+    observer.on_message(f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})")
+
+
+def _require_same_state(store: NvmeStore, plan: Plan) -> None:
+    """UserError unless the store holds what the plan wants."""
+    wanted = {(a.buffer, a.kind): a for a in state_arrays(plan)}
+    held = {(a.buffer, a.kind): a for a in store.arrays()}
+    if wanted.keys() != held.keys() or any(wanted[key].numel != held[key].numel for key in wanted):
+        raise UserError(f"{store.root}: holds the state of another model than the recipe's; restore the recipe's model")
+    if wanted != held:
+        part_bytes = max(a.part_numel * 4 for a in held.values())
+        raise UserError(
+            f"storage.chunk_bytes: the state in {store.root} is cut into chunks of up to {part_bytes:,} bytes, which a "
+            "resumed run cannot change; restore the value that the run was made with"
+        )
+
+
+def _new_state(
+    root: Path,
+    drives: list[Path],
+    readers: Readers,
+    spec: ModelSpec,
+    plan: Plan,
+    model: ModelConfig,
+    train: TrainConfig,
+    loader: DataLoader,
+    nvme_budget: int | None,
+    identity: dict[str, Any],
+) -> NvmeStore:
+    """A store whose first generation is the imported or initialised model."""
+    store = NvmeStore.create(root, state_arrays(plan), budget_bytes=nvme_budget, drives=drives, readers=readers)
+    try:
+        constants: dict[str, Tensor] = {}
+        if model.path is not None:
+            reader = CheckpointReader(Path(model.path).expanduser())
+            constants = weights.read_constants(reader, spec)
+            buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
+        else:
+            constants = initial_constants(spec)
+            buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
+        save_file(constants, root / CONSTANTS_FILE)
+        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
+    except BaseException:
+        store.close()
+        raise
+    return store

@@ -1,0 +1,208 @@
+"""Simulating a deep model by a shallow one: layers that are treated alike take turns at the same pace.
+
+Of each run of layers with the same shape, placement and saved activations the first few are simulated; the others add
+the time that passes from one of these to the next. Slots bound how far a lane can lag, so the pace settles within two
+or three layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.costs import Calibration, Costs, representatives
+from engine.machine import Machine
+from engine.plan import BufferPlan, Chunk, Plan
+from engine.simulate import Simulation, simulate
+
+FULL_OPS = 1_500
+"""Steps of about so many ops are simulated whole."""
+KEPT_LAYERS = 5
+"""Layers simulated of each run: one at either end, and three that tell the pace."""
+MOST_PARTS = 24
+"""Parts of a buffer; where there are more, several are taken for one."""
+MOST_CHUNKS = 8
+"""Chunks of a step; where there are more, several neighbours are taken for one."""
+_FORWARD = frozenset({"layer_forward", "layer_project", "attend"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Layers treated alike."""
+
+    blocks: list[int]
+    """Indices of those that are simulated."""
+    dropped: int
+
+
+def estimate(
+    plan: Plan,
+    machine: Machine,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    *,
+    full: bool = False,
+) -> Simulation:
+    """A step of `plan`: simulated whole where it is small or `full`, else by a few layers of each kind.
+
+    The spans are those of the layers simulated. Raises engine.simulate.Deadlock.
+    """
+    if full or num_ops(plan) <= FULL_OPS:
+        return simulate(plan, Costs(plan, machine, calibration, documents), machine, documents)
+    runs = _runs(plan)
+    shallow = _shallow(plan, [i for run in runs for i in run.blocks])
+    times = -(-len(plan.chunks) // MOST_CHUNKS)
+    small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, documents, times)
+    found = simulate(small, Costs(small, machine, calibration, joined, merged=times), machine, joined)
+    return _extended(plan, runs, found)
+
+
+def num_ops(plan: Plan) -> int:
+    """About how many ops a step has."""
+    chunk_ops = 14 * len(plan.chunks) * len(plan.blocks)
+    if plan.streamed:
+        chunk_ops += 4 * len(plan.chunks) * plan.window_chunks * len(plan.blocks)
+    return chunk_ops + sum(4 * b.num_parts for b in plan.buffers.values() if b.state != "gpu")
+
+
+def _runs(plan: Plan) -> list[_Run]:
+    """Blocks in order; layers in runs of equals."""
+    counts: dict[str, dict[int, int]] = {}
+    for name in ("kept", "held", "spilled"):
+        counts[name] = defaultdict(int)
+        for block, _ in getattr(plan, name):
+            counts[name][block] += 1
+    same = representatives(plan.blocks)
+    runs: list[tuple[object, list[int]]] = []
+    for i, block in enumerate(plan.blocks):
+        buffers = [replace(plan.buffers[name], name="") for name in block.buffers]
+        kind = (same[i], buffers, i in plan.recomputed, *(counts[name][i] for name in counts))
+        if runs and runs[-1][0] == kind:
+            runs[-1][1].append(i)
+        else:
+            runs.append((kind, [i]))
+    kept = [(blocks, KEPT_LAYERS if len(blocks) > KEPT_LAYERS + 1 else len(blocks)) for _, blocks in runs]
+    return [_Run(blocks[:count], len(blocks) - count) for blocks, count in kept]
+
+
+def _few_parts(plan: Plan) -> Plan:
+    """The plan with few, large parts."""
+
+    def merged(buffer: BufferPlan) -> BufferPlan:
+        times = -(-buffer.num_parts // MOST_PARTS)
+        return replace(buffer, part_numel=buffer.part_numel * times)
+
+    return replace(plan, buffers={name: merged(buffer) for name, buffer in plan.buffers.items()})
+
+
+def _few_chunks(plan: Plan, times: int) -> Plan:
+    """The plan with `times` neighbouring chunks taken for one: of a micro-batch, or else its whole micro-batches."""
+    if times == 1:
+        return plan
+    p = plan.problem
+    within = min(times, plan.window_chunks)
+    batches = min(p.micro_batches, -(-times // within))
+    problem = replace(p, rows=p.rows * batches, micro_batches=-(-p.micro_batches // batches))
+    chunks: list[Chunk] = []
+    for batch in range(0, p.micro_batches, batches):
+        members = [c for c in plan.chunks if batch <= c.micro_batch < batch + batches]
+        width = within * batches
+        for local, first in enumerate(range(0, len(members), width)):
+            group = members[first : first + width]
+            shift = [(c.micro_batch - batch) * plan.window_tokens for c in (group[0], group[-1])]
+            chunks.append(
+                Chunk(
+                    index=len(chunks),
+                    micro_batch=batch // batches,
+                    local=local,
+                    start=group[0].start + shift[0],
+                    end=group[-1].end + shift[1],
+                )
+            )
+    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.chunks}
+    sizes = Counter(of.values())
+
+    def most(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+        counts = Counter((block, of[chunk]) for block, chunk in keys)
+        return frozenset(key for key, count in counts.items() if 2 * count >= sizes[key[1]])
+
+    return replace(
+        plan,
+        problem=problem,
+        chunks=tuple(chunks),
+        spilled=most(plan.spilled),
+        held=most(plan.held),
+        kept=most(plan.kept),
+    )
+
+
+def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> int:
+    """Which of the joined `chunks` holds `chunk`."""
+    start = chunk.start + chunk.micro_batch % batches * plan.window_tokens
+    batch = chunk.micro_batch // batches
+    return next(c.index for c in chunks if c.micro_batch == batch and c.start <= start < c.end)
+
+
+def _joined(plan: Plan, documents: Sequence[Sequence[int]] | None, times: int) -> list[list[int]]:
+    """Per micro-batch of `_few_chunks` the starts of its documents."""
+    p = plan.problem
+    rows = [list(range(0, plan.window_tokens, p.row_tokens))] * p.micro_batches
+    starts = rows if documents is None else documents
+    batches = min(p.micro_batches, -(-times // min(times, plan.window_chunks)))
+    return [
+        [start + i * plan.window_tokens for i, found in enumerate(starts[first : first + batches]) for start in found]
+        for first in range(0, p.micro_batches, batches)
+    ]
+
+
+def _shallow(plan: Plan, blocks: list[int]) -> Plan:
+    """The plan of a model that has these blocks only."""
+    number = {old: new for new, old in enumerate(blocks)}
+    names = {name for i in blocks for name in plan.blocks[i].buffers}
+    problem = replace(
+        plan.problem,
+        blocks=tuple(plan.blocks[i] for i in blocks),
+        buffers=tuple(b for b in plan.problem.buffers if b.name in names),
+    )
+
+    def moved(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+        return frozenset((number[block], chunk) for block, chunk in keys if block in number)
+
+    return replace(
+        plan,
+        problem=problem,
+        buffers={name: buffer for name, buffer in plan.buffers.items() if name in names},
+        spilled=moved(plan.spilled),
+        held=moved(plan.held),
+        kept=moved(plan.kept),
+        recomputed=frozenset(number[block] for block in plan.recomputed if block in number),
+    )
+
+
+def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
+    """What the whole model takes, from the layers that were simulated."""
+    ends: dict[tuple[str, bool], float] = {}
+    work: dict[tuple[str, str], float] = defaultdict(float)
+    moved: dict[tuple[str, str], int] = defaultdict(int)
+    for span in found.spans:
+        work[span.block, span.lane] += span.end_s - span.start_s
+        moved[span.block, span.lane] += span.bytes
+        if span.lane == "compute" and span.op != "update_on_gpu":
+            key = (span.block, span.op in _FORWARD)
+            ends[key] = max(ends.get(key, 0.0), span.end_s)
+    step_s, busy, total = found.step_s, dict(found.busy_s), dict(found.bytes)
+    for run in runs:
+        if not run.dropped:
+            continue
+        names = [plan.blocks[i].name for i in run.blocks]
+        # Those at either end are hurried or held up by their other neighbours.
+        pace = (ends[names[3], True] - ends[names[1], True]) / 2
+        pace += (ends[names[1], False] - ends[names[3], False]) / 2
+        step_s += run.dropped * pace
+        for lane in busy:
+            last = names[1:]
+            busy[lane] += run.dropped * sum(work[name, lane] for name in last) / len(last)
+            total[lane] += run.dropped * sum(moved[name, lane] for name in last) // len(last)
+    step_s = max(step_s, *busy.values())
+    return replace(found, step_s=step_s, busy_s=busy, bytes=total)

@@ -1,0 +1,217 @@
+"""Finding the plan with the shortest simulated step among those that the budgets allow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.costs import Calibration
+from engine.machine import Machine
+from engine.plan import KV_SLOTS, Choice, Plan, Problem
+from engine.planner import make_plan
+from engine.reduce import estimate, num_ops
+from engine.simulate import Simulation
+from storage.errors import BudgetError
+
+EXHAUSTIVE_OPS = 1_500
+"""Steps of about so many ops are cheap to simulate: every combination is tried."""
+START_CHUNK = 8192
+"""Where the search for the chunk length of a large step begins."""
+MOST_CHUNKS = 256
+"""Chunks of one micro-batch that an automatic chunk length makes at most, unless shorter ones alone fit."""
+_CHUNKS = tuple(1 << n for n in range(9, 17))
+"""Chunk lengths tried where the recipe names none."""
+SWITCH_GAIN = 0.03
+"""By how much a plan must be faster to replace one of which it is known that it works."""
+
+ProblemAt = Callable[[int], Problem]
+"""Tokens of a chunk -> the problem with chunks of that length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was tried."""
+
+    chunk_tokens: int
+    choice: Choice
+    plan: Plan
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of a step."""
+        return self.simulation.step_s
+
+
+@dataclass(slots=True)
+class Found:
+    """The best plan and what it was compared with."""
+
+    best: Candidate
+    tried: list[Candidate]
+    refused: list[tuple[int, Choice, BudgetError]]
+    """Combinations that do not fit."""
+
+    @property
+    def plan(self) -> Plan:
+        """The best one's."""
+        return self.best.plan
+
+
+def chunk_options(stream_tokens: int) -> list[int]:
+    """Chunk lengths worth trying for a micro-batch of `stream_tokens` tokens, longest last."""
+    shorter = [n for n in _CHUNKS if n < stream_tokens]
+    few = [n for n in shorter if n * MOST_CHUNKS >= stream_tokens]
+    return [*(few or shorter), *([stream_tokens] if stream_tokens <= _CHUNKS[-1] else [])]
+
+
+def dimensions(problem: Problem, num_chunks: int) -> dict[str, list[Any]]:
+    """Field of Choice -> the values worth trying, the likeliest first."""
+    attends = any(block.attends for block in problem.blocks)
+    useful = attends and num_chunks > KV_SLOTS
+    streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
+    recompute: dict[str, list[Any]] = {"input": ["all"], "auto": ["none", "fit", "all"] if attends else ["none"]}
+    return {
+        "streamed": streamed[problem.kv_window],
+        "gpu_first": ["graphs", "blocks", "half", "records"] if problem.save == "auto" else ["blocks", "records"],
+        "recompute": recompute.get(problem.save, ["none"]),
+        "ram_first": ["weights", "activations", "state"],
+    }
+
+
+@dataclass(slots=True)
+class _Search:
+    problem_at: ProblemAt
+    machine: Machine
+    calibration: Calibration | None
+    documents: Sequence[Sequence[int]] | None
+    tried: list[Candidate] = field(default_factory=list)
+    refused: list[tuple[int, Choice, BudgetError]] = field(default_factory=list)
+    problems: dict[int, Problem] = field(default_factory=dict)
+    seen: dict[tuple[int, Choice], Candidate | None] = field(default_factory=dict)
+    simulated: dict[tuple[Any, ...], Simulation] = field(default_factory=dict)
+
+    def problem(self, chunk: int) -> Problem:
+        if chunk not in self.problems:
+            self.problems[chunk] = self.problem_at(chunk)
+        return self.problems[chunk]
+
+    def plan(self, chunk: int, choice: Choice) -> Plan | None:
+        """None where it does not fit."""
+        try:
+            return make_plan(self.problem(chunk), choice)
+        except BudgetError as error:
+            self.refused.append((chunk, choice, error))
+            return None
+
+    def attempt(self, chunk: int, choice: Choice) -> Candidate | None:
+        """Simulate a combination, unless it or one that comes to the same plan has been."""
+        if (chunk, choice) not in self.seen:
+            plan = self.plan(chunk, choice)
+            self.seen[chunk, choice] = None if plan is None else self.candidate(chunk, plan)
+        return self.seen[chunk, choice]
+
+    def candidate(self, chunk: int, plan: Plan) -> Candidate:
+        """Simulate a plan, unless one that runs the same schedule has been."""
+        key = decisions(plan)
+        if key not in self.simulated:
+            self.simulated[key] = estimate(plan, self.machine, self.calibration, self.documents)
+        self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
+        return candidate
+
+    def everything(self, chunk: int, values: dict[str, list[Any]]) -> None:
+        for combination in itertools.product(*values.values()):
+            self.attempt(chunk, Choice(**dict(zip(values, combination, strict=True))))
+
+    def descend(self, start: Candidate, chunks: list[int]) -> None:
+        """Change one thing at a time, as long as that helps."""
+        best, improved = start, True
+        while improved:
+            improved = False
+            for name, value in self._moves(best, chunks):
+                chunk = value if name == "chunk_tokens" else best.chunk_tokens
+                choice = best.choice if name == "chunk_tokens" else replace(best.choice, **{name: value})
+                other = self.attempt(chunk, choice)
+                if other is not None and rank(other) < rank(best):
+                    best, improved = other, True
+
+    def _moves(self, best: Candidate, chunks: list[int]) -> list[tuple[str, Any]]:
+        values = dimensions(best.plan.problem, best.plan.window_chunks)
+        moves = [(name, value) for name in values for value in values[name]]
+        where = chunks.index(best.chunk_tokens)
+        return moves + [("chunk_tokens", n) for n in chunks[max(0, where - 1) : where + 2]]
+
+
+def rank(candidate: Candidate) -> tuple[float, int]:
+    """Faster first; of equals the one that writes less to the drives, which wear."""
+    return candidate.step_s, candidate.simulation.bytes["nvme_write"]
+
+
+def decisions(plan: Plan) -> tuple[Any, ...]:
+    """Equal for plans that run the same schedule."""
+    buffers = tuple((b.weights, b.state, b.gradient) for b in plan.buffers.values())
+    sets = (plan.spilled, plan.recomputed, plan.held, plan.kept)
+    stages = (plan.state_stages, plan.part_stages, plan.activation_stages)
+    return len(plan.chunks), buffers, sets, stages, plan.streamed
+
+
+def search(
+    problem_at: ProblemAt,
+    chunks: Sequence[int],
+    machine: Machine,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    *,
+    known: tuple[int, Choice] | None = None,
+    only: tuple[int, Choice] | None = None,
+) -> Found:
+    """The plan with the shortest step.
+
+    Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
+    `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
+    whatever its speed. Raises BudgetError, that of the
+    combination which needs least, where none fits.
+    """
+    hunt = _Search(problem_at, machine, calibration, documents)
+    lengths = list(chunks)
+    if only is not None and (taken := hunt.attempt(*only)) is not None:
+        return Found(taken, hunt.tried, hunt.refused)
+    fitting: dict[int, Plan] = {}
+    for chunk in lengths:
+        problem = hunt.problem(chunk)
+        values = dimensions(problem, -(-problem.rows * problem.row_tokens // chunk))
+        first = _first_fit(hunt, chunk, values)
+        if first is None:
+            continue
+        if num_ops(first) <= EXHAUSTIVE_OPS:
+            hunt.everything(chunk, values)
+        else:
+            fitting[chunk] = first
+    if fitting:
+        start = min(fitting, key=lambda chunk: abs(chunk - START_CHUNK))
+        hunt.descend(hunt.candidate(start, fitting[start]), lengths)
+    if not hunt.tried:
+        raise min((error for *_, error in hunt.refused), key=lambda e: e.need_bytes - e.budget_bytes)
+    best = min(hunt.tried, key=rank)
+    if known is not None and known[0] in lengths:
+        kept = hunt.attempt(*known)
+        if kept is not None and best.step_s > kept.step_s * (1 - SWITCH_GAIN):
+            best = kept
+    return Found(best, hunt.tried, hunt.refused)
+
+
+def _first_fit(hunt: _Search, chunk: int, values: dict[str, list[Any]]) -> Plan | None:
+    """A plan with chunks of that length, whatever its speed."""
+    for combination in itertools.product(*(values[name] for name in ("streamed", "recompute"))):
+        choice = Choice(
+            streamed=combination[0],
+            recompute=combination[1],
+            gpu_first=values["gpu_first"][0],
+            ram_first=values["ram_first"][0],
+        )
+        plan = hunt.plan(chunk, choice)
+        if plan is not None:
+            return plan
+    return None
