@@ -269,7 +269,7 @@ whole context, they would exceed the GPU's peak. ml_dataflow's are the rows that
 
 def markdown(report: Mapping[str, Any]) -> str:
     """planned.md."""
-    lines = [_INTRO.format(date=report["date"])]
+    lines = [_INTRO.format(date=report["date"]), *_own_machines(report["recipes"])]
     for label in dict.fromkeys(row["label"] for row in report["recipes"]):
         rows = [row for row in report["recipes"] if row["label"] == label]
         first = rows[0]
@@ -288,6 +288,17 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _own_machines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every recipe on the machine that it is written for."""
+    lines = ["## Each on its own machine", "", f"| recipe | context, tokens a step | {_COLUMNS} |"]
+    lines.append("|---" * (_COLUMNS.count("|") + 3) + "|")
+    for row in rows:
+        if row["own"]:
+            case = f"| {row['label']} | {row['context']:,}, {row['tokens_per_step']:,} "
+            lines.append(case + (_row(row) if row["fits"] else _refused_row(row)))
+    return [*lines, ""]
+
+
 def _rate(row: Mapping[str, Any]) -> str:
     return f"{row['tokens_per_s']:,.{0 if row['tokens_per_s'] >= 10 else 2}f}"
 
@@ -299,6 +310,11 @@ def _row(row: Mapping[str, Any]) -> str:
     cells = [name, seconds_text(row["step_s"]), _rate(row), row["bound_by"], mfu]
     cells += [bytes_text(peak[tier]) if tier in peak else "n/a" for tier in ("gpu", "ram", "nvme")]
     return f"| {' | '.join([*cells, bytes_text(row['written_bytes_per_step'])])} |"
+
+
+def _refused_row(row: Mapping[str, Any]) -> str:
+    cells = [f"**{row['machine']}**", f"does not fit: {row['reason']}", *[""] * (_COLUMNS.count("|") - 1)]
+    return f"| {' | '.join(cells)} |"
 
 
 def _published_row(row: Mapping[str, Any]) -> str:

@@ -139,6 +139,7 @@ def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert json.loads((tmp_path / "planned.json").read_text()) == report
     text = (tmp_path / "planned.md").read_text()
     assert "**Planned, not measured.**" in text
+    assert "| mine | 4,096, 24,576 | **rtx3090-64** | does not fit: gpu short by 11.0 GiB |" in text
     assert "## mine\n\nContext 4,096, 24,576 tokens a step. Its own machine first.\n" in text
     assert "| gh200-480 | 11m11s | 977 | nvme_read | 30.1% | 72.0 GiB | 400.0 GiB | 3.12 TiB | 1.51 TiB |" in text
     assert "Does not fit: rtx3090-64 (gpu short by 11.0 GiB); " in text
@@ -147,7 +148,7 @@ def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "arXiv 2604.05091 |"
     ) in text
     assert "(planned.png)" in text
-    assert all(len(line.split("|")) in (1, 10, 11) for line in text.splitlines())
+    assert all(len(line.split("|")) in (1, 10, 11, 13) for line in text.splitlines())
     assert (tmp_path / "planned.png").read_bytes().startswith(b"\x89PNG")
     progress = capsys.readouterr().err.splitlines()
     assert len(progress) == len(report["recipes"]) + len(report["published"]) + len(report["grid"])
