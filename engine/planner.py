@@ -154,8 +154,9 @@ class _Planner:
         self.reside(p.gpu_budget)
 
     def keepable(self) -> list[tuple[int, int]]:
-        """(block, chunk) in the order in which backward wants them."""
-        known = [i for i in self.layers if self.problem.blocks[i].graph_bytes_per_token is not None]
+        """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
+        graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
+        known = [i for i in self.layers if graphs[i] is not None and i not in self.recomputed]
         return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.chunks)]
 
     def keep_all(self) -> None:
@@ -455,8 +456,8 @@ class _Planner:
         if p.nvme_budget is not None and need > p.nvme_budget:
             listing = ", ".join(f"{k} {gib(v)}" for k, v in parts.items() if v)
             raise BudgetError(
-                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least {need} bytes, "
-                "or drives with more room (storage.nvme), or lower storage.keep_last",
+                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least {need} "
+                "bytes, or drives with more room (storage.nvme), or lower storage.keep_last",
                 tier="nvme",
                 need_bytes=need,
                 budget_bytes=p.nvme_budget,
