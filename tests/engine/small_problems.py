@@ -1,0 +1,171 @@
+"""Small problems for the planner, and plans of them: what the tests of plans, schedules and searches draw from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from engine.plan import BlockShape, BufferShape, Choice, Plan, Problem, Save, Window
+from engine.planner import make_plan
+from engine.search import dimensions
+from storage.errors import BudgetError
+
+KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
+TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
+"""Tier -> the field of Problem that is its budget."""
+
+
+def problem(
+    *,
+    layers: int = 3,
+    tied: bool = False,
+    own_head: bool = True,
+    edge: int = 8,
+    micro_batches: int = 2,
+    rows: int = 1,
+    row_tokens: int = 256,
+    chunk_tokens: int = 64,
+    chunk_per_row: bool = False,
+    without_attention: frozenset[int] = frozenset(),
+    gpu_budget: int = 10**9,
+    ram_budget: int = 10**9,
+    nvme_budget: int | None = None,
+    kept_generations: int = 0,
+    device_reads: bool = True,
+    reader_bytes: int = 0,
+    save: Save = "attention",
+    kv_window: Window = "whole",
+    sliding: frozenset[int] = frozenset(),
+    graph_bytes: int | None = 700,
+) -> Problem:
+    """A small model with four pages of parameters per layer and `edge` of them in embedding and head."""
+    blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
+    for i in range(layers):
+        attends = i not in without_attention
+        blocks.append(
+            BlockShape(
+                name=f"layers.{i}",
+                role="layer",
+                buffers=(f"layers.{i}",),
+                out_bytes_per_token=HEADS * HEAD_DIM * 2 * attends,
+                lse_bytes_per_token=HEADS * 4 * attends,
+                kv_bytes_per_token=2 * KV_DIM * 2 * attends,
+                kv_numel_per_token=2 * KV_DIM * attends,
+                q_numel_per_token=HEADS * HEAD_DIM * attends,
+                out_numel_per_token=HEADS * HEAD_DIM * attends,
+                window_tokens=20 if i in sliding else None,
+                graph_bytes_per_token=graph_bytes,
+                matmul_flops_per_token=2 * 4 * 2048,
+                unread_flops_per_token=2 * 1024,
+                projection_flops_per_token=2 * 2048 * attends,
+            )
+        )
+    head = ("head",) if own_head else ()
+    shared = (*head, "embed") if tied or not own_head else head
+    flops = 2 * edge * 2048
+    blocks.append(BlockShape(name="head", role="head", buffers=shared, matmul_flops_per_token=flops))
+    sizes = {"embed": edge * 2048} | {f"layers.{i}": 4 * 2048 for i in range(layers)}
+    if own_head:
+        sizes["head"] = 2048 if tied else edge * 2048
+    return Problem(
+        blocks=tuple(blocks),
+        buffers=tuple(BufferShape(name=n, numel=s, part_numel=min(s, 4096)) for n, s in sizes.items()),
+        hidden_size=HIDDEN,
+        compute_bytes=2,
+        gradient_bytes=4,
+        micro_batches=micro_batches,
+        rows=rows,
+        row_tokens=row_tokens,
+        chunk_tokens=chunk_tokens,
+        chunk_per_row=chunk_per_row,
+        workspace_bytes=1000,
+        gpu_budget=gpu_budget,
+        ram_budget=ram_budget,
+        nvme_budget=nvme_budget,
+        kept_generations=kept_generations,
+        device_reads=device_reads,
+        reader_bytes=reader_bytes,
+        save=save,
+        kv_window=kv_window,
+    )
+
+
+general = st.builds(
+    problem,
+    layers=st.integers(1, 5),
+    tied=st.booleans(),
+    own_head=st.booleans(),
+    edge=st.sampled_from([1, 4, 9]),
+    micro_batches=st.integers(1, 3),
+    rows=st.integers(1, 2),
+    row_tokens=st.integers(3, 80),
+    chunk_tokens=st.integers(9, 120),
+    chunk_per_row=st.booleans(),
+    without_attention=st.frozensets(st.integers(0, 4), max_size=2),
+    gpu_budget=st.integers(200_000, 3_000_000),
+    ram_budget=st.integers(150_000, 3_000_000),
+    nvme_budget=st.none() | st.integers(500_000, 5_000_000),
+    kept_generations=st.integers(0, 2),
+    device_reads=st.booleans(),
+    reader_bytes=st.sampled_from([0, 70_000]),
+    save=st.sampled_from(["auto", "input", "attention"]),
+    kv_window=st.sampled_from(["auto", "whole", "streamed"]),
+    sliding=st.frozensets(st.integers(0, 4), max_size=2),
+    graph_bytes=st.sampled_from([None, 300, 3000]),
+)
+streaming = st.builds(
+    problem,
+    layers=st.integers(1, 3),
+    tied=st.booleans(),
+    edge=st.just(1),
+    micro_batches=st.integers(1, 2),
+    rows=st.integers(1, 2),
+    row_tokens=st.integers(30, 50),
+    chunk_tokens=st.integers(7, 13),
+    without_attention=st.frozensets(st.integers(0, 2), max_size=1),
+    gpu_budget=st.integers(150_000, 600_000),
+    ram_budget=st.integers(100_000, 1_000_000),
+    save=st.sampled_from(["auto", "input", "attention"]),
+    kv_window=st.just("streamed"),
+    sliding=st.frozensets(st.integers(0, 2), max_size=2),
+    graph_bytes=st.sampled_from([None, 300, 3000]),
+)
+problems = st.one_of(general, streaming)
+
+
+def window_chunks(shape: Problem) -> int:
+    """Chunks of one micro-batch."""
+    return shape.rows if shape.chunk_per_row else -(-shape.rows * shape.row_tokens // shape.chunk_tokens)
+
+
+@st.composite
+def planned(draw: Any, shapes: st.SearchStrategy[Problem] = problems) -> Plan:
+    """A plan: of a problem, with one of the choices that the search would try."""
+    shape = draw(shapes)
+    values = dimensions(shape, window_chunks(shape))
+    choice = Choice(**{name: draw(st.sampled_from(found)) for name, found in values.items()})
+    return some_plan(shape, choice)
+
+
+def some_plan(shape: Problem, choice: Choice | None = None) -> Plan:
+    """A plan for `shape`; where a budget is too small, one for the budget that the refusal asks for."""
+    for _ in range(4):
+        try:
+            return make_plan(shape, choice or Choice())
+        except BudgetError as refusal:
+            shape = with_need(shape, refusal)
+    raise AssertionError("the budgets that the refusals ask for are refused")
+
+
+def with_need(shape: Problem, refusal: BudgetError) -> Problem:
+    """`shape` with the budget that a refusal asks for."""
+    assert refusal.tier is not None
+    field = TIERS[refusal.tier]
+    given = getattr(shape, field)
+    assert given is not None
+    assert refusal.budget_bytes <= given < refusal.need_bytes
+    assert f"budgets.{refusal.tier}" in str(refusal)
+    assert f"give at least {refusal.need_bytes} bytes" in str(refusal)
+    return replace(shape, **{field: refusal.need_bytes})
