@@ -76,6 +76,46 @@ def train(
         run_training(run, resume=False)
 
 
+@cli.command(epilog="Example: penstock plan recipes/7b_512k.py --machine rtx4090-64")
+def plan(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Python file that builds a Recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Preset or profile; default the recipe's machine, or this one."),
+    ] = None,
+    scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="Plan with the recipe's shape, whatever folder it names.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the planned step as a trace for ui.perfetto.dev.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all of it.")] = False,
+) -> None:
+    """Say whether a recipe fits, how long a step takes, and what bounds it, before anything is launched.
+
+    Exits with 1 where it does not fit.
+    """
+    from app.launch import from_scratch
+    from app.plan import plan_recipe
+    from app.recipe import apply_overrides, load_recipe, resolve_paths
+
+    resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
+    forecast = plan_recipe(from_scratch(resolved) if scratch else resolved, machine, trace=trace)
+    if as_json:
+        typer.echo(json.dumps(forecast, indent=1))
+    else:
+        from rich.console import Console
+
+        from app.plan_view import print_plan
+
+        print_plan(forecast, Console())
+    if not forecast["fits"]:
+        raise typer.Exit(REFUSED)
+
+
 @cli.command(epilog="Example: penstock resume runs/quickstart-20260101-120000 --set budgets.ram=32GiB")
 def resume(
     run: RunArgument,

@@ -112,9 +112,10 @@ class _RunObserver:
         """Seconds from the first span's start to the last span's end in this process."""
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
-    def on_plan(self, plan: dict[str, Any]) -> None:
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self._signals.interrupts_main = False
         self._run.save_recipe()
+        self._run.write_plan(plan, predicted)
         self._display.plan(plan)
         self._log.set_state("running")
 

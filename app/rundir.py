@@ -2,6 +2,9 @@
 
 ```
 recipe.json     the resolved recipe
+plan.json       the forecast it began with  (engine.forecast)
+calibration.json   what was measured of its ops for that forecast
+predicted.jsonl one line per op of the forecast's step   (engine.events.Span)
 metrics.jsonl   one line per step          (engine.events.StepMetrics)
 spans.jsonl     one line per finished op   (engine.events.Span)
 status.json     state, pid, step, total_steps, heartbeat (Unix seconds); `error` when failed
@@ -26,7 +29,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -179,6 +182,15 @@ class RunDir:
         """Write recipe.json, atomically, if the recipe has changed."""
         if read_recipe(self.path) != self.recipe:
             atomic_write(self.path / "recipe.json", to_json(self.recipe))
+
+    def write_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
+        """Write plan.json, calibration.json and predicted.jsonl, each atomically: what the run promises, and why."""
+        forecast = {"recipe": self.recipe.name, **plan}
+        calibration = forecast.pop("calibration", None)
+        atomic_write(self.path / "plan.json", json.dumps(forecast, indent=1) + "\n")
+        atomic_write(self.path / "predicted.jsonl", _spans_text(predicted))
+        if calibration is not None:
+            atomic_write(self.path / "calibration.json", json.dumps(calibration, indent=1) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, atomically."""
@@ -357,7 +369,7 @@ class RunLog:
                     offset_s = _prepare_logs(self._path, metrics.step if metrics else sys.maxsize)
                     metrics_file = (self._path / "metrics.jsonl").open("a")
                     spans_file = (self._path / "spans.jsonl").open("a")
-                spans_file.write("".join(_span_line(span, offset_s) for span in spans))
+                spans_file.write(_spans_text(spans, offset_s))
                 if metrics is not None:
                     metrics_file.write(json.dumps(_finite(dataclasses.asdict(metrics))) + "\n")
                 spans_file.flush()
@@ -368,6 +380,10 @@ class RunLog:
         for file in (metrics_file, spans_file):
             if file is not None:
                 file.close()
+
+
+def _spans_text(spans: Iterable[Span], offset_s: float = 0.0) -> str:
+    return "".join(_span_line(span, offset_s) for span in spans)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,32 @@ def write_trace(run_path: Path, out: Path) -> int:
     spans_path = run_path / "spans.jsonl"
     if not spans_path.exists():
         raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not done")
+    return write_spans(_spans_of(spans_path), run_path.resolve().name, out)
+
+
+def _spans_of(path: Path) -> Iterator[Span]:
+    for line in read_jsonl(path):
+        try:
+            yield Span(**line)
+        except TypeError as error:
+            raise UserError(f"{path}: a line is not a span ({error})") from None
+
+
+def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:
+    """Write the trace of `spans`, roughly in the order of their ends, to `out`; returns their number.
+
+    Raises UserError when `out` cannot be written.
+    """
     tracks = _Tracks()
     count = 0
     temporary = out.with_name(out.name + ".tmp")
     try:
         with temporary.open("w") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for line in read_jsonl(spans_path):
-                try:
-                    span = Span(**line)
-                except TypeError as error:
-                    raise UserError(f"{spans_path}: a line is not a span ({error})") from None
+            for span in spans:
                 file.write(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
                 count += 1
-            names = tracks.names(run_path.resolve().name)
+            names = tracks.names(name)
             file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
         os.replace(temporary, out)
     except OSError as error:

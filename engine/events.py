@@ -47,8 +47,11 @@ class StepMetrics:
 class Observer(Protocol):
     """Receives the events of a run on the training thread; must never block for long."""
 
-    def on_plan(self, plan: dict[str, Any]) -> None:
-        """The plan, as JSON-ready data, before the first step."""
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
+        """The forecast (engine/forecast.py) as JSON-ready data, with its `calibration`, before the first step.
+
+        `predicted`: the spans of the forecast's step, counted from that step's start.
+        """
 
     def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
         """A step's gradient is complete; `spans` finished since the last call."""

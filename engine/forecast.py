@@ -31,11 +31,15 @@ def forecast(
     found: Found,
     calibration: Calibration | None = None,
     batch: Sequence[MicroBatch] | None = None,
+    simulation: Simulation | None = None,
 ) -> dict[str, Any]:
-    """The forecast of the best plan found. `batch`: a typical step's; None: every row is one document."""
+    """The forecast of the best plan found.
+
+    `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
+    """
     plan, train = found.plan, task.train
-    documents = None if batch is None else [m.documents for m in batch]
-    simulation = predict(plan, machine, calibration, documents)
+    if simulation is None:
+        simulation = predict(plan, machine, calibration, None if batch is None else [m.documents for m in batch])
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
     tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
     wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths).total

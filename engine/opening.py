@@ -19,7 +19,7 @@ from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, 
 from engine.data import DataLoader, MicroBatch
 from engine.device import resolve_device, why_no_cuda
 from engine.events import Observer
-from engine.forecast import forecast
+from engine.forecast import forecast, predict
 from engine.model import ModelSpec, initial_constants, initialize
 from engine.optimizer import can_compile
 from engine.plan import Choice, Plan
@@ -140,9 +140,10 @@ def open_session(
     kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
     for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
         observer.on_message(line)
-    predicted = forecast(task, machine, found, calibration, batch)
+    simulation = predict(plan, machine, calibration, documents)
+    predicted = forecast(task, machine, found, calibration, batch, simulation)
     measured = None if calibration is None else calibration.to_json()
-    observer.on_plan(predicted | {"attention": kernels, "calibration": measured})
+    observer.on_plan(predicted | {"attention": kernels, "calibration": measured}, simulation.spans)
     session = Session(
         spec=spec,
         plan=plan,

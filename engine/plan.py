@@ -7,6 +7,7 @@ decides a size or a place.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -254,8 +255,20 @@ class Plan:
         """Elements of the largest part of any buffer."""
         return max(buffer.part_numel for buffer in self.buffers.values())
 
+    def _saved(self) -> dict[str, dict[str, Any]]:
+        """Buffer -> chunks of its layer by what is saved of them, and those whose records are not in RAM."""
+        kept, spilled, held = _counts(self.kept), _counts(self.spilled), _counts(self.held)
+        found = {name: {"saved": {}, "spilled": 0, "held": 0} for name in self.buffers}
+        for i, block in enumerate(self.blocks):
+            if block.role == "layer" and block.name in found:
+                rest = "input" if i in self.recomputed or not block.attends else "attention"
+                saved = {"everything": kept[i], "attention": 0, "input": 0} | {rest: len(self.chunks) - kept[i]}
+                found[block.name] = {"saved": saved, "spilled": spilled[i], "held": held[i]}
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """The plan for people and files: tier of every kind of every block, slots, bytes per tier."""
+        saved = self._saved()
         return {
             "blocks": [
                 {
@@ -264,6 +277,7 @@ class Plan:
                     "state": b.state,
                     "gradient": b.gradient,
                     "bytes": b.numel * (self.problem.compute_bytes + 3 * FP32),
+                    **saved[b.name],
                 }
                 for b in self.buffers.values()
             ],
@@ -282,6 +296,10 @@ class Plan:
             "activation_stages": self.activation_stages,
             "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
         }
+
+
+def _counts(keys: frozenset[tuple[int, int]]) -> Counter[int]:
+    return Counter(block for block, _ in keys)
 
 
 def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> tuple[Chunk, ...]:

@@ -18,8 +18,8 @@ from engine.plan import Choice, Plan, Problem
 from engine.planner import make_plan
 from engine.prepare import make_problem
 from engine.presets import GENERIC, stored_machine
-from engine.search import Found, chunk_options, search
-from storage.errors import UserError
+from engine.search import Found, chunk_options, search, why_not
+from storage.errors import BudgetError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,10 @@ class Task:
     def plan(self, choice: Choice) -> Plan:
         """The plan of one choice, with the longest chunk there is. Raises BudgetError."""
         return make_plan(self.problem(self.chunks[-1]), choice)
+
+    def refusal(self) -> BudgetError | None:
+        """Why no plan fits, of the combination that needs least; None where one does."""
+        return why_not(self.problem, self.chunks)
 
     def search(
         self,

@@ -193,13 +193,34 @@ def search(
         start = min(fitting, key=lambda chunk: abs(chunk - START_CHUNK))
         hunt.descend(hunt.candidate(start, fitting[start]), lengths)
     if not hunt.tried:
-        raise min((error for *_, error in hunt.refused), key=lambda e: e.need_bytes - e.budget_bytes)
+        raise why_not(hunt.problem, lengths) or hunt.refused[0][2]
     best = min(hunt.tried, key=rank)
     if known is not None and known[0] in lengths:
         kept = hunt.attempt(*known)
         if kept is not None and best.step_s > kept.step_s * (1 - SWITCH_GAIN):
             best = kept
     return Found(best, hunt.tried, hunt.refused)
+
+
+def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
+    """The refusal of the combination that lacks least; None as soon as one fits."""
+    refusals: list[BudgetError] = []
+    for chunk in chunks:
+        problem = problem_at(chunk)
+        values = dimensions(problem, -(-problem.rows * problem.row_tokens // chunk))
+        for combination in itertools.product(*values.values()):
+            try:
+                make_plan(problem, Choice(**dict(zip(values, combination, strict=True))))
+                return None
+            except BudgetError as error:
+                refusals.append(error)
+    return min(refusals, key=_lack)
+
+
+def _lack(error: BudgetError) -> tuple[int, int]:
+    """Which refusal is worth most: that of the last tier placed, then what is missing least."""
+    order = ["nvme", "ram", "gpu"]
+    return order.index(error.tier) if error.tier in order else len(order), error.need_bytes - error.budget_bytes
 
 
 def _first_fit(hunt: _Search, chunk: int, values: dict[str, list[Any]]) -> Plan | None:

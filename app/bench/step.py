@@ -148,7 +148,7 @@ class _StepClock:
         self.times_s: list[float] = []
         self._last = time.perf_counter()
 
-    def on_plan(self, plan: dict[str, Any]) -> None:
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         print(json_module.dumps(plan), file=sys.stderr)
         self._last = time.perf_counter()
 

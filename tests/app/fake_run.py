@@ -45,7 +45,7 @@ def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint:
     fail_at, _, fail_how = os.environ.get("FAKE_FAIL_AT", "0:").partition(":")
     step_s = float(os.environ.get("FAKE_STEP_S", "0.01"))
     begin = time.monotonic()
-    observer.on_plan(PLAN)
+    observer.on_plan(PLAN, [])
     stopped = False
     for step in range(first + 1, train.steps + 1):
         start = time.monotonic() - begin

@@ -40,7 +40,7 @@ class Silent:
         self.plan: dict[str, Any] = {}
         self._stop_after = stop_after
 
-    def on_plan(self, plan: dict[str, Any]) -> None:
+    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.plan = plan
 
     def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:

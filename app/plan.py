@@ -1,0 +1,74 @@
+"""`penstock plan`: a recipe's forecast for this machine or another, from its config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.recipe import Recipe
+from storage.errors import BudgetError
+
+if TYPE_CHECKING:
+    from engine.machine import Machine
+    from engine.planning import Task
+
+
+def plan_recipe(
+    recipe: Recipe, machine: str | None = None, *, advice: bool = True, trace: Path | None = None
+) -> dict[str, Any]:
+    """The forecast of a recipe: no weights are read, and nothing is written but `trace`.
+
+    `machine`: preset or profile file; None takes the recipe's, or this machine. `advice` False leaves out what is found
+    by planning again: what one change would help most, and the tokens that make it compute-bound. `trace`: file for the
+    simulated step as a Chrome trace, where the plan fits.
+    """
+    from app.trace import write_spans
+    from engine.advice import best_change, fixes
+    from engine.corpus import require_text
+    from engine.forecast import compute_bound_tokens, forecast, refusal
+    from engine.reduce import estimate
+
+    require_text(recipe.data)
+    on, task = recipe_task(recipe, machine)
+    result: dict[str, Any] = {"recipe": recipe.name}
+    folder = recipe.model.path
+    if folder is not None and not Path(folder).expanduser().exists():
+        result["note"] = f"shape from the recipe: {folder} is not there"
+    try:
+        found = task.search(on)
+    except BudgetError as error:
+        result |= refusal(task, on, error)
+        sizes = {"gpu": on.gpu_bytes, "ram": on.ram_bytes, "nvme": on.nvme_bytes}
+        result["refusal"]["changes"] = [change.to_json() for change in fixes(task, sizes)]
+        return result
+    result |= forecast(task, on, found)
+    if advice:
+        result["best_change"] = best_change(task, on, found, result["tokens_per_step"])
+        result["compute_bound_tokens"] = compute_bound_tokens(task, on, found)
+    if trace is not None:
+        write_spans(estimate(found.plan, on, full=True).spans, f"{recipe.name}, planned", trace)
+    return result
+
+
+def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
+    """The machine, and what has to be planned for it."""
+    import torch
+
+    from engine.config import TrainConfig
+    from engine.planning import Task, machine_budgets, run_budgets, this_machine
+    from engine.prepare import model_config, model_spec
+    from engine.presets import find_machine
+
+    name = machine or recipe.machine
+    on = find_machine(name) if name else this_machine()
+    train: TrainConfig = recipe.train
+    config = model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size)
+    spec = model_spec(config, recipe.data)
+    if name:
+        budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
+    else:
+        where = torch.device("cuda" if torch.cuda.is_available() and train.device != "cpu" else "cpu")
+        drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
+        budgets, device = run_budgets(recipe.budgets, where, drives, new=True), where.type
+    task = Task(spec=spec, data=recipe.data, train=train, storage=recipe.storage, budgets=budgets, device_type=device)
+    return on, task
