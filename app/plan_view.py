@@ -116,14 +116,14 @@ def _tiers(tiers: dict[str, Any], width: int, bars: tuple[str, str]) -> list[Tex
     return lines
 
 
-def _largest(parts: dict[str, int]) -> str:
+def _largest(parts: dict[str, int]) -> list[str]:
     """The biggest parts of a tier, and the sum of those that are not named."""
     found = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
     named, rest = found[:_PARTS], found[_PARTS:]
     texts = [f"{name} {bytes_text(size)}" for size, name in named]
     if rest:
         texts.append(f"{len(rest)} more {bytes_text(sum(size for size, _ in rest))}")
-    return ", ".join(texts)
+    return texts
 
 
 def _blocks(forecast: dict[str, Any], width: int, max_rows: int) -> list[Text]:
@@ -189,7 +189,7 @@ def _block_row(members: list[dict[str, Any]], chunks: int, scattered: bool = Fal
     return [name, *tiers, bytes_text(sum(block["bytes"] for block in members)), _saved(members, chunks)]
 
 
-def _saved(members: list[dict[str, Any]], chunks: int) -> str:
+def _saved(members: list[dict[str, Any]], chunks: int) -> list[str]:
     """What backward finds of these blocks' chunks: `attention`, or `everything 3, input 5`; where it lies, unless in
     RAM."""
     total = chunks * len(members)
@@ -199,12 +199,12 @@ def _saved(members: list[dict[str, Any]], chunks: int) -> str:
             counts[level] = counts.get(level, 0) + count
     found = {level: count for level, count in counts.items() if count}
     if not found:
-        return "-"
+        return ["-"]
     texts = [level if count == total else f"{level} {_part(count, total)}" for level, count in found.items()]
     for key, where in (("spilled", "on NVMe"), ("held", "on the GPU")):
         if count := sum(block.get(key) or 0 for block in members):
             texts.append(f"{_part(count, total)} {where}")
-    return ", ".join(texts)
+    return texts
 
 
 def _part(count: int, total: int) -> str:
@@ -354,16 +354,14 @@ def _wrapped(text: str, width: int, indent: str = "", style: str = "") -> list[T
     return [Text(line, style=style) for line in lines]
 
 
-def _hanging(prefix: Text, text: str, width: int, style: str = "") -> list[Text]:
-    """`text` behind `prefix`, wrapped at its commas in the column where it starts; below it where there is no room."""
-    items = text.split(", ")
+def _hanging(prefix: Text, items: Sequence[str], width: int, style: str = "") -> list[Text]:
+    """The items behind `prefix`, wrapped between them in the column where they start; below it where room is short."""
     room = width - len(prefix)
-    if max(map(len, items)) + 1 > room:
+    if max(map(len, items), default=0) + 1 > room:
         prefix.rstrip()
-        return [prefix, *_wrapped(text, width, "    ")]
+        return [prefix, *_wrapped(", ".join(items), width, "    ")]
     pieces = [piece + "," for piece in _fill(items, ", ", room - 1)]
-    pieces[-1] = pieces[-1].removesuffix(",")
-    first = prefix + Text(pieces[0], style=style)
+    first = prefix + Text("".join(pieces[:1]).removesuffix("," if len(pieces) < 2 else ""), style=style)
     first.rstrip()
     return [first, *(Text(" " * len(prefix) + piece) for piece in pieces[1:])]
 

@@ -41,8 +41,8 @@ def applied(task: Task, values: Mapping[str, Any]) -> Task:
     for name, value in values.items():
         section, _, field = name.partition(".")
         if section == "budgets":
-            budgets = replace(task.budgets, **{field: parse_bytes(value, name)})
-            task = replace(task, budgets=budgets)
+            sizes: dict[str, Any] = {field: parse_bytes(value, name)}
+            task = replace(task, budgets=replace(task.budgets, **sizes))
         else:
             changed = {f.name: getattr(getattr(task, section), f.name) for f in fields(getattr(task, section))}
             task = replace(task, **{section: type(getattr(task, section))(**(changed | {field: value}))})
@@ -133,7 +133,7 @@ def best_change(task: Task, machine: Machine, found: Found, tokens_per_step: int
     best: tuple[float, dict[str, Any]] | None = None
     for change, other, on in _improvements(task, machine):
         try:
-            tried = other.search(on)
+            tried = other.search(on, only=(found.best.chunk_tokens, found.best.choice))
         except BudgetError:
             continue
         scale = other.train.sequences_per_step / task.train.sequences_per_step

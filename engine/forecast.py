@@ -15,7 +15,7 @@ from engine.ops import LANES
 from engine.plan import FP32, STATE_KINDS, Choice, Plan
 from engine.planning import Task
 from engine.reduce import estimate, num_ops
-from engine.search import Found
+from engine.search import Found, promised_s
 from engine.simulate import Simulation
 from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
@@ -41,6 +41,7 @@ def forecast(
     if simulation is None:
         simulation = predict(plan, machine, calibration, None if batch is None else [m.documents for m in batch])
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
+    step_s = promised_s(simulation.step_s)
     tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
     wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
@@ -51,22 +52,22 @@ def forecast(
         "context": task.data.sequence_length,
         "tokens_per_step": tokens,
         "steps": train.steps,
-        "step_s": simulation.step_s,
-        "tokens_per_s": tokens / simulation.step_s,
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s,
         "bound_by": simulation.bound_by,
         "lanes": {
             lane: {
                 "busy_s": simulation.busy_s[lane],
                 "bytes": simulation.bytes[lane],
-                "share": min(1.0, simulation.busy_s[lane] / simulation.step_s),
+                "share": min(1.0, simulation.busy_s[lane] / step_s),
             }
             for lane in LANES
         },
         "bytes_per_step": simulation.bytes,
         "model_flops": wanted,
         "executed_flops": done,
-        "mfu": mfu(wanted, simulation.step_s, peak),
-        "hfu": hfu(done, simulation.step_s, peak),
+        "mfu": mfu(wanted, step_s, peak),
+        "hfu": hfu(done, step_s, peak),
         "run": whole_run(task, machine, plan, simulation),
         "budgets": task.budgets.why,
         "reasons": reasons(found),
@@ -157,7 +158,11 @@ def whole_run(task: Task, machine: Machine, plan: Plan, simulation: Simulation) 
                 "endurance_share": None if endurance is None else written / drives / endurance,
             }
         )
-    return {"seconds": steps * simulation.step_s + commits * held_up_s, "commits": commits, "drives": shares}
+    return {
+        "seconds": steps * promised_s(simulation.step_s) + commits * held_up_s,
+        "commits": commits,
+        "drives": shares,
+    }
 
 
 def _state_files(part_numel: int) -> int:
