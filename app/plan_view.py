@@ -26,6 +26,8 @@ _TARGETS = ("weights", "state", "gradient")
 _PARTS = 3
 """Largest parts of a tier that are named."""
 _BAR = 16
+_Row = tuple[list[str], list[str]]
+"""Cells of a row of blocks, and what is saved of them."""
 
 
 def print_plan(forecast: dict[str, Any], console: Console) -> None:
@@ -127,13 +129,12 @@ def _largest(parts: dict[str, int]) -> list[str]:
 
 
 def _blocks(forecast: dict[str, Any], width: int, max_rows: int) -> list[Text]:
-    rows = _block_rows(forecast["blocks"], forecast["chunks"], max_rows)
-    head = ["block", *_TARGETS, "size", "saved for backward"]
-    cells = _aligned([row[:-1] for row in (head, *rows)], "llllr")
-    lines = []
-    for row, aligned in zip((head, *rows), cells, strict=True):
-        style = "bold" if row is head else ""
-        lines += _hanging(Text("  ".join(aligned) + "  ", style=style), row[-1], width, style)
+    head = (["block", *_TARGETS, "size"], ["saved for backward"])
+    rows = [head, *_block_rows(forecast["blocks"], forecast["chunks"], max_rows)]
+    lines: list[Text] = []
+    for (_, saved), cells in zip(rows, _aligned([cells for cells, _ in rows], "llllr"), strict=True):
+        style = "" if lines else "bold"
+        lines += _hanging(Text("  ".join(cells) + "  ", style=style), saved, width, style)
     chunk = f"{forecast['chunks']:,} chunks of {forecast['chunk_tokens']:,} tokens"
     parts = [chunk, f"keys and values {forecast['kv_window']}"]
     parts += [f"{what}: {_slots(forecast[key])}" for what, key in _SLOTS.items() if forecast.get(key)]
@@ -155,7 +156,7 @@ def _slots(value: Any) -> str:
     return str(value)
 
 
-def _block_rows(blocks: Sequence[dict[str, Any]], chunks: int, max_rows: int) -> list[list[str]]:
+def _block_rows(blocks: Sequence[dict[str, Any]], chunks: int, max_rows: int) -> list[_Row]:
     """Runs of blocks that are treated alike, a row each; where these are too many, rows of like placement wherever
     they lie, then of all layers."""
 
@@ -179,14 +180,14 @@ def _block_rows(blocks: Sequence[dict[str, Any]], chunks: int, max_rows: int) ->
     return [_block_row(members, chunks, scattered=True) for members in groups.values()]
 
 
-def _block_row(members: list[dict[str, Any]], chunks: int, scattered: bool = False) -> list[str]:
+def _block_row(members: list[dict[str, Any]], chunks: int, scattered: bool = False) -> _Row:
     first, last = members[0]["name"], members[-1]["name"]
     name = first
     if len(members) > 1:
         end = last.rsplit(".", 1)[-1]
         name = f"{len(members)} of {first}-{end}" if scattered else f"{first} - {end}"
     tiers = [_joined(block[target] for block in members) for target in _TARGETS]
-    return [name, *tiers, bytes_text(sum(block["bytes"] for block in members)), _saved(members, chunks)]
+    return [name, *tiers, bytes_text(sum(block["bytes"] for block in members))], _saved(members, chunks)
 
 
 def _saved(members: list[dict[str, Any]], chunks: int) -> list[str]:
@@ -237,7 +238,7 @@ def _run(forecast: dict[str, Any], width: int) -> list[Text]:
     lines = _packed([whole, f"compute-bound from: {bound}"], "; ", width)
     for text, alike in itertools.groupby(map(_drive, run["drives"])):
         count = len(list(alike))
-        lines += _wrapped(f"{count} drives, each: {text}" if count > 1 else text, width)
+        lines += _wrapped(f"{count} drives, each {text.removeprefix('drive: ')}" if count > 1 else text, width)
     if best := forecast.get("best_change"):
         lines += _wrapped(f"helps most: {best['text']}{_gain(best, forecast)}", width, style="bold")
         lines += _settings(best["set"], width)
@@ -249,8 +250,8 @@ def _drive(drive: dict[str, Any]) -> str:
     share, endurance = drive.get("endurance_share"), drive.get("endurance_bytes")
     worn = "n/a" if share is None else _percent(share, 1 if share >= 0.01 else 3)
     of = "" if endurance is None else f" of {bytes_text(endurance)}"
-    name = f"drive {drive['path']}: " if drive.get("path") else ""
-    return f"{name}writes {written} ({step} a step), endurance used {worn}{of}"
+    name = f"drive {drive['path']}" if drive.get("path") else "drive"
+    return f"{name}: writes {written} ({step} a step), endurance used {worn}{of}"
 
 
 def _gain(best: dict[str, Any], forecast: dict[str, Any]) -> str:
@@ -360,8 +361,9 @@ def _hanging(prefix: Text, items: Sequence[str], width: int, style: str = "") ->
     if max(map(len, items), default=0) + 1 > room:
         prefix.rstrip()
         return [prefix, *_wrapped(", ".join(items), width, "    ")]
-    pieces = [piece + "," for piece in _fill(items, ", ", room - 1)]
-    first = prefix + Text("".join(pieces[:1]).removesuffix("," if len(pieces) < 2 else ""), style=style)
+    *filled, last = _fill(items, ", ", room - 1) or [""]
+    pieces = [*(piece + "," for piece in filled), last]
+    first = prefix + Text(pieces[0], style=style)
     first.rstrip()
     return [first, *(Text(" " * len(prefix) + piece) for piece in pieces[1:])]
 

@@ -59,7 +59,7 @@ def test_every_number_is_there(width: int) -> None:
         "optimizer 41.0 s 6% -",
         "nvme_write 571 s 85% 1.56 TiB",
         "2,000 steps in 15d13h",
-        "writes 1562.50 TiB (800.0 GiB a step), endurance used 11.4% of 13671.88 TiB",
+        "drive: writes 1562.50 TiB (800.0 GiB a step), endurance used 11.4% of 13671.88 TiB",
         "drive /mnt/b: writes 1464.84 TiB (750.0 GiB a step), endurance used n/a",
         "compute-bound from: 306,500 tokens a step",
         "twice as many sequences in a step: 17m45s a step, 492 tokens/s (+26%)",
@@ -140,7 +140,13 @@ def test_what_is_not_known_reads_na() -> None:
 def test_drives_alike_share_a_line() -> None:
     forecast = fitting()
     forecast["run"]["drives"] = [forecast["run"]["drives"][0]] * 2
-    assert shown(forecast, 100).count("2 drives, each: writes 1562.50 TiB (800.0 GiB a step), ") == 1
+    assert shown(forecast, 100).count("2 drives, each writes 1562.50 TiB (800.0 GiB a step), ") == 1
+
+
+def test_names_with_commas_are_not_taken_apart() -> None:
+    forecast = fitting()
+    forecast["tiers"]["nvme"]["parts"] = {"spilled activations": 400 * GIB, "state, two generations": 2800 * GIB}
+    assert "state, two generations 2.73 TiB,\n" in shown(forecast, 100)
 
 
 def test_active_parameters_of_a_sparse_model() -> None:
