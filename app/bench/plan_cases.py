@@ -77,17 +77,17 @@ class PlanCase:
 CASES: tuple[PlanCase, ...] = (
     PlanCase(
         name="1m-gpu",
-        about="tied, all in GPU memory",
+        about="tied, hardly any RAM",
         model=_1M,
         context=1024,
         sequences=16,
         gpu="1GiB",
-        ram="128MiB",
+        ram="32MiB",
         train={"chunk_tokens": 1024},
     ),
     PlanCase(
         name="7m-ram-fp32",
-        about="state in RAM, computes in float32",
+        about="computes in float32",
         model=_7M,
         context=2048,
         sequences=2,
@@ -97,7 +97,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="7m-nvme",
-        about="state on NVMe, two sequences a micro-batch",
+        about="little RAM, two sequences a micro-batch",
         model=_7M,
         context=1024,
         sequences=4,
@@ -107,7 +107,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="29m-ram",
-        about="state in RAM, chunk chosen by the plan",
+        about="chunk chosen by the plan",
         model=_29M,
         context=1024,
         sequences=2,
@@ -136,7 +136,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="29m-nvme-tied",
-        about="tied, state and weights on NVMe",
+        about="tied, little RAM, bfloat16 gradients",
         model=_29M | {"tie_embeddings": True},
         context=1024,
         sequences=2,
@@ -155,7 +155,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="16m-4k-streamed",
-        about="long context, streamed window, activations spilled",
+        about="long context, streamed window, little RAM",
         model=_16M,
         context=4096,
         gpu="112MiB",
@@ -173,7 +173,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="moe",
-        about="8 experts, 2 a token, state in RAM",
+        about="8 experts, 2 a token",
         model=_MOE,
         context=1024,
         sequences=2,
@@ -183,7 +183,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="75m-mixed",
-        about="state partly in RAM, partly on NVMe",
+        about="RAM for part of the state",
         model=_75M,
         context=1024,
         gpu="208MiB",
@@ -192,7 +192,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="168m-ram-compiled",
-        about="state in RAM, compiled",
+        about="compiled",
         model=_168M,
         context=512,
         sequences=2,
@@ -202,7 +202,7 @@ CASES: tuple[PlanCase, ...] = (
     ),
     PlanCase(
         name="168m-nvme-compiled",
-        about="state on NVMe, compiled",
+        about="compiled, little RAM, bfloat16 gradients",
         model=_168M,
         context=512,
         sequences=2,

@@ -141,22 +141,11 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
 
 
 def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
-    """The forecast of a recipe on a preset, from its shape alone, or its refusal."""
+    """The forecast of a recipe on a preset, or its refusal without looking for what would make it fit."""
+    from app.plan import recipe_task
     from engine.forecast import forecast, refusal
-    from engine.planning import Task, machine_budgets
-    from engine.prepare import model_config, model_spec
-    from engine.presets import find_machine
 
-    profile = find_machine(machine)
-    config = model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size)
-    task = Task(
-        spec=model_spec(config, recipe.data),
-        data=recipe.data,
-        train=recipe.train,
-        storage=recipe.storage,
-        budgets=machine_budgets(recipe.budgets, profile),
-        device_type="cpu" if profile.gpu is None else "cuda",
-    )
+    profile, task = recipe_task(recipe, machine)
     try:
         return forecast(task, profile, task.search(profile))
     except BudgetError as error:

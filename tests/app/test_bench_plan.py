@@ -17,7 +17,9 @@ from engine.config import parse_bytes
 from storage.errors import UserError
 
 
-def finished(run_dir: Path, *, step_times_s: list[float], gpu: float = 1.0, nvme: float = 1.0) -> None:
+def finished(
+    run_dir: Path, *, step_times_s: list[float], gpu: float = 1.0, nvme: float = 1.0, on_gpu: bool = True
+) -> None:
     """A run directory of the sample forecast whose peaks are these shares of what was planned."""
     run_dir.mkdir(parents=True)
     forecast = fitting()
@@ -26,8 +28,9 @@ def finished(run_dir: Path, *, step_times_s: list[float], gpu: float = 1.0, nvme
         name: {"budget_bytes": tier["budget_bytes"], "peak_bytes": int(tier["peak_bytes"] * shares[name])}
         for name, tier in forecast["tiers"].items()
     }
+    gpu_memory = {"allocated_bytes": 1} if on_gpu else None
     (run_dir / "plan.json").write_text(json.dumps(forecast))
-    (run_dir / "summary.json").write_text(json.dumps({"tiers": tiers}))
+    (run_dir / "summary.json").write_text(json.dumps({"tiers": tiers, "gpu_memory": gpu_memory}))
     lines = [json.dumps({"step": i, "step_s": s}) + "\n" for i, s in enumerate(step_times_s, start=1)]
     (run_dir / "metrics.jsonl").write_text("".join(lines))
 
@@ -62,6 +65,17 @@ def test_the_comparison_by_hand(tmp_path: Path) -> None:
     assert [row["tiers"][name]["within"] for name in ("gpu", "ram", "nvme")] == [True, True, False]
 
 
+def test_without_a_gpu_temporaries_are_not_compared(tmp_path: Path) -> None:
+    finished(tmp_path / "run", step_times_s=[1.0, 1.0], gpu=67 / 72, on_gpu=False)
+    # 72 GiB were planned, 5 of them as workspace.
+    assert compare(tmp_path / "run")["tiers"]["gpu"] == {
+        "planned": 67 * GIB,
+        "measured": 67 * GIB,
+        "ratio": 1.0,
+        "within": True,
+    }
+
+
 def test_what_was_not_planned_must_not_be_used() -> None:
     assert bench_plan_module._pair(0, 0, 0.05) == {"planned": 0, "measured": 0, "ratio": None, "within": True}
     assert not bench_plan_module._pair(0, 4096, 0.05)["within"]
@@ -91,13 +105,16 @@ def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [path.name for path in tmp_path.iterdir()] == ["planning.md"]  # run directories are gone
     text = page.read_text()
     assert "penstock bench plan --save docs/results/planning.md" in text
-    assert "| 1m-gpu | tied, all in GPU memory | 122610.1M | 32,768, 262,144 | 67.7 GiB of 72.0 GiB: 0.940! |" in text
+    assert (
+        "| 1m-gpu | tied, hardly any RAM | 122610.1M | 32,768, 262,144 | ram 1%, nvme 99% | "
+        "67.7 GiB of 72.0 GiB: 0.940! |" in text
+    )
     assert "15m00s of 11m11s: 1.340! | nvme_read |" in text
-    assert "| moe | 8 experts, 2 a token, state in RAM | failed: case moe: exit 1: |" in text
+    assert "| moe | 8 experts, 2 a token | failed: case moe: exit 1: |" in text
     assert "- peaks of all tiers within 5%: 1 of 3; largest deviation gpu 6.0%, ram 0.0%, nvme 0.0%" in text
     assert "- step time within 15%: 1 of 3; largest deviation 34.0%" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in rows} == {10}
+    assert {line.count("|") for line in rows} == {11}
     out, err = capsys.readouterr()
     assert "1.340!" in out
     assert err.splitlines()[0].startswith("1/3 1m-gpu: measured over planned: gpu 0.940!, ram 1.000, nvme 1.000, step ")
