@@ -1,0 +1,241 @@
+"""Seconds of each op, worked by hand from round rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from small_problems import problem, some_plan
+
+from engine.costs import (
+    CLIP_S,
+    COMMIT_S,
+    COPY_S,
+    DISK_S,
+    LAUNCH_S,
+    Calibration,
+    Costs,
+    Sample,
+    attention_rate,
+    op_kind,
+    representatives,
+)
+from engine.machine import AttentionRate, Drive, Machine
+from engine.ops import WHOLE, Op
+from engine.plan import BlockShape, Choice, Plan
+from engine.schedule import ScheduleBuilder
+
+MACHINE = Machine(
+    name="round",
+    source="made up",
+    gpu="X",
+    gpu_bytes=10**12,
+    ram_bytes=10**12,
+    cores=1,
+    numa_nodes=1,
+    matmul_flops=1e9,
+    attention=(
+        AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=2e9, backward_flops=1e9),
+        AttentionRate(head_dim=8, chunk_tokens=512, forward_flops=8e9, backward_flops=8e9),
+        AttentionRate(head_dim=64, chunk_tokens=64, forward_flops=9e9, backward_flops=9e9),
+    ),
+    h2d_bytes_per_s=1e6,
+    d2h_bytes_per_s=2e6,
+    duplex_share=0.5,
+    gpu_copy_bytes_per_s=1e8,
+    ram_copy_bytes_per_s=1e8,
+    drives=(
+        Drive(path=None, size_bytes=10**12, read_bytes_per_s=4e5, write_bytes_per_s=1e5),
+        Drive(path=None, size_bytes=10**12, read_bytes_per_s=5e5, write_bytes_per_s=2e5),
+    ),
+    drives_share=0.5,
+    drive_duplex_share=0.8,
+    optimizer_params_per_s=1e6,
+)
+LAUNCH = LAUNCH_S["gpu"]
+HIDDEN_BYTES = 64 * 32 * 2
+"""Of a chunk: 64 tokens, 32 wide, bfloat16."""
+NUMEL = 8192
+"""Parameters of a layer."""
+LAYER, PROJECTION, UNREAD = 16_384, 4_096, 2_048
+"""FLOPs a token of all its products, of those that make queries, keys and values, of those that backward leaves out."""
+WEIGHTS_S = NUMEL * 2 / 1e8
+"""Reading a layer's weights once."""
+SUMS_S = NUMEL * (2 + 2 * 4) / 1e8
+"""Its gradients in bfloat16 are added to float32 sums, which are read and written."""
+GRAPH_BYTES = 700
+"""Elementwise work passes what a graph would keep of a token through memory."""
+
+
+def a_plan(streamed: bool = False, **changes: Any) -> Plan:
+    """Two chunks of 64 tokens, or eight of 16, of a row of 128; layers as above and a head of 16,384 parameters."""
+    size = {"row_tokens": 128, "micro_batches": 1, "chunk_tokens": 16 if streamed else 64, "kv_window": "auto"}
+    return some_plan(problem(**(size | changes)), Choice(streamed=streamed))
+
+
+def an_op(action: str, lane: str = "compute", index: int = 0, **changes: Any) -> Op:
+    values: dict[str, Any] = {"id": 0, "lane": lane, "action": action, "block": "layers.1", "index": index, "step": 1}
+    values |= {"reads": (), "writes": (), "deps": ()}
+    return Op(**(values | changes))
+
+
+def seconds(op: Op, plan: Plan | None = None, calibration: Calibration | None = None, **changes: Any) -> float:
+    return Costs(plan or a_plan(), replace(MACHINE, **changes), calibration).seconds(op)
+
+
+def test_a_layer_forward() -> None:
+    # First chunk: 64 x 65 / 2 = 2,080 pairs of 4 heads x (2 x 8 for q.k + 2 x 8 for p.v) FLOPs.
+    attention = 2_080 * 4 * (2 * 8 + 2 * 8) / 2e9
+    expected = LAUNCH + 64 * LAYER / 1e9 + attention + 64 * GRAPH_BYTES / 1e8
+    assert seconds(an_op("layer_forward")) == pytest.approx(expected)
+    # Second chunk: each query also sees the 64 keys of the first.
+    later = expected + 64 * 64 * 4 * (2 * 8 + 2 * 8) / 2e9
+    assert seconds(an_op("layer_forward", index=1)) == pytest.approx(later)
+    # Two documents of 96 and 32 tokens: of the second chunk 32 queries see 64 keys before it and 32 x 33 / 2 of its own
+    # between them, the others 32 x 33 / 2.
+    pairs = 32 * 64 + 2 * (32 * 33 // 2)
+    costs = Costs(a_plan(), MACHINE, None, [[0, 96]])
+    assert costs.seconds(an_op("layer_forward", index=1)) == pytest.approx(
+        expected - attention + attention * pairs / 2_080
+    )
+
+
+def test_a_layer_backward() -> None:
+    # The forward again without what nobody reads, then twice the forward: gradients of inputs and of weights.
+    matmul = 64 * (LAYER - UNREAD + 2 * LAYER) / 1e9
+    attention = 2_080 * 4 * (6 * 8 + 4 * 8) / 1e9  # q.k again, dq, dk; dp, dv
+    passes = (LAYER - UNREAD + 2 * LAYER) / LAYER
+    expected = 2 * LAUNCH + matmul + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
+    assert seconds(an_op("layer_backward")) == pytest.approx(expected, rel=1e-4)
+    # Of a kept graph nothing is computed again.
+    passes = 2
+    kept = 2 * LAUNCH + 64 * 2 * LAYER / 1e9 + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
+    assert seconds(an_op("layer_backward", flags=frozenset({"kept"}))) == pytest.approx(kept, rel=1e-4)
+    # The first chunk of a step zeroes the sums.
+    zeroing = an_op("layer_backward", flags=frozenset({"zero:layers.1", "zero:dkv"}))
+    assert seconds(zeroing) == pytest.approx(expected + NUMEL * 4 / 1e8, rel=1e-4)
+
+
+def test_few_tokens_wait_for_the_weights() -> None:
+    fast = {"matmul_flops": 1e15}
+    with_weights = LAUNCH + WEIGHTS_S + 64 * GRAPH_BYTES / 1e8 + 2_080 * 4 * 32 / 2e9
+    assert seconds(an_op("layer_forward"), **fast) == pytest.approx(with_weights)
+
+
+def test_attention_computed_again() -> None:
+    # Queries, keys and values of the chunk, then attention: a quarter of the layer's products.
+    expected = LAUNCH + 64 * PROJECTION / 1e9 + 2_080 * 4 * 32 / 2e9 + PROJECTION / LAYER * 64 * GRAPH_BYTES / 1e8
+    assert seconds(an_op("layer_again")) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_streamed_window() -> None:
+    plan = a_plan(streamed=True)
+    # 16 queries and a chunk of 16 earlier keys: 256 pairs; of its own keys: 16 x 17 / 2.
+    earlier, own = (an_op("attend", index=3, slots={"keys": keys}) for keys in (1, 3))
+    assert seconds(earlier, plan) == pytest.approx(LAUNCH + 256 * 4 * 32 / 2e9)
+    assert seconds(own, plan) == pytest.approx(LAUNCH + 136 * 4 * 32 / 2e9)
+    backward = an_op("attend_backward", index=3, slots={"keys": 1})
+    assert seconds(backward, plan) == pytest.approx(LAUNCH + 256 * 4 * (6 * 8 + 4 * 8) / 1e9)
+    # Up to attention and after it there are no pairs: projections alone, 16 tokens.
+    project = LAUNCH + max(16 * PROJECTION / 1e9, WEIGHTS_S / 4) + 16 * GRAPH_BYTES / 4 / 1e8
+    assert seconds(an_op("layer_project", index=3), plan) == pytest.approx(project, rel=1e-4)
+
+
+def test_a_window_of_a_few_tokens() -> None:
+    plan = a_plan(sliding=frozenset({1}))
+    # A window of 20: 20 x 21 / 2 pairs of the first 20 queries, 20 of each of the other 44.
+    few = 2_080 - (210 + 44 * 20)
+    full = seconds(an_op("layer_forward"))
+    assert seconds(an_op("layer_forward"), plan) == pytest.approx(full - few * 4 * 32 / 2e9)
+
+
+def test_embedding_and_head() -> None:
+    assert seconds(an_op("embed_forward", block="embed")) == pytest.approx(LAUNCH + 6 * HIDDEN_BYTES / 1e8)
+    # 8 pages of 2,048 parameters: 16,384 / 32 = 512 entries of the vocabulary; forward and backward three times.
+    flops = 64 * 3 * 2 * 16_384
+    moved = 12 * 512 * 64 + 8 * HIDDEN_BYTES + 16_384 * (2 + 8)
+    expected = 2 * LAUNCH + flops / 1e9 + moved / 1e8
+    assert seconds(an_op("head", block="head")) == pytest.approx(expected)
+
+
+def test_updates_and_norms() -> None:
+    # Parts of 4,096 parameters, at 10^6 a second.
+    assert seconds(an_op("update", "optimizer")) == pytest.approx(COPY_S + 4_096 / 1e6)
+    assert seconds(an_op("update_on_gpu", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 30 / 1e8)
+    assert seconds(an_op("norm", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 4 / 1e8)
+    assert seconds(an_op("clip", "optimizer")) == CLIP_S
+    assert seconds(an_op("commit", "nvme_write")) == COMMIT_S
+
+
+def test_copies() -> None:
+    assert seconds(an_op("load_x", "h2d", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 1e6)
+    assert seconds(an_op("store_x", "d2h", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 2e6)
+    # What is held stays on the GPU: read and written at its own rate.
+    plan = replace(a_plan(), held=frozenset({(2, 0)}))
+    held = an_op("load_x", "h2d", nbytes=10_000, reads=(("record.x", 2, 0),))
+    assert seconds(held, plan) == pytest.approx(COPY_S + 2 * 10_000 / 1e8)
+    other = an_op("load_x", "h2d", nbytes=10_000, reads=(("record.x", 1, 0),))
+    assert seconds(other, plan) == pytest.approx(COPY_S + 10_000 / 1e6)
+
+
+def test_drives() -> None:
+    # Two drives, each at the slower one's rate, together half of that: 400,000 and 100,000 bytes a second.
+    assert seconds(an_op("read_state", "nvme_read", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 4e5)
+    assert seconds(an_op("write_state", "nvme_write", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 1e5)
+    # Weights that go straight to the GPU cross its link on their way.
+    whole = an_op("read_weights_whole", "nvme_read", nbytes=10_000)
+    assert seconds(whole, h2d_bytes_per_s=1e5) == pytest.approx(10_000 / 1e5)
+    assert seconds(whole, h2d_bytes_per_s=1e5, gpu=None) == pytest.approx(DISK_S + 10_000 / 4e5)
+
+
+def test_one_sample_corrects_the_formula_by_a_ratio() -> None:
+    op, other = an_op("layer_forward"), an_op("layer_forward", index=1)
+    plain = [seconds(o) for o in (op, other)]
+    kind = op_kind(op, "layers.0")
+    assert kind == "layers.0 layer_forward"
+    calibration = Calibration(samples={kind: (Sample(tokens=64, pairs=2_080, seconds=3 * plain[0]),)})
+    found = [seconds(o, calibration=calibration) for o in (op, other)]
+    assert found == pytest.approx([3 * s for s in plain])
+    # An op that was not measured is off by as much as those that were.
+    again = an_op("layer_again")
+    assert seconds(again, calibration=calibration) == pytest.approx(3 * seconds(again))
+
+
+def test_two_samples_tell_tokens_from_pairs() -> None:
+    samples = (Sample(tokens=64, pairs=1_000, seconds=0.5), Sample(tokens=64, pairs=3_000, seconds=0.9))
+    calibration = Calibration(samples={"layers.0 layer_forward": samples})
+    # 0.4 s for 2,000 pairs more: 0.0002 s a pair, and 0.5 - 0.2 = 0.3 s for 64 tokens. The first chunk has 2,080 pairs.
+    assert seconds(an_op("layer_forward"), calibration=calibration) == pytest.approx(0.3 + 2_080 * 2e-4)
+    short = a_plan(row_tokens=96)  # chunks of 64 and 32 tokens
+    last = an_op("layer_forward", index=1)
+    pairs = 32 * 64 + 32 * 33 // 2
+    assert seconds(last, short, calibration) == pytest.approx(0.3 * 32 / 64 + pairs * 2e-4)
+    kept = an_op("layer_forward", flags=frozenset({"kept"}))
+    assert op_kind(kept, "layers.0") == "layers.0 layer_forward+kept", "measured apart"
+
+
+def test_measured_rates_replace_the_machine_s() -> None:
+    calibration = Calibration(h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e4, update_params_per_s=1e3)
+    assert seconds(an_op("load_x", "h2d", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 0.1)
+    assert seconds(an_op("store_x", "d2h", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 1.0)
+    assert seconds(an_op("update", "optimizer"), calibration=calibration) == pytest.approx(COPY_S + 4.096)
+
+
+def test_the_nearest_attention_rate() -> None:
+    assert attention_rate(MACHINE, 8, 64).forward_flops == 2e9
+    assert attention_rate(MACHINE, 16, 400).forward_flops == 8e9
+    assert attention_rate(MACHINE, 128, 4_096).forward_flops == 9e9, "the head size counts first"
+
+
+def test_blocks_that_compute_the_same_share_a_representative() -> None:
+    plan = a_plan(sliding=frozenset({1}))
+    assert representatives(plan.blocks) == ["embed", "layers.0", "layers.1", "layers.0", "head"]
+    twin = BlockShape(name="other", role="layer", buffers=("other",))
+    assert representatives([twin, replace(twin, name="another", buffers=("a", "b"))]) == ["other", "other"]
+
+
+def test_every_op_of_a_schedule_takes_time() -> None:
+    for plan in (a_plan(), a_plan(streamed=True), a_plan(gpu_budget=1, ram_budget=1)):
+        costs = Costs(plan, MACHINE)
+        assert all(0 < costs.seconds(op) < 10 for op in ScheduleBuilder(plan).step(1))
