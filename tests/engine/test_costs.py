@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from machines import ROUND
 from small_problems import problem, some_plan
 
 from engine.costs import (
@@ -21,38 +22,10 @@ from engine.costs import (
     op_kind,
     representatives,
 )
-from engine.machine import AttentionRate, Drive, Machine
 from engine.ops import WHOLE, Op
 from engine.plan import BlockShape, Choice, Plan
 from engine.schedule import ScheduleBuilder
 
-MACHINE = Machine(
-    name="round",
-    source="made up",
-    gpu="X",
-    gpu_bytes=10**12,
-    ram_bytes=10**12,
-    cores=1,
-    numa_nodes=1,
-    matmul_flops=1e9,
-    attention=(
-        AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=2e9, backward_flops=1e9),
-        AttentionRate(head_dim=8, chunk_tokens=512, forward_flops=8e9, backward_flops=8e9),
-        AttentionRate(head_dim=64, chunk_tokens=64, forward_flops=9e9, backward_flops=9e9),
-    ),
-    h2d_bytes_per_s=1e6,
-    d2h_bytes_per_s=2e6,
-    duplex_share=0.5,
-    gpu_copy_bytes_per_s=1e8,
-    ram_copy_bytes_per_s=1e8,
-    drives=(
-        Drive(path=None, size_bytes=10**12, read_bytes_per_s=4e5, write_bytes_per_s=1e5),
-        Drive(path=None, size_bytes=10**12, read_bytes_per_s=5e5, write_bytes_per_s=2e5),
-    ),
-    drives_share=0.5,
-    drive_duplex_share=0.8,
-    optimizer_params_per_s=1e6,
-)
 LAUNCH = LAUNCH_S["gpu"]
 HIDDEN_BYTES = 64 * 32 * 2
 """Of a chunk: 64 tokens, 32 wide, bfloat16."""
@@ -81,7 +54,7 @@ def an_op(action: str, lane: str = "compute", index: int = 0, **changes: Any) ->
 
 
 def seconds(op: Op, plan: Plan | None = None, calibration: Calibration | None = None, **changes: Any) -> float:
-    return Costs(plan or a_plan(), replace(MACHINE, **changes), calibration).seconds(op)
+    return Costs(plan or a_plan(), replace(ROUND, **changes), calibration).seconds(op)
 
 
 def test_a_layer_forward() -> None:
@@ -95,7 +68,7 @@ def test_a_layer_forward() -> None:
     # Two documents of 96 and 32 tokens: of the second chunk 32 queries see 64 keys before it and 32 x 33 / 2 of its own
     # between them, the others 32 x 33 / 2.
     pairs = 32 * 64 + 2 * (32 * 33 // 2)
-    costs = Costs(a_plan(), MACHINE, None, [[0, 96]])
+    costs = Costs(a_plan(), ROUND, None, [[0, 96]])
     assert costs.seconds(an_op("layer_forward", index=1)) == pytest.approx(
         expected - attention + attention * pairs / 2_080
     )
@@ -223,9 +196,9 @@ def test_measured_rates_replace_the_machine_s() -> None:
 
 
 def test_the_nearest_attention_rate() -> None:
-    assert attention_rate(MACHINE, 8, 64).forward_flops == 2e9
-    assert attention_rate(MACHINE, 16, 400).forward_flops == 8e9
-    assert attention_rate(MACHINE, 128, 4_096).forward_flops == 9e9, "the head size counts first"
+    assert attention_rate(ROUND, 8, 64).forward_flops == 2e9
+    assert attention_rate(ROUND, 16, 400).forward_flops == 8e9
+    assert attention_rate(ROUND, 128, 4_096).forward_flops == 9e9, "the head size counts first"
 
 
 def test_blocks_that_compute_the_same_share_a_representative() -> None:
@@ -237,5 +210,5 @@ def test_blocks_that_compute_the_same_share_a_representative() -> None:
 
 def test_every_op_of_a_schedule_takes_time() -> None:
     for plan in (a_plan(), a_plan(streamed=True), a_plan(gpu_budget=1, ram_budget=1)):
-        costs = Costs(plan, MACHINE)
+        costs = Costs(plan, ROUND)
         assert all(0 < costs.seconds(op) < 10 for op in ScheduleBuilder(plan).step(1))
