@@ -178,6 +178,7 @@ _WORDS: dict[str, dict[Any, str]] = {
         "records": "no graphs kept",
     },
     "recompute": {"none": "attention saved", "fit": "attention again where RAM is short", "all": "attention again"},
+    "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
     "ram_first": {"weights": "weights first", "activations": "activations first", "state": "state first"},
 }
 

@@ -138,6 +138,8 @@ class Choice:
     gpu_first: GpuFirst = "graphs"
     recompute: Recompute = "none"
     ram_first: RamFirst = "weights"
+    spare_slots: int = 1
+    """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

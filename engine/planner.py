@@ -97,9 +97,9 @@ class _Planner:
             if not members:
                 continue
             numel[pool] = max(b.numel for b in members)
-            extra = 1 if pool == "layer" else 0
-            weights[pool] = min(len(members), self.at_once[pool] + extra)
-            gradients[pool] = min(len(members), self.at_once[pool] + extra)
+            layer = pool == "layer"
+            weights[pool] = min(len(members), self.at_once[pool] + layer * self.choice.spare_slots)
+            gradients[pool] = min(len(members), self.at_once[pool] + layer)
         return weights, gradients, numel
 
     def gpu_parts(self, resident: set[str]) -> dict[str, int]:

@@ -79,6 +79,7 @@ def dimensions(problem: Problem, num_chunks: int) -> dict[str, list[Any]]:
         "gpu_first": ["graphs", "blocks", "half", "records"] if problem.save == "auto" else ["blocks", "records"],
         "recompute": recompute.get(problem.save, ["none"]),
         "ram_first": ["weights", "activations", "state"],
+        "spare_slots": [1, 2],
     }
 
 
