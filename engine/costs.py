@@ -102,7 +102,7 @@ class Costs:
         p = plan.problem
         rows = [list(range(0, plan.window_tokens, p.row_tokens))] * p.micro_batches
         self._documents = rows if documents is None else documents
-        self._launch = merged * LAUNCH_S["cpu" if machine.gpu is None else "gpu"]
+        self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
         own = {block.name: block.buffers for block in plan.blocks}
@@ -223,17 +223,19 @@ class Costs:
         return measured / computed if computed else 1.0
 
     def _formula(self, op: Op, tokens: int | None = None, pairs: int | None = None) -> float:
+        """Seconds of `op` by its figures, or of one like it on a single chunk of `tokens` tokens and `pairs` pairs."""
+        times = self._merged if tokens is None else 1
         tokens = self.tokens(op) if tokens is None else tokens
         pairs = self.pairs(op) if pairs is None else pairs
         block, machine = self._blocks[op.block], self._machine
         p = self._plan.problem
         hidden = tokens * p.hidden_size * p.compute_bytes
         if op.action.startswith("embed"):
-            return self._launch + 6 * hidden / machine.gpu_copy_bytes_per_s
+            return times * self._launch + 6 * hidden / machine.gpu_copy_bytes_per_s
         passes = self._matmul_passes(op, block)
         seconds = passes[0] * tokens / machine.matmul_flops
         # Few tokens: reading the weights takes longer than multiplying by them.
-        weights = self._numel[block.name] * p.compute_bytes * passes[1] / machine.gpu_copy_bytes_per_s
+        weights = times * self._numel[block.name] * p.compute_bytes * passes[1] / machine.gpu_copy_bytes_per_s
         seconds = max(seconds, weights)
         if op.action == "head":
             vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)
@@ -243,13 +245,13 @@ class Costs:
             moved = round(passes[1] * tokens * graph)
         if op.action == "head" or (op.action.startswith("layer_backward") and "attended" not in op.flags):
             # Gradients leave the products in the compute dtype and are added to float32 sums.
-            moved += self._numel[block.name] * (p.compute_bytes + 2 * FP32)
+            moved += times * self._numel[block.name] * (p.compute_bytes + 2 * FP32)
         if op.action in ("layer_forward", "layer_again", "attend"):
             seconds += self._attention(op, pairs, 2, 2)
         elif op.action in ("layer_backward", "attend_backward"):
             seconds += self._attention(op, pairs, 6, 4)
         launches = 1 if passes[1] <= 1 else 2
-        return launches * self._launch + seconds + moved / machine.gpu_copy_bytes_per_s
+        return launches * times * self._launch + seconds + moved / machine.gpu_copy_bytes_per_s
 
     def _matmul_passes(self, op: Op, block: BlockShape) -> tuple[float, float]:
         """FLOPs a token of an op's matrix products, and their share of a forward pass through the layer."""
@@ -274,7 +276,7 @@ class Costs:
             return 0.0
         heads = max(1, block.lse_bytes_per_token // FP32)
         width = block.q_numel_per_token // heads
-        rate = attention_rate(self._machine, width, self._plan.max_chunk_tokens)
+        rate = attention_rate(self._machine, width, self._plan.max_chunk_tokens // self._merged)
         speed = rate.forward_flops if per_q == 2 else rate.backward_flops
         return pairs * (per_q * block.q_numel_per_token + per_out * block.out_numel_per_token) / speed
 

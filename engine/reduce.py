@@ -54,7 +54,8 @@ def estimate(
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
     times = -(-len(plan.chunks) // MOST_CHUNKS)
     small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, documents, times)
-    found = simulate(small, Costs(small, machine, calibration, joined, merged=times), machine, joined)
+    merged = round(len(plan.chunks) / len(small.chunks))
+    found = simulate(small, Costs(small, machine, calibration, joined, merged=merged), machine, joined)
     return _extended(plan, runs, found)
 
 

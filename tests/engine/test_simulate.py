@@ -1,0 +1,202 @@
+"""The simulator: clocks worked by hand, what holds for every plan, and shallow models that stand for deep ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from machines import ROUND, machines
+from small_problems import planned, problem, some_plan
+
+from engine.costs import Costs
+from engine.events import Span
+from engine.machine import Machine
+from engine.ops import LANES, Lane, Op
+from engine.plan import Choice, Plan
+from engine.reduce import FULL_OPS, estimate, num_ops
+from engine.schedule import ScheduleBuilder, bytes_per_step
+from engine.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
+
+B, D = BUILD_S, DISPATCH_S
+CPU = replace(ROUND, gpu=None)
+
+
+class Given:
+    """Costs that the test says, by the ops' numbers."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._seconds = seconds
+
+    def seconds(self, op: Op) -> float:
+        return self._seconds[op.id]
+
+
+def an_op(number: int, lane: Lane, *deps: int) -> Op:
+    return Op(
+        id=number, lane=lane, action="act", block="b", index=0, step=1, reads=(), writes=(), deps=deps, nbytes=number
+    )
+
+
+def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list[tuple[float, float]]:
+    """(start, end) of the ops, in their order."""
+    clocks = Clocks(machine)
+    clocks.run(ops, Given(dict(enumerate(seconds))))  # type: ignore[arg-type]
+    found = {op.id: (start, end) for op, start, end in clocks.times}
+    assert clocks.done_at == {number: end for number, (_, end) in found.items()}
+    return [found[op.id] for op in ops]
+
+
+def near(expected: list[tuple[float, float]]) -> list[Any]:
+    return [pytest.approx(pair, abs=1e-9) for pair in expected]
+
+
+def test_a_chain_on_two_lanes() -> None:
+    ops = [an_op(0, "h2d"), an_op(1, "compute", 0), an_op(2, "h2d"), an_op(3, "compute", 2)]
+    # Load for 1 s, compute on it for 2 s; meanwhile, D after the first load, load for 3 s, then compute for 1 s.
+    assert times(ops, [1, 2, 3, 1]) == near([(0, 1), (1, 3), (1 + D, 4 + D), (4 + D, 5 + D)])
+    # With a short second load the lane that computes is what everything waits for.
+    assert times(ops, [1, 2, 0.5, 1]) == near([(0, 1), (1, 3), (1 + D, 1.5 + D), (3 + D, 4 + D)])
+
+
+def test_ops_start_no_sooner_than_they_are_built() -> None:
+    ops = [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")]
+    assert times(ops, [0.5, 0.5, 0.5]) == near([(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)])
+
+
+def test_a_lane_keeps_program_order() -> None:
+    # Op 2 has nothing to wait for, but its lane's op 1 does: until 2 s.
+    ops = [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")]
+    assert times(ops, [2, 1, 1]) == near([(0, 2), (2, 3), (3 + D, 4 + D)])
+
+
+def test_both_directions_of_a_link_share_it() -> None:
+    ops = [an_op(0, "h2d"), an_op(1, "d2h")]
+    # Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s are left, at full speed.
+    assert times(ops, [2, 1]) == near([(0, 3), (B, 2 + B)])
+    assert times(ops, [2, 1], replace(ROUND, duplex_share=1.0)) == near([(0, 2), (B, 1 + B)])
+
+
+def test_reads_and_writes_share_the_drives() -> None:
+    ops = [an_op(0, "nvme_read"), an_op(1, "nvme_write")]
+    # At 0.8 of their speed: 4 s take 5 s. The read has done B + 4 of its 10 s by then.
+    assert times(ops, [10, 4]) == near([(0, 5 + B + 6 - B), (B, 5 + B)])
+
+
+def test_lanes_share_the_cores_where_there_is_no_gpu() -> None:
+    # Each alone keeps all cores busy: both at half speed.
+    assert times([an_op(0, "compute"), an_op(1, "optimizer")], [2, 1], CPU) == near([(0, 3), (B, 2 + B)])
+    # A copy takes half of them: both at 2 / 3.
+    assert times([an_op(0, "compute"), an_op(1, "h2d")], [3, 1], CPU) == near([(0, 3.5), (B, 1.5 + B)])
+    # Two copies leave each other enough.
+    assert times([an_op(0, "h2d"), an_op(1, "d2h")], [2, 1], CPU) == near([(0, 2), (B, 1 + B)])
+    # On a GPU the optimizer on the cores does not slow what computes.
+    assert times([an_op(0, "compute"), an_op(1, "optimizer")], [2, 1]) == near([(0, 2), (B, 1 + B)])
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [an_op(0, "h2d", 1), an_op(1, "compute", 0)],
+        # A copy waits for op 1, which has its turn after op 0, which waits for the copy.
+        [an_op(0, "compute", 2), an_op(1, "compute"), an_op(2, "h2d", 1)],
+        [an_op(0, "compute", 7)],
+    ],
+)
+def test_lanes_that_wait_for_each_other_are_a_deadlock(ops: list[Op]) -> None:
+    with pytest.raises(Deadlock, match="act of b"):
+        times(ops, [1.0] * len(ops))
+
+
+def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
+    def span(lane: Lane, start: float, end: float) -> Span:
+        return Span(lane, "act", "b", 0, start, end, 1, 1)
+
+    spans = [span("h2d", -1, 1), span("h2d", 3, 5), span("h2d", 4, 6), span("compute", 9, 12), span("d2h", 10, 12)]
+    assert busy_seconds(spans, 0, 10) == dict.fromkeys(LANES, 0) | {"h2d": 1 + 2 + 1, "compute": 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(planned(), machines())
+def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, machine: Machine) -> None:
+    builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
+    steps = [builder.step(1), builder.step(2, commit_previous=True), builder.finish(commit=True)]
+    for ops in steps:
+        clocks.run(ops, costs, from_s=max(clocks.done_at.values(), default=0.0))
+    every = [op for ops in steps for op in ops]
+    assert sorted(op.id for op, _, _ in clocks.times) == [op.id for op in every], "each once, none dropped"
+    found = {op.id: (start, end) for op, start, end in clocks.times}
+    for op in every:
+        start, end = found[op.id]
+        # No op goes faster than alone.
+        assert end - start >= costs.seconds(op) * (1 - 1e-6) - 1e-12
+        assert all(found[dep][1] <= start for dep in op.deps)
+    for lane in LANES:
+        mine = [found[op.id] for op in every if op.lane == lane]
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
+
+
+@settings(max_examples=60, deadline=None)
+@given(planned(), machines())
+def test_a_step_takes_at_least_as_long_as_any_of_its_lanes(plan: Plan, machine: Machine) -> None:
+    costs = Costs(plan, machine)
+    found = simulate(plan, costs, machine)
+    assert all(busy <= found.step_s * (1 + 1e-9) for busy in found.busy_s.values())
+    assert found.busy_s[found.bound_by] == max(found.busy_s.values())
+    # Everything that a step computes lies within it.
+    second = [op for op in _second_step(plan) if op.lane == "compute"]
+    assert found.busy_s["compute"] >= sum(costs.seconds(op) for op in second) * (1 - 1e-6)
+    if not plan.held:
+        assert found.bytes == bytes_per_step(plan)
+    assert all(span.start_s <= span.end_s and span.end_s >= 0 for span in found.spans)
+    assert {span.step for span in found.spans} <= {1, 2}
+
+
+def _second_step(plan: Plan) -> list[Op]:
+    builder = ScheduleBuilder(plan)
+    builder.step(1)
+    return builder.step(2)
+
+
+DEEP: dict[str, tuple[dict[str, Any], Choice]] = {
+    "all on the GPU": ({"layers": 32}, Choice(gpu_first="blocks")),
+    "all in RAM": ({"layers": 32, "gpu_budget": 1}, Choice()),
+    "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, Choice(gpu_first="blocks")),
+    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "save": "auto"}, Choice()),
+    "records held": ({"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000}, Choice(gpu_first="records")),
+    "all on NVMe": ({"layers": 28, "gpu_budget": 1, "ram_budget": 1}, Choice()),
+    "weights in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 1_500_000}, Choice()),
+    "activations in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000}, Choice(ram_first="activations")),
+    "attention again": ({"layers": 36, "gpu_budget": 1, "save": "input"}, Choice(recompute="all")),
+    "streamed": ({"layers": 24, "gpu_budget": 1, "micro_batches": 1, "row_tokens": 512}, Choice(streamed=True)),
+    "streamed, tight": (
+        {"layers": 26, "gpu_budget": 1, "ram_budget": 1, "micro_batches": 1, "row_tokens": 512},
+        Choice(streamed=True),
+    ),
+    "many chunks": ({"layers": 24, "gpu_budget": 1, "micro_batches": 24, "row_tokens": 128}, Choice()),
+    "chunks of two micro-batches": ({"layers": 24, "gpu_budget": 1, "micro_batches": 10, "row_tokens": 192}, Choice()),
+    "sliding windows below": ({"layers": 30, "sliding": frozenset(range(14)), "gpu_budget": 1}, Choice()),
+}
+RATES = {
+    "computing": ROUND,
+    "link": replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, drives_share=1000.0),
+    "drives": replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9),
+    "no GPU": replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
+}
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("case", DEEP)
+def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
+    shape, choice = DEEP[case]
+    plan, machine = some_plan(problem(**({"kv_window": "auto"} | shape)), choice), RATES[rates]
+    assert num_ops(plan) > FULL_OPS
+    whole, short = estimate(plan, machine, full=True), estimate(plan, machine)
+    assert len(short.spans) < len(whole.spans)
+    assert short.step_s == pytest.approx(whole.step_s, rel=0.1)
+    for lane in LANES:
+        assert short.busy_s[lane] == pytest.approx(whole.busy_s[lane], rel=0.1, abs=0.1 * whole.step_s)
+        assert short.bytes[lane] == pytest.approx(whole.bytes[lane], rel=0.1, abs=0.01 * max(whole.bytes.values()))
