@@ -7,7 +7,6 @@ batch; no state is touched. What is learnt corrects the costs with which the run
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -182,7 +181,7 @@ def _to_keep(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
-    """(op, median seconds) of the unit's ops, after one run that does not count."""
+    """(op, least seconds) of the unit's ops, after one run that does not count: other work on the machine only adds."""
     times: list[list[float]] = [[] for _ in unit.ops]
     for repeat in range(1 + REPEATS):
         total = 0.0
@@ -194,7 +193,7 @@ def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
         if repeat and total > SLOW_S:
             break
     for op, found in zip(unit.ops, times, strict=True):
-        yield op, statistics.median(found)
+        yield op, min(found)
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
@@ -219,7 +218,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
         times = [_timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
-        return COPY_BYTES / statistics.median(times[1:])
+        return COPY_BYTES / min(times[1:])
 
     return rate(there, host), rate(host, there)
 
@@ -235,4 +234,4 @@ def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtyp
         _timed(lambda: adamw.step((master, first, second), gradient, weights, numel, values), cpu)
         for _ in range(1 + REPEATS)
     ]
-    return numel / statistics.median(times[1:])
+    return numel / min(times[1:])

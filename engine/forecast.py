@@ -175,11 +175,12 @@ _WORDS: dict[str, dict[Any, str]] = {
         "graphs": "graphs kept first",
         "blocks": "resident blocks first",
         "half": "half for resident blocks",
-        "records": "no graphs kept",
+        "records": "records held first",
     },
-    "recompute": {"none": "attention saved", "fit": "attention again where RAM is short", "all": "attention again"},
+    "recompute": {"none": "attention saved", "half": "half of it again in backward", "all": "attention again"},
+    "ram_first": {"activations": "no activation on NVMe", "weights": "weights first", "state": "state first"},
+    "stages": {4: "four parts in flight", 2: "two parts in flight"},
     "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
-    "ram_first": {"weights": "weights first", "activations": "activations first", "state": "state first"},
 }
 
 

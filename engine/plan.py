@@ -21,11 +21,13 @@ Window = Literal["auto", "whole", "streamed"]
 """Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
 
 GpuFirst = Literal["graphs", "blocks", "half", "records"]
-"""What the GPU's memory that the working set leaves goes to first."""
-Recompute = Literal["none", "fit", "all"]
-"""Whose attention backward computes again: no layer's, those for whose records RAM has no room, or every one's."""
-RamFirst = Literal["weights", "activations", "state"]
-"""What RAM is filled with first; of what has no place there, every byte moves twice a step, weights three times."""
+"""What the GPU's memory that the working set leaves goes to: kept graphs, then resident blocks; the other way round;
+half for each; or records that wait there, then resident blocks. Graphs are kept only where no record goes to NVMe."""
+Recompute = Literal["none", "half", "all"]
+"""Whose attention backward computes again: no layer's, the first half's, which wait longest, or every layer's."""
+RamFirst = Literal["activations", "weights", "state"]
+"""What RAM is filled with: all records, so that none goes to NVMe, then weights, gradients, state; or weights, records,
+gradients, state; or weights, gradients, state, records. What is not there moves twice a step, weights thrice."""
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 FP32 = 4
@@ -135,9 +137,11 @@ class Choice:
     """What the search decides (engine/search.py); budgets decide the rest."""
 
     streamed: bool = False
-    gpu_first: GpuFirst = "graphs"
+    gpu_first: GpuFirst = "blocks"
     recompute: Recompute = "none"
     ram_first: RamFirst = "weights"
+    stages: int = 2
+    """Parts of state, and of weights or gradients, that are on their way to or from NVMe at once."""
     spare_slots: int = 1
     """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead."""
 

@@ -32,6 +32,9 @@ from engine.plan import (
 from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
 
+ACTIVATION_STAGES = {2: 2, 4: 9}
+"""Choice.stages -> records on their way to or from NVMe at once."""
+
 
 @dataclass(slots=True)
 class _RamPlacement:
@@ -64,6 +67,8 @@ class _Planner:
         numel = {b.name: b.numel for b in p.buffers}
         self.layer_numel = max(numel[name] for name in layers)
         self.pool: dict[str, Pool] = {n: "layer" if size <= self.layer_numel else "edge" for n, size in numel.items()}
+        self.in_order = sorted(p.buffers, key=lambda b: self.pool[b.name] == "edge")
+        """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last."""
         self.part_numel = max(b.part_numel for b in p.buffers)
         self.ram_budget = p.ram_budget - p.reader_bytes
         # A block that computes with several buffers holds them all at once.
@@ -82,7 +87,8 @@ class _Planner:
         """Blocks of the same shape have the same number."""
         self._sizes: dict[tuple[int, int, bool, bool], int] = {}
         self._layer_sizes: dict[tuple[int, bool], int] = {}
-        self.recomputed: set[int] = set(self.attending if choice.recompute == "all" else ())
+        count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
+        self.recomputed = set(self.attending[:count])
 
     # ------------------------------------------------------------------ GPU
 
@@ -145,13 +151,17 @@ class _Planner:
             )
         if p.save == "everything":
             self.keep_all()
-        if self.choice.gpu_first in ("blocks", "half"):
-            left = p.gpu_budget - need
-            self.reside(p.gpu_budget if self.choice.gpu_first == "blocks" else need + left // 2)
-        self.hold()
-        if self.choice.gpu_first != "records":
-            self.keep()
-        self.reside(p.gpu_budget)
+        left = p.gpu_budget - need if p.save != "everything" else p.gpu_budget - self.gpu_need(set())
+        match self.choice.gpu_first:
+            case "graphs":
+                self.keep(left) and self.reside(p.gpu_budget)
+            case "blocks":
+                self.reside(p.gpu_budget) and self.keep(p.gpu_budget - self.gpu_need(self.resident))
+            case "half":
+                self.reside(p.gpu_budget - left // 2)
+                self.keep(left // 2)
+            case "records":
+                self.hold(left) and self.reside(p.gpu_budget)
 
     def keepable(self) -> list[tuple[int, int]]:
         """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
@@ -179,43 +189,36 @@ class _Planner:
                 budget_bytes=p.gpu_budget,
             )
 
-    def hold(self) -> None:
-        """Let records stay on the GPU, backward's first ones first, until RAM holds the rest and the weights."""
-        p = self.problem
-        left = p.gpu_budget - self.gpu_need(self.resident)
-        weights = sum(aligned(b.numel * p.compute_bytes) for b in p.buffers if b.name not in self.resident)
-        wanted = self.stream_bytes() + self.block_bytes(False) + self.least_stages() + weights
-        short = wanted + self.records_bytes() - self.ram_budget
-        for key in self.backward_order() if short > 0 else ():
+    def hold(self, left: int) -> bool:
+        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do."""
+        for key in self.backward_order():
             size = self.record_bytes(*key)
-            if short <= 0 or size > left:
-                break
+            if size > left:
+                return False
             self.held.add(key)
             self.held_bytes += size
-            short -= size
             left -= size
+        return True
 
-    def keep(self) -> None:
-        """Keep graphs, backward's first ones first, as long as there is room."""
-        if self.problem.save != "auto":
-            return
-        left = self.problem.gpu_budget - self.gpu_need(self.resident)
-        for key in self.keepable():
+    def keep(self, left: int) -> bool:
+        """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
+        may = self.problem.save == "auto" and self.choice.ram_first == "activations"
+        for key in self.keepable() if may else ():
             size = self.graph_bytes(*key)
             if size > left:
-                break
-            # A record that is held shrinks with what is kept, and what it still has stays where it is.
-            before = self.record_bytes(*key) if key in self.held else 0
+                return False
             self.kept.add(key)
             self.kept_bytes += size
-            self.held_bytes -= before - (self.record_bytes(*key) if key in self.held else 0)
             left -= size
+        return True
 
-    def reside(self, budget: int) -> None:
-        """Let whole buffers live on the GPU as long as that takes no more than `budget` bytes."""
-        for buffer in self.problem.buffers:
-            if buffer.name not in self.resident and self.gpu_need(self.resident | {buffer.name}) <= budget:
-                self.resident.add(buffer.name)
+    def reside(self, budget: int) -> bool:
+        """Let whole buffers live on the GPU as long as all there takes no more than `budget` bytes; whether all do."""
+        for buffer in self.in_order:
+            if self.gpu_need(self.resident | {buffer.name}) > budget:
+                return False
+            self.resident.add(buffer.name)
+        return True
 
     # ------------------------------------------------------------------ RAM
 
@@ -260,34 +263,19 @@ class _Planner:
         gradient = p.gradient_bytes if grad_on_nvme else 0
         return aligned(part * FP32) * 3 + aligned(part * gradient), aligned(part * FP32)
 
-    def least_stages(self) -> int:
-        """Bytes of the fewest stages that state and weights can pass through."""
-        return 2 * (self.stage_bytes(True)[0] + self.stage_bytes(False)[1])
-
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
         regions = attention_regions(self.problem, self.chunks, self.streamed, bool(self.recomputed), spilling)
         return sum(size for sizes in regions.values() for size in sizes)
 
-    def recompute_for_ram(self, budget: int) -> None:
-        """Save less of the layers that wait longest until the activations fit `budget` bytes."""
-        touched = {i for i, _ in self.held | self.kept}
-        total = self.stream_bytes() + self.records_bytes()
-        for i in self.attending:
-            if total + self.block_bytes(False) <= budget:
-                return
-            if i not in touched:
-                total -= self.layer_bytes(i)
-                self.recomputed.add(i)
-                total += self.layer_bytes(i)
-
     def place_ram(self) -> _RamPlacement:
         """Tier of every kind of the buffers not on the GPU and of every saved activation; RAM by use.
 
-        Weights on NVMe move three times a step (read, read, written), each byte of anything else twice.
+        RAM takes items in one order as long as they fit, and none after the first that does not: with more RAM a plan
+        has all that it had with less.
         """
+        rest = [b for b in self.in_order if b.name not in self.resident]
         p = self.problem
-        rest = [b for b in p.buffers if b.name not in self.resident]
         sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": 3 * FP32}
         everything = sum(aligned(b.numel * s) for b in rest for s in sizes.values())
         part_stage = self.stage_bytes(False)[1]
@@ -298,92 +286,68 @@ class _Planner:
             tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
             parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
             return _RamPlacement(tiers, parts, part_stages=through)
-        if self.choice.recompute == "fit":
-            self.recompute_for_ram(self.ram_budget - self.least_stages())
-        placement = self._stages()
-        left = self.ram_budget - sum(placement.parts.values())
-        spilling = placement.activation_stages > 0
-        if spilling:
-            placement.spilled.update(
-                key for key in self.backward_order() if key not in self.held and key not in self.kept
-            )
-        placement.parts["resident blocks"] = 0
+        spilling = self.choice.ram_first != "activations"
+        placement = self._stages(spilling)
         for buffer in rest:
             placement.tiers[buffer.name] = dict.fromkeys(sizes, "nvme")
-        before = {"weights": ["weights"], "activations": [], "state": list(sizes)}[self.choice.ram_first]
-        for kind in before:
-            left = self._place(placement, rest, kind, sizes[kind], left)
-        if spilling:
-            left = self._unspill(placement, left)
-        for kind in sizes:
-            if kind not in before:
-                left = self._place(placement, rest, kind, sizes[kind], left)
-        return placement
-
-    def _place(self, placement: _RamPlacement, rest: list[BufferShape], kind: str, size: int, left: int) -> int:
-        """Put a kind of buffers into RAM while `left` bytes last; what is left then."""
-        for buffer in rest:
-            need = aligned(buffer.numel * size)
-            if need <= left:
-                placement.tiers[buffer.name][kind] = "ram"
-                placement.parts["resident blocks"] += need
-                left -= need
-        return left
-
-    def _unspill(self, placement: _RamPlacement, left: int) -> int:
-        """Keep records in RAM while `left` bytes last, backward's first ones first; what is left then."""
-        for key in self.backward_order() if placement.spilled else ():
-            if key not in placement.spilled:
-                continue
-            size = self.record_bytes(*key)
+        left = self.ram_budget - sum(placement.parts.values())
+        for item, size in self._items(rest, sizes, spilling):
             if size > left:
                 break
-            placement.spilled.remove(key)
-            placement.parts["activations"] += size
             left -= size
-        return left
+            if isinstance(item[0], str):
+                name, kind = item
+                placement.tiers[str(name)][str(kind)] = "ram"
+                placement.parts["resident blocks"] += size
+            else:
+                placement.spilled.discard(item)
+                placement.parts["activations"] += size
+        return placement
 
-    def _stages(self) -> _RamPlacement:
-        """How many stages there are: as many as half of the budget holds beside the activations, or the least.
+    def _items(
+        self, rest: list[BufferShape], sizes: dict[str, int], spilling: bool
+    ) -> Iterator[tuple[tuple[int, int] | tuple[str, str], int]]:
+        """(buffer, kind) and (block, chunk) of records with their bytes, in the order in which RAM takes them."""
 
-        Kept graphs need keys and values in RAM; where these alone are too many, nothing is kept.
+        def of_kinds(*kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
+            return (((b.name, kind), aligned(b.numel * sizes[kind])) for kind in kinds for b in rest)
+
+        yield from of_kinds("weights")
+        if self.choice.ram_first == "state":
+            yield from of_kinds("gradient", "state")
+        if spilling:
+            order = (key for key in self.backward_order() if key not in self.kept and key not in self.held)
+            yield from ((key, self.record_bytes(*key)) for key in order)
+        if self.choice.ram_first != "state":
+            yield from of_kinds("gradient", "state")
+
+    def _stages(self, spilling: bool) -> _RamPlacement:
+        """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
+
+        What is kept needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much.
         """
-        p = self.problem
-        state_stage, part_stage = self.stage_bytes(True)[0], self.stage_bytes(False)[1]
-        stream = self.stream_bytes()
-        least = self.least_stages()
-        fixed = 0
+        p, stages = self.problem, self.choice.stages
+        own = ACTIVATION_STAGES[stages] if spilling else 0
         longest = max(self.chunks, key=lambda c: c.end - c.start).index
         widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
-        for spilling in (False, True):
-            pinned = sum(self.record_bytes(*key) for key in self.kept - self.held)
-            if (
-                spilling
-                and p.save == "auto"
-                and stream + pinned + self.block_bytes(True) + least > self.ram_budget // 2
-            ):
-                self.kept.clear()
-                self.kept_bytes, pinned = 0, 0
-                self.held_bytes = sum(self.record_bytes(*key) for key in self.held)
-            saved = pinned if spilling else self.records_bytes()
-            fixed = stream + self.block_bytes(spilling) + saved
-            for each, own in ((4, 9), (3, 6), (2, 4), (2, 2)):
-                staged = each * (state_stage + part_stage)
-                moving = own * widest if spilling else 0
-                if fixed + staged + moving <= self.ram_budget * (1.0 if own == 2 else 0.5):
-                    parts = {"activations": fixed + moving, "resident blocks": 0, "stages": staged}
-                    stage = widest if spilling else 0
-                    return _RamPlacement({}, parts, each, each, own if spilling else 0, stage)
-        need = fixed + 2 * widest + least + p.reader_bytes
-        raise BudgetError(
-            f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states of "
-            f"the step {gib(stream)}, one block's pass {gib(fixed - stream)}, staging of one part {gib(least)} and of "
-            f"one chunk {gib(2 * widest)}); give at least {need} bytes, or lower train.sequences_per_step, "
-            "data.sequence_length or storage.chunk_bytes",
-            tier="ram",
-            need_bytes=need,
-            budget_bytes=p.ram_budget,
-        )
+        stream, passing = self.stream_bytes(), self.block_bytes(spilling)
+        pinned = sum(self.record_bytes(*key) for key in self.kept - self.held)
+        records = pinned if spilling else self.records_bytes()
+        staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
+        need = stream + passing + records + staged + own * widest + p.reader_bytes
+        if need > p.ram_budget:
+            raise BudgetError(
+                f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
+                f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
+                f"staging {gib(staged + own * widest)}); give at least {need} bytes, or lower train.sequences_per_step, "
+                "data.sequence_length or storage.chunk_bytes",
+                tier="ram",
+                need_bytes=need,
+                budget_bytes=p.ram_budget,
+            )
+        spilled = {key for key in self.backward_order() if key not in self.held and key not in self.kept}
+        parts = {"activations": stream + passing + records + own * widest, "resident blocks": 0, "stages": staged}
+        return _RamPlacement({}, parts, stages, stages, own, own and widest, spilled if spilling else set())
 
     def plan(self) -> Plan:
         p = self.problem

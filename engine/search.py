@@ -73,12 +73,13 @@ def dimensions(problem: Problem, num_chunks: int) -> dict[str, list[Any]]:
     attends = any(block.attends for block in problem.blocks)
     useful = attends and num_chunks > KV_SLOTS
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
-    recompute: dict[str, list[Any]] = {"input": ["all"], "auto": ["none", "fit", "all"] if attends else ["none"]}
+    recompute: dict[str, list[Any]] = {"input": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
     return {
         "streamed": streamed[problem.kv_window],
         "gpu_first": ["graphs", "blocks", "half", "records"] if problem.save == "auto" else ["blocks", "records"],
         "recompute": recompute.get(problem.save, ["none"]),
-        "ram_first": ["weights", "activations", "state"],
+        "ram_first": ["activations", "weights", "state"],
+        "stages": [4, 2],
         "spare_slots": [1, 2],
     }
 
@@ -190,8 +191,9 @@ def search(
     for chunk in lengths:
         problem = hunt.problem(chunk)
         values = dimensions(problem, -(-problem.rows * problem.row_tokens // chunk))
-        first = _first_fit(hunt, chunk, values)
-        if first is None:
+        first = _frugal(problem, values)
+        if not isinstance(first, Plan):
+            hunt.refused += [(chunk, Choice(), error) for error in first[:1]]
             continue
         if num_ops(first) <= EXHAUSTIVE_OPS:
             hunt.everything(chunk, values)
@@ -215,32 +217,26 @@ def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
     refusals: list[BudgetError] = []
     for chunk in chunks:
         problem = problem_at(chunk)
-        values = dimensions(problem, -(-problem.rows * problem.row_tokens // chunk))
-        for combination in itertools.product(*values.values()):
-            try:
-                make_plan(problem, Choice(**dict(zip(values, combination, strict=True))))
-                return None
-            except BudgetError as error:
-                refusals.append(error)
+        found = _frugal(problem, dimensions(problem, -(-problem.rows * problem.row_tokens // chunk)))
+        if isinstance(found, Plan):
+            return None
+        refusals += found
     return min(refusals, key=_lack)
+
+
+def _frugal(problem: Problem, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
+    """A plan of the least memory of each tier, or why there is none."""
+    refusals = []
+    names = ("streamed", "recompute", "ram_first", "gpu_first")
+    for combination in itertools.product(*(values[name] for name in names)):
+        try:
+            return make_plan(problem, Choice(**dict(zip(names, combination, strict=True))))
+        except BudgetError as error:
+            refusals.append(error)
+    return refusals
 
 
 def _lack(error: BudgetError) -> tuple[int, int]:
     """Which refusal is worth most: that of the last tier placed, then what is missing least."""
     order = ["nvme", "ram", "gpu"]
     return order.index(error.tier) if error.tier in order else len(order), error.need_bytes - error.budget_bytes
-
-
-def _first_fit(hunt: _Search, chunk: int, values: dict[str, list[Any]]) -> Plan | None:
-    """A plan with chunks of that length, whatever its speed."""
-    for combination in itertools.product(*(values[name] for name in ("streamed", "recompute"))):
-        choice = Choice(
-            streamed=combination[0],
-            recompute=combination[1],
-            gpu_first=values["gpu_first"][0],
-            ram_first=values["ram_first"][0],
-        )
-        plan = hunt.plan(chunk, choice)
-        if plan is not None:
-            return plan
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -136,9 +137,11 @@ def plan_of(
         chunk = task.chunks[-1]
         values = dimensions(task.problem(chunk), -(-t.sequences_per_micro_batch * d.sequence_length // chunk))
         refusals: list[BudgetError] = []
-        for streamed in values["streamed"]:
+        ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
+        for streamed, ram_first, stages in ways:
+            again = values["recompute"][0]
             try:
-                return task.plan(Choice(streamed=streamed, gpu_first="blocks", recompute=values["recompute"][0]))
+                return task.plan(Choice(streamed=streamed, recompute=again, ram_first=ram_first, stages=stages))
             except BudgetError as refusal:
                 refusals.append(refusal)
         least = min(refusals, key=lambda refusal: refusal.need_bytes)
