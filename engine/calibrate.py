@@ -121,7 +121,9 @@ def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iter
     for op in ScheduleBuilder(plan).step(1, documents=documents):
         if op.lane == "compute" and op.index != WHOLE and costs.tokens(op) == plan.max_chunk_tokens:
             passes = tasks.setdefault((op.block, op.index), {"forward": [], "again": [], "backward": []})
-            again = op.action == "layer_again" or (passes["forward"] and op.action in ("layer_project", "attend"))
+            # A pass through a streamed window ends with layer_forward; what comes after it is computed again.
+            forward = any(done.action == "layer_forward" for done in passes["forward"])
+            again = op.action == "layer_again" or (forward and op.action in ("layer_project", "attend"))
             passes["backward" if "backward" in op.action else "again" if again else "forward"].append(op)
     for passes in tasks.values():
         kept = any("kept" in op.flags for op in passes["forward"])

@@ -1,0 +1,148 @@
+"""Calibration: every kind of op that a plan computes is timed, and what is learnt changes no bit of the training."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from engine.calibrate import calibrate
+from engine.config import BudgetConfig, ModelConfig, TrainConfig
+from engine.costs import Calibration, Costs, op_kind
+from engine.ops import WHOLE
+from engine.plan import Plan
+from engine.planner import make_plan
+from engine.prepare import LOGITS_BYTES, layouts, make_loader, model_config, prepare_data
+from engine.presets import GENERIC
+from engine.schedule import ScheduleBuilder
+from engine.session import Compute
+from engine.simulate import simulate
+from engine.train import train, train_step
+from storage.nvme import NvmeStore
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "overrides": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+CASES: dict[str, tuple[ModelConfig, TrainConfig, str]] = {
+    "whole window": (tiny.model(), tiny.training(), tiny.FLOOR),
+    "attention again": (tiny.model(), tiny.training(save="input"), tiny.FLOOR),
+    "kept graphs": (tiny.model(), tiny.training(save="everything"), "1GiB"),
+    "streamed": (tiny.model(), tiny.training(kv_window="streamed", chunk_tokens=7), tiny.FLOOR),
+    "streamed, attention again": (
+        tiny.model(),
+        tiny.training(kv_window="streamed", chunk_tokens=7, save="input"),
+        tiny.FLOOR,
+    ),
+    "streamed, kept graphs": (
+        tiny.model(),
+        tiny.training(kv_window="streamed", chunk_tokens=7, save="everything"),
+        "1GiB",
+    ),
+    "experts": (tiny.model(**MOE), tiny.training(), tiny.FLOOR),
+    "automatic": (tiny.model(), tiny.training(save="auto"), "1GiB"),
+    "bfloat16": (tiny.model(), tiny.training(compute_dtype="bfloat16"), tiny.FLOOR),
+}
+
+
+def measured(
+    folder: Path, m: ModelConfig, t: TrainConfig, gpu: str, **choice: Any
+) -> tuple[Plan, list[list[int]], Calibration]:
+    """A plan, its batch's documents, and what is measured of it."""
+    d, cpu = tiny.data(), tiny.CPU
+    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
+    plan = tiny.plan_of(spec, d, t, tiny.storage(), gpu, "1GiB")
+    plan = make_plan(plan.problem, replace(plan.choice, **choice))
+    loader = make_loader(prepare_data(m, d, folder).corpus, spec, d, t)
+    compute, batch = Compute.make(spec, t, cpu, {}), loader.next_step()
+    found = calibrate(plan, layouts(spec), compute.runner, compute.adamw, t, batch, GENERIC, LOGITS_BYTES["cpu"])
+    return plan, [m.documents for m in batch], found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
+    plan, documents, found = measured(tmp_path, *CASES[case])
+    costs = Costs(plan, GENERIC, None, documents)
+    ops = [op for op in ScheduleBuilder(plan).step(1, documents=documents) if op.lane == "compute"]
+    kinds = {op_kind(op, costs.representative(op.block)) for op in ops if op.index != WHOLE}
+    assert kinds <= found.samples.keys()
+    assert all(sample.seconds > 0 for samples in found.samples.values() for sample in samples)
+    assert {sample.tokens for samples in found.samples.values() for sample in samples} == {plan.max_chunk_tokens}
+    rates = (found.update_params_per_s, found.h2d_bytes_per_s, found.d2h_bytes_per_s)
+    assert all(rate is not None and rate > 0 for rate in rates)
+    # The plan's step can be told from it.
+    calibrated = simulate(plan, Costs(plan, GENERIC, found, documents), GENERIC, documents)
+    assert calibrated.busy_s["compute"] > 0
+    assert found.to_json()["samples"].keys() == found.samples.keys()
+
+
+@pytest.mark.parametrize("case", ["kept graphs", "streamed, kept graphs"])
+def test_what_kept_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Path, case: str) -> None:
+    m, t, gpu = CASES[case]
+    plan, _, found = measured(tmp_path / "data", m, t, gpu)
+    with tiny.session(tmp_path / "run", m=m, t=t, gpu=gpu) as session:
+        train_step(session)
+        peak_bytes = session.runtime.layer_ops.kept_peak_bytes
+    tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+    layers = [block for block in plan.blocks if block.role == "layer"]
+    assert found.graph_bytes_per_token == {"layers.0": pytest.approx(peak_bytes / tokens / len(layers), rel=0.02)}
+    # Found on the meta device: everything that may be kept, keys and values that stay in the window included.
+    planned = layers[0].graph_bytes_per_token
+    assert planned is not None
+    assert 0.9 * planned <= found.graph_bytes_per_token["layers.0"] <= planned + layers[0].lse_bytes_per_token
+
+
+def test_graphs_are_measured_before_any_is_kept(tmp_path: Path) -> None:
+    """A plan that may keep graphs and keeps none, as it fills the GPU with blocks first, learns what they take."""
+    m, t = tiny.model(), tiny.training(save="auto")
+    plan, _, found = measured(tmp_path, m, t, "4MiB", gpu_first="records")
+    assert not plan.kept
+    assert set(found.graph_bytes_per_token) == {"layers.0"}
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def run(folder: Path, *, steps: int = 3, gpu: str = "1GiB", stop_after: int | None = None, **changes: Any) -> Any:
+    """A run, or the rest of one; (its observer, digest of its last generation, what that records)."""
+    settings = {"steps": steps, "save": "auto", "kv_window": "auto"} | changes
+    observer = tiny.Silent(stop_after)
+    train(
+        model=tiny.model(),
+        data=tiny.data(),
+        train=tiny.training(**settings),
+        budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB"),
+        storage=tiny.storage(),
+        run_dir=folder,
+        observer=observer,
+        resume=(folder / "state").exists(),
+    )
+    with closing(NvmeStore.open(folder / "state")) as store:
+        return observer, tiny.digest(store), dict(store.meta)
+
+
+def test_a_calibrated_run_trains_to_the_same_bits(tmp_path: Path) -> None:
+    """Where the choice is fixed: a deterministic run keeps the one that it made before it measured."""
+    plain, plain_digest, _ = run(tmp_path / "plain", deterministic=True, calibrate=False)
+    fitted, fitted_digest, _ = run(tmp_path / "calibrated", deterministic=True, calibrate=True)
+    assert plain.plan["calibration"] is None
+    assert fitted.plan["calibration"]["samples"]
+    assert fitted.plan["calibrated"]
+    assert [m.loss for m in plain.metrics] == [m.loss for m in fitted.metrics]
+    assert plain_digest == fitted_digest
+
+
+def test_a_resumed_run_keeps_its_recorded_choice(tmp_path: Path) -> None:
+    tight = {"gpu": "900KiB", "chunk_tokens": None}
+    _, _, recorded = run(tmp_path / "run", stop_after=1, **tight)
+    _, _, other = run(tmp_path / "other", gpu="64MiB", chunk_tokens=None)
+    assert recorded["plan"] != other["plan"], "or there would be nothing to keep"
+    _, _, resumed = run(tmp_path / "run", gpu="64MiB", chunk_tokens=None)
+    assert resumed["step"] == 3
+    assert resumed["plan"] == recorded["plan"]
+    _, _, measured = run(tmp_path / "run", steps=4, gpu="64MiB", chunk_tokens=None, calibrate=True)
+    assert measured["plan"] == recorded["plan"]
