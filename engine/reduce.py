@@ -20,7 +20,7 @@ FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""
 KEPT_LAYERS = 5
 """Layers simulated of each run: one at either end, and three that tell the pace."""
-MOST_PARTS = 24
+MOST_PARTS = 16
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
 """Chunks of a step; where there are more, several neighbours are taken for one."""
@@ -55,7 +55,8 @@ def estimate(
     times = -(-len(plan.chunks) // MOST_CHUNKS)
     small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, documents, times)
     merged = round(len(plan.chunks) / len(small.chunks))
-    found = simulate(small, Costs(small, machine, calibration, joined, merged=merged), machine, joined)
+    costs = Costs(small, machine, calibration, joined, merged=merged)
+    found = simulate(small, costs, machine, joined, settled=False)
     return _extended(plan, runs, found)
 
 

@@ -92,6 +92,10 @@ class ScheduleBuilder:
         self._state.waiting = step
         yield self._emitter.take()
 
+    def follow(self, step: int) -> None:
+        """Go on as if step `step` had been carried out and all of it were done: its gradient waits."""
+        self._state.waiting = step
+
     def finish(self, *, commit: bool) -> list[Op]:
         """Ops that apply the waiting gradient and, with `commit`, commit the generation."""
         for name in self._plan.buffers:

@@ -18,6 +18,8 @@ from app.rundir import read_info
 
 COMMANDS = [
     "train",
+    "plan",
+    "probe",
     "resume",
     "check",
     "export",
@@ -29,6 +31,8 @@ COMMANDS = [
     "bench",
     "bench step",
     "bench storage",
+    "bench plan",
+    "bench planned",
 ]
 SLOW = {"FAKE_STEP_S": "0.2"}
 
@@ -77,6 +81,8 @@ def test_a_whole_run(cli: Cli) -> None:
     run = cli.folder / "out"
     assert sorted(path.name for path in run.iterdir()) == [
         "metrics.jsonl",
+        "plan.json",
+        "predicted.jsonl",
         "recipe.json",
         "run.lock",
         "spans.jsonl",
@@ -85,6 +91,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "summary.json",
     ]
     assert json.loads((run / "recipe.json").read_text())["train"]["steps"] == 3
+    assert json.loads((run / "plan.json").read_text())["recipe"] == "tiny"
     assert steps(run) == [1, 2, 3]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["tokens"], summary["first_loss"], summary["last_loss"]) == (3, 300, 8.0, 8 / 3)

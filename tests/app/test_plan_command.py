@@ -1,0 +1,139 @@
+"""`penstock plan`: what a recipe is told before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from app.recipe import load_recipe
+from engine.machine import VERSION
+from engine.ops import LANES
+from engine.presets import PRESETS
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+OURS = [path for path in RECIPES if load_recipe(path).machine]
+SMALL = """
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, TrainConfig
+
+recipe = Recipe(
+    name="small",
+    model=ModelConfig(num_layers=4, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
+                      vocab_size=1000),
+    data=DataConfig(source="random", sequence_length=2048),
+    train=TrainConfig(sequences_per_step=2),
+    budgets=BudgetConfig(gpu="256MiB", ram="256MiB", nvme="4GiB"),
+)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.py"
+    path.write_text(SMALL)
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_ten_recipes_have_a_machine() -> None:
+    assert len(OURS) == 10
+    assert {load_recipe(path).machine for path in OURS} <= PRESETS.keys()
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_a_recipe_fits_the_machine_it_is_written_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.plan import plan_recipe
+
+    monkeypatch.chdir(path.parent)
+    found = plan_recipe(load_recipe(path), advice=False)
+    assert found["fits"], found["refusal"]["message"]
+    assert found["machine"]["name"] == load_recipe(path).machine
+    for tier in found["tiers"].values():
+        assert tier["peak_bytes"] <= tier["budget_bytes"]
+        assert sum(tier["parts"].values()) == tier["peak_bytes"]
+    assert found["step_s"] > 0
+    assert max(found["lanes"], key=lambda lane: found["lanes"][lane]["busy_s"]) == found["bound_by"]
+    assert found["tokens_per_s"] == pytest.approx(found["tokens_per_step"] / found["step_s"])
+    assert 0 < found["mfu"] <= found["hfu"] < 1
+
+
+def test_json_has_everything(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, str(small))
+    assert code == 0
+    assert found["fits"] is True
+    assert found["tokens_per_step"] == 4096
+    assert set(found["tiers"]) == {"gpu", "ram", "nvme"}
+    assert set(found["lanes"]) == set(LANES)
+    assert [block["name"] for block in found["blocks"]] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
+    layer = found["blocks"][1]
+    assert sum(layer["saved"].values()) == found["chunks"]
+    assert found["run"]["seconds"] >= 100 * found["step_s"]
+    assert found["run"]["drives"][0]["bytes_written"] > 0
+    assert {"best_change", "compute_bound_tokens", "reasons", "mfu", "hfu", "model"} <= found.keys()
+
+
+def test_the_screen_and_the_trace(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["plan", str(small), "--trace", str(trace)]) == 0
+    screen = capsys.readouterr().out
+    assert "small on generic: fits" in screen
+    assert len(screen.splitlines()) <= 46
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {"compute", "optimizer"} <= {event["cat"] for event in events}
+
+
+def test_what_does_not_fit_is_told_what_would(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = planned(capsys, str(small), "--set", "budgets.ram=3MiB", "--set", "train.chunk_tokens=2048")
+    assert code == 1
+    assert found["fits"] is False
+    assert found["refusal"]["tier"] == "ram"
+    assert found["refusal"]["short_bytes"] > 0
+    changes = [change["set"] for change in found["refusal"]["changes"] if change["set"]]
+    assert changes
+    for change in changes:
+        settings = ["budgets.ram=3MiB", "train.chunk_tokens=2048", *change]
+        again, accepted = planned(capsys, str(small), *(part for text in settings for part in ("--set", text)))
+        assert again == 0, (change, accepted)
+
+
+def test_a_missing_model_folder_is_planned_from_the_shape(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = planned(capsys, str(small), "--set", "model.path=nowhere", "--set", "name=x")
+    assert code == 0
+    assert "nowhere" in found["note"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "rtx4090-129"], "did you mean rtx4090-128"),
+        (["--machine", "profile.json"], f"a profile of version 999; this Penstock reads {VERSION}"),
+        (["--set", "budgets.ram=300TiB", "--machine", "rtx4090-64"], "machine rtx4090-64 has"),
+        (["--set", "data.sequence_length=1"], "data.sequence_length: 1 must be at least 2"),
+        (["--set", "data.source=text", "--set", "data.path=empty.txt"], "the corpus is empty"),
+    ],
+)
+def test_bad_input_is_one_message(
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text(json.dumps({"version": 999}))
+    (tmp_path / "empty.txt").write_text("  \n")
+    assert main(["plan", str(small), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
