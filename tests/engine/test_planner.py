@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_problems import planned, problem, problems, some_plan, window_chunks, with_need
 
-from engine.plan import KV_SLOTS, Choice, Plan, Problem
+from engine.plan import KV_SLOTS, Choice, Plan, Problem, RamFirst
 from engine.planner import make_plan
 from engine.search import dimensions
 from storage.errors import BudgetError
+
+ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")
+TIERS = ["gpu", "ram", "nvme"]
 
 
 def floor(tier: str, choice: Choice | None = None, **shape: Any) -> int:
@@ -63,69 +67,96 @@ def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
     assert 0 <= len(mixed.spilled) < len(on_disk.spilled)
 
 
-def test_ram_goes_first_to_what_the_choice_says() -> None:
+def test_ram_is_filled_in_the_order_that_the_choice_says() -> None:
     gpu = floor("gpu")
-    budget = floor("ram", gpu_budget=gpu) + 120_000
-    shape = problem(gpu_budget=gpu, ram_budget=budget)
-    plans: dict[str, Plan] = {
-        first: make_plan(shape, Choice(ram_first=first)) for first in ("weights", "activations", "state")
+    # All weights; and of 24 records a page each for the input and for keys and values, two for output and log-sum-exp.
+    weights, records = 28 * 2048 * 2, 24 * 4 * 4096
+    room = {first: floor("ram", Choice(ram_first=first), gpu_budget=gpu) for first in ORDERS}
+    assert room["activations"] == room["weights"] + records - 2 * 2 * 4096, "no record may leave, so no stage for any"
+
+    def plan(first: RamFirst, more: int) -> Plan:
+        return make_plan(problem(gpu_budget=gpu, ram_budget=room[first] + more), Choice(ram_first=first))
+
+    for first in ORDERS:
+        assert {b.weights for b in plan(first, weights).buffers.values()} == {"ram"}
+        assert {b.gradient for b in plan(first, weights).buffers.values()} == {"nvme"}
+    assert not plan("activations", 0).spilled
+    assert len(plan("weights", weights).spilled) == len(plan("state", weights).spilled) == 24
+    # What comes after weights: records, or gradients.
+    assert len(plan("weights", weights + records // 2).spilled) == 12
+    assert {b.gradient for b in plan("weights", weights + records // 2).buffers.values()} == {"nvme"}
+    for first in ("activations", "state"):
+        roomier = plan(first, weights + 28 * 2048 * 4)
+        assert {b.gradient for b in roomier.buffers.values()} == {"ram"}
+        assert {b.state for b in roomier.buffers.values()} == {"nvme"}
+    assert len(plan("state", weights + 28 * 2048 * 15).spilled) == 24
+
+
+@settings(max_examples=200, deadline=None)
+@given(planned(), st.integers(0, 1_000_000), st.integers(0, 1_000_000))
+def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Plan, gpu: int, ram: int) -> None:
+    """RAM alone; more of the GPU also makes other things fit than before, and only takes what RAM had to hold."""
+    p = plan.problem
+    more = make_plan(replace(p, ram_budget=p.ram_budget + ram, nvme_budget=None), plan.choice)
+    assert more.spilled <= plan.spilled
+    assert (more.kept, more.held, more.recomputed) == (plan.kept, plan.held, plan.recomputed)
+    for name, buffer in plan.buffers.items():
+        for kind in ("weights", "gradient", "state"):
+            assert TIERS.index(getattr(more.buffers[name], kind)) <= TIERS.index(getattr(buffer, kind))
+    both = make_plan(replace(p, gpu_budget=p.gpu_budget + gpu, ram_budget=10**9, nvme_budget=None), plan.choice)
+    assert both.kept >= plan.kept
+    assert both.held >= plan.held
+    assert {b.name for b in both.buffers.values() if b.state == "gpu"} >= {
+        b.name for b in plan.buffers.values() if b.state == "gpu"
     }
 
-    def in_ram(first: str, kind: str) -> int:
-        return sum(b.numel for b in plans[first].buffers.values() if getattr(b, kind) == "ram")
 
-    for other in ("activations", "state"):
-        assert in_ram("weights", "weights") >= in_ram(other, "weights")
-    assert len(plans["activations"].spilled) < min(len(plans[first].spilled) for first in ("weights", "state"))
-    roomier = replace(shape, ram_budget=budget + 300_000)
-    states = {
-        first: sum(b.numel for b in make_plan(roomier, Choice(ram_first=first)).buffers.values() if b.state == "ram")
-        for first in ("weights", "activations", "state")
-    }
-    assert states["state"] >= max(states.values())
-
-
-def test_the_gpu_goes_first_to_what_the_choice_says() -> None:
+def test_the_gpu_goes_to_what_the_choice_says() -> None:
     shape = {"save": "auto", "edge": 16, "row_tokens": 512, "chunk_tokens": 64}
-    budget = floor("gpu", **shape) + 800_000
+    budget = floor("gpu", **shape) + 1_100_000
     plans: dict[str, Plan] = {
-        first: make_plan(problem(gpu_budget=budget, **shape), Choice(gpu_first=first))
+        first: make_plan(problem(gpu_budget=budget, **shape), Choice(gpu_first=first, ram_first="activations"))
         for first in ("graphs", "blocks", "half", "records")
     }
     resident = {first: sum(b.numel for b in plan.buffers.values() if b.state == "gpu") for first, plan in plans.items()}
     kept = {first: len(plan.kept) for first, plan in plans.items()}
-    assert kept["graphs"] > kept["half"] > kept["blocks"]
+    assert kept["graphs"] > kept["half"] > kept["blocks"] == kept["records"] == 0
     assert resident["graphs"] < resident["half"] < resident["blocks"]
-    assert kept["records"] == 0
-    order = [(i, c.index) for i in (3, 2, 1) for c in reversed(plans["graphs"].chunks)]
-    assert plans["graphs"].kept == set(order[: kept["graphs"]]), "backward's first ones first"
-    every = make_plan(problem(save="auto"), Choice())
-    assert every.kept == {(i, c.index) for i in (1, 2, 3) for c in every.chunks}
+    assert {first: bool(plan.held) for first, plan in plans.items()} == dict.fromkeys(plans, False) | {"records": True}
+    for found, first in ((plans["graphs"].kept, "graphs"), (plans["records"].held, "records")):
+        order = [(i, c.index) for i in (3, 2, 1) for c in reversed(plans[first].chunks)]
+        assert found == set(order[: len(found)]), "backward's first ones first"
+    held = plans["records"]
+    assert held.tiers["gpu"].parts["held activations"] == sum(held.record_bytes(*key) for key in held.held)
+    for first in ("graphs", "blocks", "half"):
+        roomy = make_plan(problem(save="auto"), Choice(gpu_first=first, ram_first="activations"))  # type: ignore[arg-type]
+        assert roomy.kept == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
+        assert {b.state for b in roomy.buffers.values()} == {"gpu"}
+    assert not make_plan(problem(save="auto"), Choice(gpu_first="graphs", ram_first="weights")).kept
 
 
 def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
     gpu = floor("gpu")
-    # All weights and all state have no place in RAM beside the activations; some of these have none either.
-    ram = floor("ram", Choice(recompute="all"), gpu_budget=gpu) + 100_000
-    shape = problem(gpu_budget=gpu, ram_budget=ram, save="auto")
-    none, fit, everything = (make_plan(shape, Choice(recompute=r)) for r in ("none", "fit", "all"))  # type: ignore[arg-type]
+    ram = floor("ram", Choice(ram_first="weights"), gpu_budget=gpu) + 400_000
+    shape = problem(layers=5, gpu_budget=gpu, ram_budget=ram, save="auto", without_attention=frozenset({1}))
+    none, half, every = (make_plan(shape, Choice(recompute=r)) for r in ("none", "half", "all"))  # type: ignore[arg-type]
     assert not none.recomputed
-    assert everything.recomputed == {1, 2, 3}
-    assert fit.recomputed <= everything.recomputed
-    assert len(fit.spilled) <= len(none.spilled)
-    assert len(everything.spilled) <= len(none.spilled)
-    roomy = make_plan(problem(save="auto", gpu_budget=gpu), Choice(recompute="fit"))
-    assert not roomy.recomputed, "only where RAM is short"
+    assert half.recomputed == {1, 3}, "of those with attention the ones whose records wait longest"
+    assert every.recomputed == {1, 3, 4, 5}
+    assert every.spill_bytes < half.spill_bytes < none.spill_bytes
+    # Of a layer computed again the input is saved alone: 64 bytes a token instead of 64 + 64 + 16 + 64.
+    sizes = [plan.record_bytes(1, 0) for plan in (none, every)]
+    assert sizes == [4 * 4096, 4096]
 
 
-def test_records_that_ram_has_no_room_for_stay_on_the_gpu() -> None:
-    gpu = floor("gpu", layers=4) + 60_000
-    ram = floor("ram", layers=4, gpu_budget=gpu)
-    held = make_plan(problem(gpu_budget=gpu, ram_budget=ram, layers=4), Choice(gpu_first="records"))
-    assert held.held
-    order = [(i, c.index) for i in (4, 3, 2, 1) for c in reversed(held.chunks)]
-    assert held.held == set(order[: len(held.held)]), "backward's first ones first"
-    assert held.tiers["gpu"].parts["held activations"] == sum(held.record_bytes(*key) for key in held.held)
+def test_stages_are_as_many_as_the_choice_says() -> None:
+    gpu = floor("gpu")
+    budget = floor("ram", Choice(stages=4), gpu_budget=gpu)
+    for stages in (2, 4):
+        plan = make_plan(problem(gpu_budget=gpu, ram_budget=budget), Choice(stages=stages))
+        assert (plan.state_stages, plan.part_stages) == (stages, stages)
+    with pytest.raises(BudgetError, match="staging"):
+        make_plan(problem(gpu_budget=gpu, ram_budget=budget - 1), Choice(stages=4))
 
 
 def test_a_streamed_window_takes_the_same_memory_at_any_length() -> None:
@@ -161,7 +192,7 @@ def test_only_what_can_differ_is_tried() -> None:
     assert dimensions(bare, 100)["recompute"] == ["none"]
     assert dimensions(problem(save="input"), 4)["recompute"] == ["all"]
     assert dimensions(problem(save="attention"), 4)["recompute"] == ["none"]
-    assert set(dimensions(problem(save="auto"), 4)["recompute"]) == {"none", "fit", "all"}
+    assert set(dimensions(problem(save="auto"), 4)["recompute"]) == {"none", "half", "all"}
 
 
 def test_everything_is_kept_or_refused_with_the_need() -> None:
