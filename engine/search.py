@@ -162,8 +162,8 @@ def decisions(plan: Plan) -> tuple[Any, ...]:
     """Equal for plans that run the same schedule."""
     buffers = tuple((b.weights, b.state, b.gradient) for b in plan.buffers.values())
     sets = (plan.spilled, plan.recomputed, plan.held, plan.kept)
-    stages = (plan.state_stages, plan.part_stages, plan.activation_stages)
-    return len(plan.chunks), buffers, sets, stages, plan.streamed
+    slots = (plan.state_stages, plan.part_stages, plan.activation_stages, *plan.weight_slots.values())
+    return plan.max_chunk_tokens, buffers, sets, slots, plan.streamed
 
 
 def search(

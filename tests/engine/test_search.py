@@ -1,0 +1,197 @@
+"""What the search promises: more memory is never slower, what is returned runs, what is refused says what it needs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import ROUND, machines
+from small_problems import TIERS, problem, window_chunks, with_need
+
+from engine.costs import Costs
+from engine.machine import Machine
+from engine.plan import Choice, Problem
+from engine.planner import make_plan
+from engine.schedule import ScheduleBuilder
+from engine.search import Found, chunk_options, decisions, dimensions, promised_s, rank, search, why_not
+from engine.simulate import Clocks, simulate
+from storage.errors import BudgetError
+
+EVENLY = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def found(shape: Problem, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> Found:
+    return search(lambda n: replace(shape, chunk_tokens=n), chunks or (shape.chunk_tokens,), machine, **kept)
+
+
+def refusal(shape: Problem) -> BudgetError | None:
+    return why_not(lambda n: replace(shape, chunk_tokens=n), [shape.chunk_tokens])
+
+
+def fitting(shape: Problem, machine: Machine) -> tuple[Problem, Found]:
+    """The problem, its budgets raised as far as refusals ask for, and its best plan."""
+    for _ in range(6):
+        error = refusal(shape)
+        if error is None:
+            return shape, found(shape, machine)
+        with pytest.raises(BudgetError) as e:
+            found(shape, machine)
+        assert str(e.value) == str(error)
+        shape = with_need(shape, error)
+    raise AssertionError("what the refusals ask for is refused")
+
+
+small = st.builds(
+    problem,
+    layers=st.integers(1, 4),
+    tied=st.booleans(),
+    edge=st.sampled_from([1, 4, 9]),
+    micro_batches=st.integers(1, 2),
+    row_tokens=st.integers(20, 80),
+    chunk_tokens=st.integers(9, 60),
+    without_attention=st.frozensets(st.integers(0, 3), max_size=1),
+    gpu_budget=st.integers(100_000, 1_500_000),
+    ram_budget=st.integers(100_000, 1_500_000),
+    nvme_budget=st.none() | st.integers(500_000, 5_000_000),
+    device_reads=st.booleans(),
+    save=st.sampled_from(["auto", "auto", "attention"]),
+    kv_window=st.sampled_from(["auto", "whole"]),
+    graph_bytes=st.sampled_from([None, 300, 3000]),
+)
+
+
+@EVENLY
+@given(small, machines(), st.sets(st.sampled_from(["gpu", "ram", "nvme"]), min_size=1), st.sampled_from([1.05, 1.3, 2]))
+def test_more_budget_never_promises_a_slower_step(
+    shape: Problem, machine: Machine, tiers: set[str], times: float
+) -> None:
+    shape, less = fitting(shape, machine)
+    budgets = {TIERS[tier]: getattr(shape, TIERS[tier]) for tier in tiers}
+    richer = replace(shape, **{name: int(size * times) for name, size in budgets.items() if size is not None})
+    more = found(richer, machine)
+    assert promised_s(more.best.step_s) <= promised_s(less.best.step_s) * (1 + 1e-9)
+
+
+@EVENLY
+@given(small, machines())
+def test_every_plan_tried_runs_within_its_budgets(shape: Problem, machine: Machine) -> None:
+    shape, best = fitting(shape, machine)
+    for candidate in best.tried:
+        plan = candidate.plan
+        for name, tier in plan.tiers.items():
+            given_bytes = getattr(shape, TIERS[name])
+            assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
+            assert given_bytes is None or tier.budget_bytes == given_bytes
+    assert rank(best.best) == min(map(rank, best.tried))
+    # Two steps with a commit, and the end of the run: Deadlock would be raised here.
+    plan = best.plan
+    builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
+    for ops in (builder.step(1), builder.step(2, commit_previous=True), builder.finish(commit=True)):
+        clocks.run(ops, costs, from_s=max(clocks.done_at.values(), default=0.0))
+    assert best.best.step_s == pytest.approx(simulate(plan, costs, machine).step_s)
+
+
+@EVENLY
+@given(small, st.permutations(list(TIERS)))
+def test_a_refusal_names_a_tier_and_what_it_needs(shape: Problem, order: list[str]) -> None:
+    """Whatever is scarce; the budgets asked for are accepted, one tier after the other."""
+    poor = replace(shape, **{TIERS[tier]: 1 for tier in order[:2]})
+    raised, best = fitting(poor, ROUND)
+    for tier in order[:2]:
+        assert getattr(raised, TIERS[tier]) >= best.plan.tiers[tier].peak_bytes
+    with pytest.raises(BudgetError) as e:
+        found(replace(raised, **{TIERS[order[0]]: 1}), ROUND)
+    assert e.value.tier in TIERS
+
+
+def test_the_best_of_all_choices_is_found() -> None:
+    """A small step is searched exhaustively."""
+    shape = problem(gpu_budget=500_000, ram_budget=600_000, save="auto", kv_window="auto", micro_batches=1)
+    best = found(shape, ROUND)
+    values = dimensions(shape, window_chunks(shape))
+    steps = []
+    for combination in itertools.product(*values.values()):
+        choice = Choice(**dict(zip(values, combination, strict=True)))
+        try:
+            plan = make_plan(shape, choice)
+        except BudgetError:
+            assert any(refused == choice for _, refused, _ in best.refused)
+            continue
+        steps.append(simulate(plan, Costs(plan, ROUND), ROUND).step_s)
+    assert len(steps) + len(best.refused) == len(list(itertools.product(*values.values())))
+    assert promised_s(best.best.step_s) == promised_s(min(steps))
+
+
+def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
+    shape = problem(layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, save="auto", kv_window="auto")
+    best = found(shape, ROUND, (32, 64, 128))
+    assert len(best.tried) < 60
+    assert rank(best.best) == min(map(rank, best.tried))
+    # No single change is better.
+    values = dimensions(best.plan.problem, best.plan.window_chunks)
+    tried = {(c.chunk_tokens, c.choice) for c in best.tried} | {(n, choice) for n, choice, _ in best.refused}
+    for name, others in values.items():
+        for value in others:
+            assert (best.best.chunk_tokens, replace(best.best.choice, **{name: value})) in tried
+
+
+def test_a_link_that_is_slow_keeps_blocks_on_the_gpu_and_slow_matmuls_keep_graphs() -> None:
+    shape = problem(gpu_budget=900_000, save="auto", micro_batches=1)
+    slow_link = replace(ROUND, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5, matmul_flops=1e12)
+    slow_products = replace(ROUND, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, matmul_flops=1e7)
+    assert not found(shape, slow_link).plan.kept or found(shape, slow_link).plan.tiers["gpu"].parts["resident blocks"]
+    assert found(shape, slow_products).plan.kept
+    assert not found(replace(shape, save="attention"), slow_products).plan.kept
+
+
+def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
+    shape = problem(gpu_budget=500_000, ram_budget=600_000, save="auto", kv_window="auto", micro_batches=1)
+    free = found(shape, ROUND)
+    ranked = sorted(free.tried, key=lambda c: c.step_s)
+    near = next(c for c in ranked if c.choice != free.best.choice and c.step_s < free.best.step_s * 1.02)
+    far = next(c for c in ranked if c.step_s > free.best.step_s * 1.1)
+    length = shape.chunk_tokens
+    assert found(shape, ROUND, known=(length, near.choice)).best.choice == near.choice
+    assert found(shape, ROUND, known=(length, far.choice)).best.choice == free.best.choice
+    assert found(shape, ROUND, known=(length + 1, near.choice)).best.choice == free.best.choice, "no length to choose"
+    only = found(shape, ROUND, only=(length, far.choice))
+    assert only.best.choice == far.choice
+    assert len(only.tried) == 1
+    # One that no longer fits is given up.
+    refused = max(free.tried, key=lambda c: c.plan.tiers["gpu"].peak_bytes)
+    least = min(c.plan.tiers["gpu"].peak_bytes for c in free.tried)
+    poor = replace(shape, gpu_budget=refused.plan.tiers["gpu"].peak_bytes - 1)
+    assert poor.gpu_budget > least
+    assert found(poor, ROUND, only=(length, refused.choice)).plan.tiers["gpu"].peak_bytes <= poor.gpu_budget
+
+
+def test_plans_that_run_other_schedules_are_simulated_apart() -> None:
+    shape = problem(layers=4, gpu_budget=700_000, ram_budget=600_000, save="auto")
+    one = make_plan(shape, Choice(gpu_first="records", spare_slots=1))
+    two = make_plan(shape, Choice(gpu_first="records", spare_slots=2))
+    assert one.weight_slots != two.weight_slots
+    assert decisions(one) != decisions(two)
+    assert decisions(one) == decisions(replace(one, choice=two.choice)), "whatever they were called"
+    longer = make_plan(replace(shape, chunk_tokens=65), one.choice)
+    assert decisions(one) != decisions(longer)
+
+
+def test_promises_are_rounded_up_to_three_digits() -> None:
+    assert promised_s(1.2341) == pytest.approx(1.24)
+    assert promised_s(1.24) == pytest.approx(1.24)
+    assert promised_s(0.0098765) == pytest.approx(0.00988)
+    assert promised_s(123.4) == pytest.approx(124)
+
+
+def test_chunk_lengths_worth_trying() -> None:
+    assert chunk_options(1000) == [512, 1000]
+    assert chunk_options(512) == [512]
+    assert chunk_options(100) == [100]
+    assert chunk_options(65_536) == [1 << n for n in range(9, 17)]
+    # Of a very long stream no chunks so short that there would be more than 256 of them.
+    assert chunk_options(1 << 20) == [1 << n for n in range(12, 17)]
+    assert chunk_options(1 << 25) == [1 << n for n in range(9, 17)], "unless there is no other"
