@@ -339,8 +339,8 @@ class _Planner:
             raise BudgetError(
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
                 f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
-                f"staging {gib(staged + own * widest)}); give at least {need} bytes, or lower train.sequences_per_step, "
-                "data.sequence_length or storage.chunk_bytes",
+                f"staging {gib(staged + own * widest)}); give at least {need} bytes, or lower "
+                "train.sequences_per_step, data.sequence_length or storage.chunk_bytes",
                 tier="ram",
                 need_bytes=need,
                 budget_bytes=p.ram_budget,

@@ -20,20 +20,24 @@ FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""
 KEPT_LAYERS = 5
 """Layers simulated of each run: one at either end, and three that tell the pace."""
+MOST_PERIOD = 6
+"""Layers after which another pattern of layers may repeat."""
 MOST_PARTS = 16
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
 """Chunks of a step; where there are more, several neighbours are taken for one."""
-_FORWARD = frozenset({"layer_forward", "layer_project", "attend"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Layers treated alike."""
+    """Layers treated alike, or a pattern of a few that repeats."""
 
     blocks: list[int]
     """Indices of those that are simulated."""
     dropped: int
+    """Times that they repeat beyond that."""
+    period: int
+    """Layers after which they repeat: 2 where every other one has a sliding window, say."""
 
 
 def estimate(
@@ -76,16 +80,28 @@ def _runs(plan: Plan) -> list[_Run]:
         for block, _ in getattr(plan, name):
             counts[name][block] += 1
     same = representatives(plan.blocks)
-    runs: list[tuple[object, list[int]]] = []
+    kinds: list[object] = []
     for i, block in enumerate(plan.blocks):
         buffers = [replace(plan.buffers[name], name="") for name in block.buffers]
-        kind = (same[i], buffers, i in plan.recomputed, *(counts[name][i] for name in counts))
-        if runs and runs[-1][0] == kind:
-            runs[-1][1].append(i)
-        else:
-            runs.append((kind, [i]))
-    kept = [(blocks, KEPT_LAYERS if len(blocks) > KEPT_LAYERS + 1 else len(blocks)) for _, blocks in runs]
-    return [_Run(blocks[:count], len(blocks) - count) for blocks, count in kept]
+        kinds.append((same[i], buffers, i in plan.recomputed, *(counts[name][i] for name in counts)))
+    runs, start = [], 0
+    while start < len(kinds):
+        times, period = max((_repeats(kinds, start, n), -n) for n in range(1, MOST_PERIOD + 1))
+        period = -period
+        if times <= KEPT_LAYERS + 1:
+            times, period = 1, 1
+        kept = min(times, KEPT_LAYERS)
+        runs.append(_Run(list(range(start, start + kept * period)), times - kept, period))
+        start += times * period
+    return runs
+
+
+def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
+    """How often the `period` kinds from `start` on follow each other."""
+    times, first = 1, kinds[start : start + period]
+    while kinds[start + times * period : start + (times + 1) * period] == first:
+        times += 1
+    return times
 
 
 def _few_parts(plan: Plan) -> Plan:
@@ -187,11 +203,12 @@ def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
     ends: dict[tuple[str, bool], float] = {}
     work: dict[tuple[str, str], float] = defaultdict(float)
     moved: dict[tuple[str, str], int] = defaultdict(int)
+    turn = min(span.start_s for span in found.spans if span.op == "head")
     for span in found.spans:
         work[span.block, span.lane] += span.end_s - span.start_s
         moved[span.block, span.lane] += span.bytes
         if span.lane == "compute" and span.op != "update_on_gpu":
-            key = (span.block, span.op in _FORWARD)
+            key = (span.block, span.end_s <= turn)
             ends[key] = max(ends.get(key, 0.0), span.end_s)
     step_s, busy, total = found.step_s, dict(found.busy_s), dict(found.bytes)
     for run in runs:
@@ -199,12 +216,14 @@ def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
             continue
         names = [plan.blocks[i].name for i in run.blocks]
         # Those at either end are hurried or held up by their other neighbours.
-        pace = (ends[names[3], True] - ends[names[1], True]) / 2
-        pace += (ends[names[1], False] - ends[names[3], False]) / 2
+        first, last = 2 * run.period - 1, 4 * run.period - 1
+        pace = (ends[names[last], True] - ends[names[first], True]) / 2
+        first, last = run.period, 3 * run.period
+        pace += (ends[names[first], False] - ends[names[last], False]) / 2
         step_s += run.dropped * pace
+        inner = names[run.period :]
         for lane in busy:
-            last = names[1:]
-            busy[lane] += run.dropped * sum(work[name, lane] for name in last) / len(last)
-            total[lane] += run.dropped * sum(moved[name, lane] for name in last) // len(last)
+            busy[lane] += run.dropped * sum(work[name, lane] for name in inner) * run.period / len(inner)
+            total[lane] += run.dropped * sum(moved[name, lane] for name in inner) * run.period // len(inner)
     step_s = max(step_s, *busy.values())
     return replace(found, step_s=step_s, busy_s=busy, bytes=total)

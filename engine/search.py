@@ -213,9 +213,9 @@ def search(
 
 
 def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
-    """The refusal of the combination that lacks least; None as soon as one fits."""
+    """The refusal of the combination that lacks least; None as soon as one fits. The shortest chunks need least."""
     refusals: list[BudgetError] = []
-    for chunk in chunks:
+    for chunk in chunks[:2]:
         problem = problem_at(chunk)
         found = _frugal(problem, dimensions(problem, -(-problem.rows * problem.row_tokens // chunk)))
         if isinstance(found, Plan):
@@ -225,12 +225,14 @@ def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
 
 
 def _frugal(problem: Problem, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
-    """A plan of the least memory of each tier, or why there is none."""
+    """A plan that needs little of each tier, or why there is none."""
     refusals = []
-    names = ("streamed", "recompute", "ram_first", "gpu_first")
-    for combination in itertools.product(*(values[name] for name in names)):
+    ends = {name: dict.fromkeys((found[0], found[-1])) for name, found in values.items()}
+    ways = itertools.product(ends["streamed"], ends["recompute"], values["ram_first"], ends["gpu_first"])
+    for streamed, recompute, ram_first, gpu_first in ways:
+        choice = Choice(streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first)
         try:
-            return make_plan(problem, Choice(**dict(zip(names, combination, strict=True))))
+            return make_plan(problem, choice)
         except BudgetError as error:
             refusals.append(error)
     return refusals

@@ -67,8 +67,8 @@ def simulate(
 ) -> Simulation:
     """The second step of a run of `plan`, as the first has no update to apply. Raises Deadlock.
 
-    `documents`: per micro-batch the sorted starts of its documents (ScheduleBuilder.step). Not `settled`: the first step
-    is only taken to have been there, nothing of it being under way any more; this takes half the time to find out.
+    `documents`: per micro-batch the sorted starts of its documents (ScheduleBuilder.step). Not `settled`: the first
+    step is only taken to have been there, nothing of it being under way any more; this takes half the time to find out.
     """
     builder = ScheduleBuilder(plan)
     clocks = Clocks(machine)

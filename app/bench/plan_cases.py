@@ -63,7 +63,7 @@ class PlanCase:
 
     def recipe(self) -> Recipe:
         """Random tokens, one commit at the end."""
-        train: dict[str, Any] = {"compile": "off", "device": "cpu", "lr": 1e-4, "lr_schedule": "constant"} | self.train
+        train: dict[str, Any] = {"compile": "off", "device": "auto", "lr": 1e-4, "lr_schedule": "constant"} | self.train
         return Recipe(
             name=self.name,
             model=ModelConfig(**self.model),
