@@ -370,12 +370,13 @@ def bench_planned_command(
 @bench_cli.command("plan", epilog="Example: penstock bench plan --save docs/results/planning.md")
 def bench_plan_command(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page FILE.")] = None,
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Begin no case after so many seconds.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare what the plan promises with what short trainings take, over small and varied recipes; 15 minutes."""
     from app.bench.plan import bench_plan
 
-    if bench_plan(json=as_json, save=save)["failed"]:
+    if bench_plan(json=as_json, save=save, time_limit_s=time_limit)["failed"]:
         raise typer.Exit(REFUSED)
 
 

@@ -1,4 +1,4 @@
-"""`make gpu-check`: tests/gpu, the step suites and the storage benchmark on this machine, within eight minutes.
+"""`make gpu-check`: tests/gpu, a profile, the step suites, plans and the storage benchmark, within eight minutes.
 
 Runs from the repository with whatever interpreter starts it; nothing is installed or fetched. One stage's failure does
 not keep the others from running.
@@ -16,14 +16,19 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 LIMIT_S = 470.0
+PROBE_S = 20.0
+PLAN_S = 90.0
+"""Plans against runs: as many cases as end in that time."""
 STORAGE_S = 45.0
-"""What the last stage takes; the suites leave it."""
+"""What the last stages take; the suites leave it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all stages; 0 where nothing failed, and where there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m app.gpu_check", description=__doc__)
-    parser.add_argument("--results", type=Path, help="folder for step.json, storage.json, tests.xml and traces")
+    parser.add_argument(
+        "--results", type=Path, help="folder for step.json, plan.json, storage.json, tests.xml and traces"
+    )
     results: Path | None = parser.parse_args(arguments).results
     started = time.monotonic()
     has_cuda = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
@@ -34,10 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
         results.mkdir(parents=True, exist_ok=True)
         results = results.resolve()
     codes = {"tests": _tests(results)}
-    left_s = LIMIT_S - STORAGE_S - (time.monotonic() - started)
+    codes["probe"] = _run(
+        [sys.executable, "-m", "app.cli", "probe", str(results or REPOSITORY), "--seconds", str(PROBE_S)]
+    )
+    left_s = LIMIT_S - PLAN_S - STORAGE_S - (time.monotonic() - started)
     trace = ["--trace-dir", str(results)] if results is not None else []
     suites = ["step", "--suite", "gpu", "--json", "--time-limit", f"{max(0.0, left_s):.0f}", *trace]
     codes["bench step"] = _bench(suites, results and results / "step.json")
+    codes["bench plan"] = _bench(["plan", "--json", "--time-limit", str(PLAN_S)], results and results / "plan.json")
     codes["bench storage"] = _bench(
         ["storage", str(results or REPOSITORY), "--json"], results and results / "storage.json"
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json as json_module
+import math
 import os
 import signal
 import statistics
@@ -49,8 +50,9 @@ def bench_plan(
     folder: Path | None = None,
     cases: Sequence[PlanCase] = CASES,
     run_case: RunCase | None = None,
+    time_limit_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Run every case, print a table (JSON with `json`), and with `save` write the page; returns the report.
+    """Run every case that begins within `time_limit_s`, print a table (JSON with `json`), and with `save` write the page; returns the report.
 
     Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
     reason, and does not stop the others. Raises UserError for a folder that is not there.
@@ -60,8 +62,11 @@ def bench_plan(
         if path is not None and not path.is_dir():
             raise UserError(f"{path}: no such folder; make it first")
     rows = []
+    begun = time.monotonic()
     for number, case in enumerate(cases, start=1):
         started = time.monotonic()
+        if started - begun > time_limit_s:
+            break
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
             row: dict[str, Any] = {"case": case.name, "about": case.about}
             try:
