@@ -52,7 +52,9 @@ def bench_plan(
     run_case: RunCase | None = None,
     time_limit_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Run every case that begins within `time_limit_s`, print a table (JSON with `json`), and with `save` write the page; returns the report.
+    """Run every case that begins within `time_limit_s` and print a table (JSON with `json`); `save`: write the page.
+
+    Returns the report.
 
     Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
     reason, and does not stop the others. Raises UserError for a folder that is not there.
