@@ -45,6 +45,12 @@ def fitting(shape: Problem, machine: Machine) -> tuple[Problem, Found]:
     raise AssertionError("what the refusals ask for is refused")
 
 
+def choices(shape: Problem) -> list[Choice]:
+    """All that the search may try."""
+    values = dimensions(shape, window_chunks(shape))
+    return [Choice(**dict(zip(values, found, strict=True))) for found in itertools.product(*values.values())]
+
+
 small = st.builds(
     problem,
     layers=st.integers(1, 4),
@@ -108,21 +114,30 @@ def test_a_refusal_names_a_tier_and_what_it_needs(shape: Problem, order: list[st
     assert e.value.tier in TIERS
 
 
+@settings(EVENLY, max_examples=60)
+@given(small, st.floats(1, 10), st.floats(1, 1.5))
+def test_nothing_is_refused_that_some_choice_fits(shape: Problem, gpu: float, ram: float) -> None:
+    poor, _ = fitting(replace(shape, gpu_budget=1, ram_budget=1, nvme_budget=None), ROUND)
+    near = replace(poor, gpu_budget=int(poor.gpu_budget * gpu), ram_budget=int(poor.ram_budget * ram / 2))
+    error = refusal(near)
+    for choice in choices(near) if error is not None else ():
+        with pytest.raises(BudgetError):
+            make_plan(near, choice)
+
+
 def test_the_best_of_all_choices_is_found() -> None:
     """A small step is searched exhaustively."""
     shape = problem(gpu_budget=500_000, ram_budget=600_000, save="auto", kv_window="auto", micro_batches=1)
     best = found(shape, ROUND)
-    values = dimensions(shape, window_chunks(shape))
     steps = []
-    for combination in itertools.product(*values.values()):
-        choice = Choice(**dict(zip(values, combination, strict=True)))
+    for choice in choices(shape):
         try:
             plan = make_plan(shape, choice)
         except BudgetError:
             assert any(refused == choice for _, refused, _ in best.refused)
             continue
         steps.append(simulate(plan, Costs(plan, ROUND), ROUND).step_s)
-    assert len(steps) + len(best.refused) == len(list(itertools.product(*values.values())))
+    assert len(steps) + len(best.refused) == len(choices(shape))
     assert promised_s(best.best.step_s) == promised_s(min(steps))
 
 

@@ -1,0 +1,119 @@
+"""Advice: every change that is suggested has been tried, and applied it is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine.advice import Change, applied, best_change, fits, fixes
+from engine.config import DataConfig, StorageConfig, TrainConfig
+from engine.planning import Budgets, Task
+from engine.prepare import model_config
+from engine.presets import GENERIC
+from storage.errors import UserError
+
+SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
+
+
+def a_task(d: DataConfig, t: TrainConfig, s: StorageConfig, budgets: Budgets, **changes: Any) -> Task:
+    m = tiny.model(**changes)
+    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
+    return Task(spec=spec, data=d, train=t, storage=s, budgets=budgets, device_type="cpu")
+
+
+tasks = st.builds(
+    a_task,
+    d=st.builds(tiny.data, sequence_length=st.sampled_from([32, 48, 200])),
+    t=st.builds(
+        tiny.training,
+        sequences_per_step=st.sampled_from([2, 4]),
+        sequences_per_micro_batch=st.sampled_from([1, 2]),
+        chunk_tokens=st.sampled_from([None, 16, 40]),
+        save=st.sampled_from(["auto", "input", "attention", "everything"]),
+        kv_window=st.sampled_from(["auto", "whole", "streamed"]),
+        gradient_dtype=st.sampled_from(["float32", "bfloat16"]),
+    ),
+    s=st.builds(
+        tiny.storage,
+        chunk_bytes=st.sampled_from(["16KiB", "64KiB"]),
+        keep_last=st.sampled_from([1, 3]),
+        checkpoint_every=st.just(1),
+    ),
+    budgets=st.builds(
+        Budgets,
+        gpu=st.integers(100_000, 2_000_000),
+        ram=st.integers(100_000, 1_000_000),
+        nvme=st.none() | st.integers(1_000_000, 5_000_000),
+        why=st.just({}),
+    ),
+    tie_embeddings=st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(tasks)
+def test_every_suggested_change_is_accepted(task: Task) -> None:
+    error = task.refusal()
+    assume(error is not None)
+    assert error is not None
+    assert error.tier in SIZES
+    assert error.need_bytes > error.budget_bytes
+    changes = fixes(task, SIZES)
+    assert changes, "a machine with enough memory helps, if nothing else does"
+    for change in changes:
+        assert change.values
+        assert change.text
+        changed = applied(task, change.values)
+        assert fits(changed)
+        changed.search(GENERIC)
+        assert all(f"{name}=" in word for name, word in zip(change.values, change.to_json()["set"], strict=True))
+    assert len({tuple(change.values) for change in changes}) == len(changes)
+
+
+def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
+    budgets = Budgets(100_000, 1 << 30, None, {})
+    task = a_task(tiny.data(), tiny.training(), tiny.storage(), budgets)
+    roomy = fixes(task, SIZES)[-1]
+    assert list(roomy.values) == ["budgets.gpu"]
+    assert fits(applied(task, roomy.values))
+    less = {"budgets.gpu": int(roomy.values["budgets.gpu"]) - 1}
+    assert not fits(applied(task, less)), "the smallest"
+    poor = fixes(task, SIZES | {"gpu": 200_000})[-1]
+    assert poor.values == {}
+    assert "a machine with" in poor.text
+    assert "GPU memory" in poor.text
+
+
+def test_the_least_change_of_a_field_is_suggested() -> None:
+    budgets = Budgets(1 << 30, 1 << 30, None, {})
+    d, t = tiny.data(sequence_length=256), tiny.training(chunk_tokens=256, sequences_per_step=1)
+    roomy = a_task(d, t, tiny.storage(), budgets)
+    need = [applied(roomy, {"train.chunk_tokens": n, "budgets.gpu": 1}).refusal() for n in (256, 128, 64)]
+    assert all(error is not None for error in need)
+    wanted = [error.need_bytes for error in need if error is not None]
+    assert wanted[0] > wanted[1] > wanted[2]
+    task = applied(roomy, {"budgets.gpu": wanted[1]})
+    assert Change({"train.chunk_tokens": 128}, "shorter chunks") in fixes(task, SIZES)
+
+
+def test_changes_are_checked_as_recipes_are() -> None:
+    task = a_task(tiny.data(), tiny.training(), tiny.storage(), Budgets(1, 1, 1, {}))
+    assert applied(task, {"budgets.ram": "2KiB"}).budgets.ram == 2048
+    assert applied(task, {"train.lr": 0.5, "data.sequence_length": 9}).data.sequence_length == 9
+    with pytest.raises((UserError, ValueError), match=r"train\.sequences_per_step: 0"):
+        applied(task, {"train.sequences_per_step": 0})
+
+
+def test_the_best_change_is_faster_per_token() -> None:
+    budgets = Budgets(600_000, 800_000, 1 << 30, {})
+    task = a_task(tiny.data(), tiny.training(save="auto", kv_window="auto"), tiny.storage(), budgets)
+    found, tokens = task.search(GENERIC), 96
+    best = best_change(task, GENERIC, found, tokens)
+    assert best is not None
+    assert best["gain"] >= 1.02
+    assert best["gain"] == pytest.approx(best["tokens_per_s"] / (tokens / found.best.step_s))
+    assert best["text"]
