@@ -46,6 +46,7 @@ def machines(draw: Any) -> Machine:
         """10 to a power between the two, in quarters."""
         return 10.0 ** (draw(st.integers(round(4 * least), round(4 * most))) / 4)
 
+    h2d, d2h = power(6, 11), power(6, 11)
     return replace(
         ROUND,
         gpu=draw(st.sampled_from(["X", None])),
@@ -53,8 +54,8 @@ def machines(draw: Any) -> Machine:
         attention=(
             AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=power(8, 13), backward_flops=power(8, 13)),
         ),
-        h2d_bytes_per_s=power(6, 11),
-        d2h_bytes_per_s=power(6, 11),
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
         duplex_share=draw(st.sampled_from([0.5, 0.8, 1.0])),
         gpu_copy_bytes_per_s=power(9, 12),
         drives=(Drive(path=None, size_bytes=10**12, read_bytes_per_s=power(5, 10), write_bytes_per_s=power(5, 10)),),
