@@ -178,6 +178,14 @@ DEEP: dict[str, tuple[dict[str, Any], Choice]] = {
     ),
     "many chunks": ({"layers": 24, "gpu_budget": 1, "micro_batches": 24, "row_tokens": 128}, Choice()),
     "chunks of two micro-batches": ({"layers": 24, "gpu_budget": 1, "micro_batches": 10, "row_tokens": 192}, Choice()),
+    "every other window slides": (
+        {"layers": 36, "sliding": frozenset(range(0, 36, 2)), "gpu_budget": 1, "ram_budget": 2_000_000},
+        Choice(),
+    ),
+    "one window in six is full": (
+        {"layers": 60, "sliding": frozenset(set(range(60)) - set(range(5, 60, 6))), "gpu_budget": 1},
+        Choice(),
+    ),
     "sliding windows below": ({"layers": 30, "sliding": frozenset(range(14)), "gpu_budget": 1}, Choice()),
 }
 RATES = {
