@@ -60,14 +60,14 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
     from engine.presets import find_machine
 
     name = machine or recipe.machine
-    on = find_machine(name) if name else this_machine()
     train: TrainConfig = recipe.train
+    where = torch.device("cuda" if torch.cuda.is_available() and train.device != "cpu" else "cpu")
+    on = find_machine(name) if name else this_machine(where)
     config = model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size)
     spec = model_spec(config, recipe.data)
     if name:
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
-        where = torch.device("cuda" if torch.cuda.is_available() and train.device != "cpu" else "cpu")
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
         budgets, device = run_budgets(recipe.budgets, where, drives, new=True), where.type
     task = Task(spec=spec, data=recipe.data, train=train, storage=recipe.storage, budgets=budgets, device_type=device)

@@ -175,6 +175,7 @@ _WORDS: dict[str, dict[Any, str]] = {
         "graphs": "graphs kept first",
         "blocks": "resident blocks first",
         "half": "half for resident blocks",
+        "graphs only": "graphs kept and no block resident",
         "records": "records held first",
     },
     "recompute": {"none": "attention saved", "half": "half of it again in backward", "all": "attention again"},

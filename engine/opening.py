@@ -85,7 +85,11 @@ def open_session(
         device_reads=readers.device is not None,
         reader_bytes=readers.pinned_bytes(len(drives)),
     )
-    machine = this_machine()
+    machine = this_machine(device)
+    if machine.source.startswith("assumed"):
+        observer.on_message(
+            "no profile of this machine: drives and links are planned at assumed rates (penstock probe)"
+        )
     batch = typical_batch(loader)
     documents = [m.documents for m in batch]
     found = task.search(machine, documents=documents)

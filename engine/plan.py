@@ -20,9 +20,10 @@ that autograd wants, so that nothing is computed again."""
 Window = Literal["auto", "whole", "streamed"]
 """Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
 
-GpuFirst = Literal["graphs", "blocks", "half", "records"]
+GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "records"]
 """What the GPU's memory that the working set leaves goes to: kept graphs, then resident blocks; the other way round;
-half for each; or records that wait there, then resident blocks. Graphs are kept only where no record goes to NVMe."""
+half for each; graphs alone, as the update of resident blocks takes time of what computes; or records that wait there,
+then resident blocks. Graphs are kept only where no record goes to NVMe."""
 Recompute = Literal["none", "half", "all"]
 """Whose attention backward computes again: no layer's, the first half's, which wait longest, or every layer's."""
 RamFirst = Literal["activations", "weights", "state"]

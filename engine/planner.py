@@ -160,6 +160,8 @@ class _Planner:
             case "half":
                 self.reside(p.gpu_budget - left // 2)
                 self.keep(left // 2)
+            case "graphs only":
+                self.keep(left)
             case "records":
                 self.hold(left) and self.reside(p.gpu_budget)
 

@@ -17,7 +17,7 @@ from engine.model import ModelSpec
 from engine.plan import Choice, Plan, Problem
 from engine.planner import make_plan
 from engine.prepare import make_problem
-from engine.presets import GENERIC, stored_machine
+from engine.presets import GENERIC, generic_gpu, stored_machine
 from engine.search import Found, chunk_options, search, why_not
 from storage.errors import BudgetError, UserError
 
@@ -172,6 +172,9 @@ def _free_on(drives: Sequence[Path]) -> int:
     return len(places) * min(free_disk(place) // sharing.count(device) for device, place in places)
 
 
-def this_machine() -> Machine:
-    """The stored profile of this machine, or assumed rates where it was never probed."""
-    return stored_machine() or GENERIC
+def this_machine(device: torch.device) -> Machine:
+    """The stored profile of this machine, or assumed rates where it was never probed with that device."""
+    stored = stored_machine()
+    if stored is not None and (stored.gpu is not None) == (device.type == "cuda"):
+        return stored
+    return GENERIC if device.type == "cpu" else generic_gpu(torch.cuda.get_device_name(device))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from engine.hardware import peak_flops
@@ -275,6 +276,31 @@ GENERIC = Machine(
     optimizer_params_per_s=8e8,
 )
 """Where nothing was measured and no preset is named: 16 GiB, which both tiers share."""
+
+
+def generic_gpu(name: str) -> Machine:
+    """Assumed rates of a machine whose GPU the driver calls `name`: its peak's shares, or those of 100 TFLOP/s."""
+    peak = peak_flops(name) or 100 * TERA
+    return replace(
+        GENERIC,
+        name="generic-gpu",
+        source=f"assumed: {name} behind PCIe 4; run `penstock probe` for this machine's own rates",
+        gpu=name,
+        matmul_flops=peak * MATMUL_SHARE,
+        attention=tuple(
+            AttentionRate(
+                head_dim=head_dim,
+                chunk_tokens=ATTENTION_CHUNK_TOKENS,
+                forward_flops=peak * forward,
+                backward_flops=peak * backward,
+            )
+            for head_dim, (forward, backward) in ATTENTION_SHARES.items()
+        ),
+        h2d_bytes_per_s=31.5 * GB * LINK_SHARE,
+        d2h_bytes_per_s=31.5 * GB * LINK_SHARE,
+        duplex_share=PCIE_DUPLEX_SHARE,
+        gpu_copy_bytes_per_s=TERA * MEMORY_SHARE,
+    )
 
 
 def find_machine(name_or_path: str) -> Machine:

@@ -74,9 +74,12 @@ def dimensions(problem: Problem, num_chunks: int) -> dict[str, list[Any]]:
     useful = attends and num_chunks > KV_SLOTS
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
     recompute: dict[str, list[Any]] = {"input": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
+    gpu_first = ["graphs", "blocks", "half", "graphs only", "records"]
+    if problem.save != "auto":
+        gpu_first = ["blocks", "graphs only", "records"]
     return {
         "streamed": streamed[problem.kv_window],
-        "gpu_first": ["graphs", "blocks", "half", "records"] if problem.save == "auto" else ["blocks", "records"],
+        "gpu_first": gpu_first,
         "recompute": recompute.get(problem.save, ["none"]),
         "ram_first": ["activations", "weights", "state"],
         "stages": [4, 2],

@@ -150,7 +150,7 @@ def _plan(
             device_reads=direct,
             reader_bytes=pinned,
         )
-        return task.search(this_machine()).plan
+        return task.search(this_machine(device)).plan
     except BudgetError as refusal:
         raise Skip(str(refusal)) from None
 
