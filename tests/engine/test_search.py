@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from machines import ROUND, machines
 from small_problems import TIERS, problem, window_chunks, with_need
@@ -75,20 +75,20 @@ def slowdown(shape: Problem, richer: Problem, machine: Machine) -> float:
     return promised_s(found(richer, machine).best.step_s) / promised_s(found(shape, machine).best.step_s)
 
 
-@settings(EVENLY, max_examples=50)
+@settings(EVENLY, max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(small, machines(), st.sets(st.sampled_from(["gpu", "ram", "nvme"]), min_size=1), st.sampled_from([1.05, 1.3, 2]))
-def test_more_budget_never_promises_a_slower_step(
+def test_more_budget_never_promises_a_clearly_slower_step(
     shape: Problem, machine: Machine, tiers: set[str], times: float
 ) -> None:
     """What a choice places with less memory it places with more as well (test_planner.py).
 
-    These are fixed examples. Of random ones about one in a hundred is slower, by up to 2 %, where a place in faster
-    memory costs time: test_a_place_on_the_gpu_can_cost_time.
+    Of random examples about one in a hundred is slower all the same, by up to 2 %, where a place in faster memory
+    costs time: test_a_place_on_the_gpu_can_cost_time.
     """
     shape, _ = fitting(shape, machine)
     budgets = {TIERS[tier]: getattr(shape, TIERS[tier]) for tier in tiers}
     richer = replace(shape, **{name: int(size * times) for name, size in budgets.items() if size is not None})
-    assert slowdown(shape, richer, machine) <= 1 + 1e-9
+    assert slowdown(shape, richer, machine) <= 1.03
 
 
 def test_a_place_on_the_gpu_can_cost_time() -> None:
