@@ -7,8 +7,11 @@ batch; no state is touched. What is learnt corrects the costs with which the run
 from __future__ import annotations
 
 import gc
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,23 +72,24 @@ def calibrate(
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
     try:
-        runtime = Runtime(
-            plan, layouts, runner, adamw, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
-        )
-        targets = sum(m.num_targets for m in batch)
-        runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
-        costs = Costs(plan, machine, None, documents)
-        units = list(_units(plan, costs, documents))
-        chosen = _chosen(units)
-        for unit in chosen + _to_keep(plan, units):
-            layers = runtime.layer_ops
-            layers.kept_peak_bytes = 0
-            for op, seconds in _measured(unit, runtime):
-                kind = op_kind(op, costs.representative(op.block))
-                samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
-            if layers.kept_peak_bytes:
-                first = unit.ops[0]
-                graphs[costs.representative(first.block)] = -(-layers.kept_peak_bytes // costs.tokens(first))
+        with _lanes_beside(device):
+            runtime = Runtime(
+                plan, layouts, runner, adamw, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
+            )
+            targets = sum(m.num_targets for m in batch)
+            runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
+            costs = Costs(plan, machine, None, documents)
+            units = list(_units(plan, costs, documents))
+            chosen = _chosen(units)
+            for unit in chosen + _to_keep(plan, units):
+                layers = runtime.layer_ops
+                layers.kept_peak_bytes = 0
+                for op, seconds in _measured(unit, runtime):
+                    kind = op_kind(op, costs.representative(op.block))
+                    samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
+                if layers.kept_peak_bytes:
+                    first = unit.ops[0]
+                    graphs[costs.representative(first.block)] = -(-layers.kept_peak_bytes // costs.tokens(first))
     finally:
         arena.close()
     del runtime, gpu
@@ -183,7 +187,7 @@ def _to_keep(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
-    """(op, least seconds) of the unit's ops, after one run that does not count: other work on the machine only adds."""
+    """(op, median seconds) of the unit's ops, after one run that does not count."""
     times: list[list[float]] = [[] for _ in unit.ops]
     for repeat in range(1 + REPEATS):
         total = 0.0
@@ -195,7 +199,7 @@ def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
         if repeat and total > SLOW_S:
             break
     for op, found in zip(unit.ops, times, strict=True):
-        yield op, min(found)
+        yield op, statistics.median(found)
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
@@ -211,6 +215,33 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     last.record()
     last.synchronize()
     return float(first.elapsed_time(last)) / 1e3
+
+
+@contextmanager
+def _lanes_beside(device: torch.device) -> Iterator[None]:
+    """Where lanes compute on the same cores: as many threads that have computed as a run has lanes.
+
+    OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run there are, they
+    sleep, and waking them takes what it takes.
+    """
+    over = threading.Event()
+
+    def lane() -> None:
+        torch.zeros(_TILE).add_(1)
+        ready.release()
+        over.wait()
+
+    ready = threading.Semaphore(0)
+    threads = [threading.Thread(target=lane, name="beside") for _ in range(3 if device.type == "cpu" else 0)]
+    for thread in threads:
+        thread.start()
+        ready.acquire()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
@@ -234,6 +265,6 @@ def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtyp
     values = scalars(train, 1, 1.0, cpu)
     times = [
         _timed(lambda: adamw.step((master, first, second), gradient, weights, numel, values), cpu)
-        for _ in range(1 + REPEATS)
+        for _ in range(3 * REPEATS)
     ]
-    return numel / min(times[1:])
+    return numel / statistics.median(times[REPEATS:])
