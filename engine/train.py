@@ -246,7 +246,7 @@ def _tiers(session: Session, budgets: BudgetConfig) -> dict[str, dict[str, int]]
     gpu_peak = session.gpu.arena.used_bytes + session.runtime.layer_ops.kept_peak_bytes
     if session.device.type == "cuda":
         gpu_peak = torch.cuda.max_memory_allocated(session.device)
-    nvme_peak = store.disk_bytes()
+    nvme_peak = store.peak_disk_bytes()
     nvme_budget = nvme_peak if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     return {
         "gpu": {"budget_bytes": plan.tiers["gpu"].budget_bytes, "peak_bytes": gpu_peak},

@@ -375,6 +375,10 @@ class NvmeStore:
         """Bytes of disk that the store takes now: slots, scratch, checkpoints, manifest; shared files count once."""
         return self._drives.disk_bytes()
 
+    def peak_disk_bytes(self) -> int:
+        """The same with as many spilled activations as there were at once at most."""
+        return self.disk_bytes() - self._spill.live_bytes + self._spill.peak_bytes
+
     def close(self) -> None:
         """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash.
 

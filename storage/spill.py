@@ -44,6 +44,14 @@ class Spill:
         self._entries: dict[str, _Entry] = {}
         self._count = itertools.count()
         self._lock = threading.Lock()
+        self._live_bytes = 0
+        self.peak_bytes = 0
+        """Most that was on the drives at once."""
+
+    @property
+    def live_bytes(self) -> int:
+        """What is on the drives now, or on its way."""
+        return self._live_bytes
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
         """Write `src`, uint8 [n] on the CPU, which must not change until the future is done.
@@ -58,6 +66,8 @@ class Spill:
         with self._lock:
             assert key not in self._entries, f"{key} is spilled twice"
             self._entries[key] = entry
+            self._live_bytes += _padded(entry.num_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
         def work() -> None:
             try:
@@ -77,6 +87,7 @@ class Spill:
         _require_bytes(out)
         with self._lock:
             entry = self._entries[key] if keep else self._entries.pop(key)
+            self._live_bytes -= 0 if keep else _padded(entry.num_bytes)
         assert entry.crc is not None, f"{key} is read before it is written"
         assert entry.num_bytes == out.numel(), (key, entry.num_bytes, out.numel())
 
@@ -101,6 +112,7 @@ class Spill:
         """Remove what was spilled as `key`, unread."""
         with self._lock:
             entry = self._entries.pop(key)
+            self._live_bytes -= _padded(entry.num_bytes)
 
         def work() -> None:
             try:
