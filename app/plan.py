@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def plan_recipe(
     folder = recipe.model.path
     if folder is not None and not Path(folder).expanduser().exists():
         result["note"] = f"shape from the recipe: {folder} is not there"
+    started = time.perf_counter()
     try:
         found = task.search(on)
     except BudgetError as error:
@@ -41,6 +43,7 @@ def plan_recipe(
         sizes = {"gpu": on.gpu_bytes, "ram": on.ram_bytes, "nvme": on.nvme_bytes}
         result["refusal"]["changes"] = [change.to_json() for change in fixes(task, sizes)]
         return result
+    result["search_s"] = time.perf_counter() - started
     result |= forecast(task, on, found)
     if advice:
         result["best_change"] = best_change(task, on, found, result["tokens_per_step"])
