@@ -22,7 +22,7 @@ KEPT_LAYERS = 5
 """Layers simulated of each run: one at either end, and three that tell the pace."""
 MOST_PERIOD = 6
 """Layers after which another pattern of layers may repeat."""
-MOST_PARTS = 16
+MOST_PARTS = 12
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
 """Chunks of a step; where there are more, several neighbours are taken for one."""

@@ -19,11 +19,14 @@ from storage.errors import BudgetError
 EXHAUSTIVE_OPS = 1_500
 """Steps of about so many ops are cheap to simulate: every combination is tried."""
 START_CHUNK = 8192
-"""Where the search for the chunk length of a large step begins."""
-MOST_CHUNKS = 256
+"""Where the search for the chunk length of a large step begins, or where its stream makes START_CHUNKS chunks."""
+START_CHUNKS = 32
+MOST_CHUNKS = 128
 """Chunks of one micro-batch that an automatic chunk length makes at most, unless shorter ones alone fit."""
 _CHUNKS = tuple(1 << n for n in range(9, 17))
 """Chunk lengths tried where the recipe names none."""
+WORTH_A_PASS = 0.01
+"""What trying every change must have gained for another pass over them."""
 SWITCH_GAIN = 0.03
 """By how much a plan must be faster to replace one of which it is known that it works."""
 
@@ -135,13 +138,14 @@ class _Search:
         """Change one thing at a time, as long as that helps."""
         best, improved = start, True
         while improved:
-            improved = False
+            before = promised_s(best.step_s)
             for name, value in self._moves(best, chunks):
                 chunk = value if name == "chunk_tokens" else best.chunk_tokens
                 choice = best.choice if name == "chunk_tokens" else replace(best.choice, **{name: value})
                 other = self.attempt(chunk, choice)
                 if other is not None and rank(other) < rank(best):
-                    best, improved = other, True
+                    best = other
+            improved = promised_s(best.step_s) < before * (1 - WORTH_A_PASS)
 
     def _moves(self, best: Candidate, chunks: list[int]) -> list[tuple[str, Any]]:
         values = dimensions(best.plan.problem, best.plan.window_chunks)
@@ -203,7 +207,9 @@ def search(
         else:
             fitting[chunk] = first
     if fitting:
-        start = min(fitting, key=lambda chunk: abs(chunk - START_CHUNK))
+        problem = hunt.problem(lengths[0])
+        middling = max(START_CHUNK, problem.rows * problem.row_tokens // START_CHUNKS)
+        start = min(fitting, key=lambda chunk: abs(chunk - middling))
         hunt.descend(hunt.candidate(start, fitting[start]), lengths)
     if not hunt.tried:
         raise why_not(hunt.problem, lengths) or hunt.refused[0][2]
