@@ -248,6 +248,6 @@ def test_chunk_lengths_worth_trying() -> None:
     assert chunk_options(512) == [512]
     assert chunk_options(100) == [100]
     assert chunk_options(65_536) == [1 << n for n in range(9, 17)]
-    # Of a very long stream no chunks so short that there would be more than 256 of them.
-    assert chunk_options(1 << 20) == [1 << n for n in range(12, 17)]
+    # Of a very long stream no chunks so short that there would be more than 128 of them.
+    assert chunk_options(1 << 20) == [1 << n for n in range(13, 17)]
     assert chunk_options(1 << 25) == [1 << n for n in range(9, 17)], "unless there is no other"
