@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from app.bench.cases import Case, Shape
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.device import resolve_device
+from engine.limits import free_budgets
 from engine.model import ModelSpec
-from engine.plan import FP32, STATE_KINDS, Plan, gib
-from engine.planning import Budgets, Task, run_budgets, this_machine
+from engine.plan import FP32, STATE_KINDS, Choice, Plan, gib
+from engine.planning import Budgets, Task, this_machine
 from engine.prepare import ALLOCATOR_SHARE, model_config, model_spec
 from engine.state import scratch_arrays
 from storage.errors import BudgetError
@@ -83,8 +84,7 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
     )
     device = resolve_device(train)
     storage = StorageConfig(checkpoint_every=10**9)
-    limits = run_budgets(BudgetConfig(gpu=case.gpu, ram=case.ram), device, [folder], new=False)
-    gpu_bytes, ram_bytes = limits.gpu, limits.ram
+    gpu_bytes, ram_bytes = _limits(case, device)
     _, full_spec = shape_model(shape, shape.layers, data)
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
     whole = Budgets(gpu_bytes, ram_bytes if case.spill_state else _EVERYTHING, None, {})
@@ -100,7 +100,8 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
         # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
         rams = (ram, ram_bytes) if case.spill_state and share < 1 else (ram_bytes,)
         try:
-            plan = _first_plan(spec, data, train, gpu, rams, storage, device, readers)
+            known = (case.chunk_tokens, full_plan.choice)
+            plan = _first_plan(spec, data, train, gpu, rams, storage, device, readers, known)
         except Skip as reason:
             reasons.append(str(reason))
             continue
@@ -110,6 +111,16 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
             continue
         return Setup(shape, spec, full_spec, full_plan, plan, model, data, train, storage, device, readers)
     raise Skip(reasons[-1])
+
+
+def _limits(case: Case, device: torch.device) -> tuple[int, int]:
+    """Bytes of the gpu and the ram tier: the case's, else what is free."""
+    gpu = None if case.gpu is None else parse_bytes(case.gpu, "gpu")
+    ram = None if case.ram is None else parse_bytes(case.ram, "ram")
+    if gpu is not None and ram is not None:
+        return gpu, ram
+    free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram)
+    return free.gpu_bytes, free.ram_bytes
 
 
 def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfig, ModelSpec]:
@@ -137,7 +148,9 @@ def _plan(
     storage: StorageConfig,
     device: torch.device,
     readers: Readers,
+    only: tuple[int, Choice] | None = None,
 ) -> Plan:
+    """The best plan; with `only` that of these choices, if they fit."""
     direct, pinned = readers.device is not None, readers.pinned_bytes(1)
     try:
         task = Task(
@@ -150,7 +163,7 @@ def _plan(
             device_reads=direct,
             reader_bytes=pinned,
         )
-        return task.search(this_machine(device)).plan
+        return task.search(this_machine(device), only=only).plan
     except BudgetError as refusal:
         raise Skip(str(refusal)) from None
 
@@ -164,12 +177,13 @@ def _first_plan(
     storage: StorageConfig,
     device: torch.device,
     readers: Readers,
+    only: tuple[int, Choice],
 ) -> Plan:
     """The plan with the first of the RAM budgets that is enough."""
     for ram in rams[:-1]:
         with contextlib.suppress(Skip):
-            return _plan(spec, data, train, Budgets(gpu, ram, None, {}), storage, device, readers)
-    return _plan(spec, data, train, Budgets(gpu, rams[-1], None, {}), storage, device, readers)
+            return _plan(spec, data, train, Budgets(gpu, ram, None, {}), storage, device, readers, only)
+    return _plan(spec, data, train, Budgets(gpu, rams[-1], None, {}), storage, device, readers, only)
 
 
 def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:

