@@ -12,7 +12,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
