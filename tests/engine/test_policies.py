@@ -73,7 +73,7 @@ def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Pat
         need, ram = (session.plan.tiers[tier].peak_bytes for tier in ("gpu", "ram"))
         spilled = len(session.plan.spilled)
     need += 100_000  # a third of the records, less than a resident block
-    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(), gpu=need, ram=ram) as session:
+    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(), gpu=need, ram=ram, gpu_first="records") as session:
         plan = session.plan
         assert plan.held
         assert len(plan.spilled) < spilled

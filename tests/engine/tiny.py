@@ -17,7 +17,7 @@ from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Span, StepMetrics
 from engine.model import ModelSpec, initialize
-from engine.plan import STATE_KINDS, Choice, Plan
+from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
 from engine.planning import Budgets, Task
 from engine.prepare import layouts, make_config, make_loader, model_config, prepare_data
 from engine.search import dimensions
@@ -123,8 +123,9 @@ def plan_of(
     gpu: str | int,
     ram: str | int,
     device_reads: bool = True,
+    gpu_first: GpuFirst = "blocks",
 ) -> Plan:
-    """The plan within budgets, of which FLOOR takes the least that is accepted; blocks have the GPU's memory first."""
+    """The plan within budgets, of which FLOOR takes the least that is accepted."""
     sizes = {
         "gpu": 1 if gpu == FLOOR else parse_bytes(gpu, "gpu"),
         "ram": 1 if ram == FLOOR else parse_bytes(ram, "ram"),
@@ -141,7 +142,9 @@ def plan_of(
         for streamed, ram_first, stages in ways:
             again = values["recompute"][0]
             try:
-                return task.plan(Choice(streamed=streamed, recompute=again, ram_first=ram_first, stages=stages))
+                return task.plan(
+                    Choice(streamed=streamed, gpu_first=gpu_first, recompute=again, ram_first=ram_first, stages=stages)
+                )
             except BudgetError as refusal:
                 refusals.append(refusal)
         least = min(refusals, key=lambda refusal: refusal.need_bytes)
@@ -181,13 +184,14 @@ def session(
     device: torch.device = CPU,
     device_reads: bool = True,
     drives: list[Path] | None = None,
+    gpu_first: GpuFirst = "blocks",
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one."""
     m, d, t, s = m or model(), d or data(), t or training(), s or storage()
     corpus = prepare_data(m, d, folder / "data").corpus
     spec = spec_of(model_config(m, d, m.vocab_size))
     readers = select_readers("auto", device, drives or [folder])
-    plan = plan_of(spec, d, t, s, gpu, ram, device_reads and readers.device is not None)
+    plan = plan_of(spec, d, t, s, gpu, ram, device_reads and readers.device is not None, gpu_first)
     identity = run_identity(m, d, t)
     loader = make_loader(corpus, spec, d, t)
     root = folder / "state"
