@@ -6,8 +6,9 @@ NVMe   2 GB, any disk
 Model  none: random weights, and a tokenizer trained on the text
 Use    a first look; `python recipes/quickstart.py` and `penstock train recipes/quickstart.py` are the same run
 
-The budgets are far below what the machine has, so that the model's state really streams: some blocks stay on the
-compute tier, some in RAM, some on the NVMe tier.
+The budgets are far below
+what the machine has, so that the model's state really streams: weights from RAM, master weights and moments from the
+NVMe tier, and what the plan keeps on the compute tier is what makes the step shortest.
 """
 
 from app.recipe import AfterConfig, Recipe
