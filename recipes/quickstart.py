@@ -6,9 +6,8 @@ NVMe   2 GB, any disk
 Model  none: random weights, and a tokenizer trained on the text
 Use    a first look; `python recipes/quickstart.py` and `penstock train recipes/quickstart.py` are the same run
 
-The budgets are far below
-what the machine has, so that the model's state really streams: weights from RAM, master weights and moments from the
-NVMe tier, and what the plan keeps on the compute tier is what makes the step shortest.
+The budgets are far below what the machine has, so that the model's state really streams: weights come from RAM, master
+weights and moments from disk; what the compute tier keeps besides is the plan's choice.
 """
 
 from app.recipe import AfterConfig, Recipe
