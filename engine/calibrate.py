@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ import torch
 
 from engine.batch import BatchCarrier
 from engine.blocks import ModelRunner
+from engine.clock import elapsed_s
 from engine.config import TrainConfig
 from engine.costs import Calibration, Costs, Sample, op_kind
 from engine.data import MicroBatch
@@ -192,7 +192,7 @@ def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
     for repeat in range(1 + REPEATS):
         total = 0.0
         for op, found in zip(unit.ops, times, strict=True):
-            seconds = _timed(lambda op=op: runtime.perform(op), runtime.runner.device)  # type: ignore[misc]
+            seconds = elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device)  # type: ignore[misc]
             total += seconds
             if repeat:
                 found.append(seconds)
@@ -200,21 +200,6 @@ def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
             break
     for op, found in zip(unit.ops, times, strict=True):
         yield op, statistics.median(found)
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `work` takes on the device."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    work()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
 
 
 @contextmanager
@@ -250,7 +235,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-        times = [_timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
+        times = [elapsed_s(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
         return COPY_BYTES / min(times[1:])
 
     return rate(there, host), rate(host, there)
@@ -264,7 +249,7 @@ def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtyp
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
     values = scalars(train, 1, 1.0, cpu)
     times = [
-        _timed(lambda: adamw.step((master, first, second), gradient, weights, numel, values), cpu)
+        elapsed_s(lambda: adamw.step((master, first, second), gradient, weights, numel, values), cpu)
         for _ in range(3 * REPEATS)
     ]
     return numel / statistics.median(times[REPEATS:])

@@ -15,6 +15,7 @@ from engine.machine import AttentionRate, Machine
 from engine.ops import WHOLE, Op
 from engine.pairs import chunk_pairs
 from engine.plan import FP32, BlockShape, Plan
+from engine.schedule import stays_aside
 
 LAUNCH_S = {"cpu": 4e-4, "gpu": 1.5e-4}
 """What a layer's op takes beside its work: some twenty kernel launches, which a GPU's queue hides in part."""
@@ -99,9 +100,7 @@ class Costs:
     ) -> None:
         self._plan, self._machine = plan, machine
         self._calibration = calibration or Calibration()
-        p = plan.problem
-        rows = [list(range(0, plan.window_tokens, p.row_tokens))] * p.micro_batches
-        self._documents = rows if documents is None else documents
+        self._documents = plan.row_documents if documents is None else documents
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
@@ -122,8 +121,7 @@ class Costs:
         if op.lane == "compute":
             return self._compute_seconds(op)
         if op.lane in ("h2d", "d2h"):
-            aside = any(r[0] in _RECORDS and r[1:] in self._plan.held for r in (*op.reads, *op.writes))
-            if aside:
+            if stays_aside(self._plan, op):
                 return COPY_S + 2 * op.nbytes / machine.gpu_copy_bytes_per_s
             return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
         if op.lane == "optimizer":
@@ -279,9 +277,6 @@ class Costs:
         rate = attention_rate(self._machine, width, self._plan.max_chunk_tokens // self._merged)
         speed = rate.forward_flops if per_q == 2 else rate.backward_flops
         return pairs * (per_q * block.q_numel_per_token + per_out * block.out_numel_per_token) / speed
-
-
-_RECORDS = ("record.x", "record.saved", "record.kv")
 
 
 def attention_rate(machine: Machine, head_dim: int, chunk_tokens: int) -> AttentionRate:

@@ -234,6 +234,11 @@ class Plan:
         return self.problem.rows * self.problem.row_tokens
 
     @property
+    def row_documents(self) -> list[list[int]]:
+        """Per micro-batch the starts of its documents when every row is one."""
+        return [list(range(0, self.window_tokens, self.problem.row_tokens))] * self.problem.micro_batches
+
+    @property
     def max_chunk_tokens(self) -> int:
         """Tokens of the longest chunk."""
         return max(chunk.end - chunk.start for chunk in self.chunks)

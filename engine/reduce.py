@@ -119,8 +119,7 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     if times == 1:
         return plan
     p = plan.problem
-    within = min(times, plan.window_chunks)
-    batches = min(p.micro_batches, -(-times // within))
+    within, batches = _group(plan, times)
     problem = replace(p, rows=p.rows * batches, micro_batches=-(-p.micro_batches // batches))
     chunks: list[Chunk] = []
     for batch in range(0, p.micro_batches, batches):
@@ -155,6 +154,12 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     )
 
 
+def _group(plan: Plan, times: int) -> tuple[int, int]:
+    """(chunks of a micro-batch, micro-batches) that become one chunk."""
+    within = min(times, plan.window_chunks)
+    return within, min(plan.problem.micro_batches, -(-times // within))
+
+
 def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> int:
     """Which of the joined `chunks` holds `chunk`."""
     start = chunk.start + chunk.micro_batch % batches * plan.window_tokens
@@ -164,13 +169,11 @@ def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> in
 
 def _joined(plan: Plan, documents: Sequence[Sequence[int]] | None, times: int) -> list[list[int]]:
     """Per micro-batch of `_few_chunks` the starts of its documents."""
-    p = plan.problem
-    rows = [list(range(0, plan.window_tokens, p.row_tokens))] * p.micro_batches
-    starts = rows if documents is None else documents
-    batches = min(p.micro_batches, -(-times // min(times, plan.window_chunks)))
+    starts = plan.row_documents if documents is None else documents
+    _, batches = _group(plan, times)
     return [
         [start + i * plan.window_tokens for i, found in enumerate(starts[first : first + batches]) for start in found]
-        for first in range(0, p.micro_batches, batches)
+        for first in range(0, plan.problem.micro_batches, batches)
     ]
 
 

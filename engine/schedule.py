@@ -10,12 +10,11 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.activation_schedule import RECORDS, ActivationSchedule, Mode
-from engine.ops import LANES, WHOLE, Emitter, Op, Resource
+from engine.ops import WHOLE, Emitter, Op, Resource
 from engine.plan import Chunk, Plan
 from engine.state_schedule import StateSchedule
 
@@ -359,17 +358,6 @@ class ScheduleBuilder:
         activations.dkv.release(dkv)
 
 
-def bytes_per_step(plan: Plan) -> dict[str, int]:
-    """Bytes that each lane moves in a step once the run is under way.
-
-    What a commit writes through is not counted, nor what is put aside without leaving the compute device.
-    """
-    builder = ScheduleBuilder(plan)
-    for _ in builder.stream(1):
-        pass
-    moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
-    for ops in builder.stream(2):
-        for op in ops:
-            aside = any(resource[0] in RECORDS and resource[1:] in plan.held for resource in (*op.reads, *op.writes))
-            moved[op.lane] += 0 if aside else op.nbytes
-    return dict(moved)
+def stays_aside(plan: Plan, op: Op) -> bool:
+    """Whether a copy puts a record aside on the compute device, or brings it back, and so crosses no link."""
+    return any(resource[0] in RECORDS and resource[1:] in plan.held for resource in (*op.reads, *op.writes))

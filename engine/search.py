@@ -187,8 +187,7 @@ def search(
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
-    whatever its speed. Raises BudgetError, that of the
-    combination which needs least, where none fits.
+    whatever its speed. Raises BudgetError, that of the combination which lacks least, where none fits.
     """
     hunt = _Search(problem_at, machine, calibration, documents)
     lengths = list(chunks)
@@ -197,7 +196,7 @@ def search(
     fitting: dict[int, Plan] = {}
     for chunk in lengths:
         problem = hunt.problem(chunk)
-        values = dimensions(problem, -(-problem.rows * problem.row_tokens // chunk))
+        values = _options(problem)
         first = _frugal(problem, values)
         if not isinstance(first, Plan):
             hunt.refused += [(chunk, Choice(), error) for error in first[:1]]
@@ -221,12 +220,16 @@ def search(
     return Found(best, hunt.tried, hunt.refused)
 
 
+def _options(problem: Problem) -> dict[str, list[Any]]:
+    return dimensions(problem, -(-problem.rows * problem.row_tokens // problem.chunk_tokens))
+
+
 def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
     """The refusal of the combination that lacks least; None as soon as one fits. The shortest chunks need least."""
     refusals: list[BudgetError] = []
     for chunk in chunks[:2]:
         problem = problem_at(chunk)
-        found = _frugal(problem, dimensions(problem, -(-problem.rows * problem.row_tokens // chunk)))
+        found = _frugal(problem, _options(problem))
         if isinstance(found, Plan):
             return None
         refusals += found

@@ -17,7 +17,7 @@ from engine.events import Span
 from engine.machine import Machine
 from engine.ops import LANES, Lane, Op
 from engine.plan import Plan
-from engine.schedule import ScheduleBuilder
+from engine.schedule import ScheduleBuilder, stays_aside
 
 BUILD_S = 1.6e-5
 """The main thread's time to build one op: docs/results/dispatch.md."""
@@ -45,11 +45,9 @@ class Simulation:
     busy_s: dict[str, float]
     """Lane -> seconds within the step in which it had an op under way."""
     bytes: dict[str, int]
-    """Lane -> payload bytes of the step's ops."""
+    """Lane -> payload bytes of the step's ops; what is put aside without leaving the compute device is not counted."""
     spans: list[Span]
     """Of the step, counted from its start. Ops of its update are not done by its end and belong to the next step."""
-    written: int = 0
-    """Bytes of the step's ops that go to NVMe."""
 
     @property
     def bound_by(self) -> str:
@@ -89,7 +87,7 @@ def simulate(
     ]
     moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
     for op in second:
-        moved[op.lane] += op.nbytes
+        moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
     return Simulation(end - start, busy_seconds(spans, 0.0, end - start), dict(moved), spans)
 
 

@@ -15,7 +15,8 @@ from plain import plain_training
 from torch import Tensor
 
 from engine.ops import Op
-from engine.schedule import bytes_per_step
+from engine.presets import GENERIC
+from engine.reduce import estimate
 from engine.train import Session, train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -297,7 +298,7 @@ def test_a_bounded_queue_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_plan_tells_what_a_step_moves(tmp_path: Path) -> None:
     with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
-        planned = bytes_per_step(session.plan)
+        planned = estimate(session.plan, GENERIC, full=True).bytes
         session.executor.take_spans()
         for _ in range(3):
             train_step(session)
