@@ -1,0 +1,1 @@
+"""The terminal application: a pure reader of run directories, in a process of its own."""

@@ -1,0 +1,1 @@
+"""What the screens show, read from files; no Textual here."""
