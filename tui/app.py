@@ -1,0 +1,158 @@
+"""The application: screens, themes, questions. It reads run directories; training runs in processes of its own."""
+
+from __future__ import annotations
+
+import locale
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from textual.app import App, SystemCommand
+from textual.screen import Screen
+
+from tui.actions import Action, actions, bindings
+from tui.glyphs import ASCII, UNICODE, Glyphs
+from tui.screens.base import PenstockScreen
+from tui.theme import THEMES
+
+
+def terminal_glyphs() -> Glyphs:
+    """ASCII where PENSTOCK_ASCII is set or the locale is not UTF-8."""
+    wanted = os.environ.get("PENSTOCK_ASCII", "")
+    if wanted not in ("", "0") or os.environ.get("TERM") == "dumb":
+        return ASCII
+    return UNICODE if "UTF" in locale.getpreferredencoding(False).upper() else ASCII
+
+
+class PenstockApp(App[None]):
+    """Parameters: `root`, the folder with runs/ and the user's recipes/; `run`, a run to open at once."""
+
+    TITLE = "penstock"
+    CSS_PATH = "app.tcss"
+    BINDINGS = [*bindings("global")]
+    ENABLE_COMMAND_PALETTE = True
+
+    def __init__(
+        self,
+        root: Path,
+        run: Path | None = None,
+        *,
+        glyphs: Glyphs | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__()
+        self.root = root.resolve()
+        self.glyphs = glyphs or terminal_glyphs()
+        self.clock = clock
+        """Unix seconds now."""
+        self._first_run = run
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = THEMES[0].name
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        from tui.screens.home import HomeScreen
+
+        self.push_screen(HomeScreen())
+        if self._first_run is not None:
+            self.open_run(self._first_run)
+        if not self.glyphs.braille:
+            self.add_class("-ascii")
+
+    # ------------------------------------------------------------------ screens
+
+    def open_run(self, run_path: Path) -> None:
+        """Show a run."""
+        from tui.screens.run import RunScreen
+
+        self.push_screen(RunScreen(run_path))
+
+    def open_timeline(self, run_path: Path, step: int | None = None) -> None:
+        """Show a step of a run; None: its last."""
+        from tui.screens.timeline import TimelineScreen
+
+        self.push_screen(TimelineScreen(run_path, step))
+
+    def open_configure(self, recipe_path: Path) -> None:
+        """Configure a recipe: a .py file, or the recipe.json of a run."""
+        from tui.screens.configure import ConfigureScreen
+
+        self.push_screen(ConfigureScreen(recipe_path))
+
+    def open_compare(self, run_paths: list[Path]) -> None:
+        """Compare runs."""
+        from tui.screens.compare import CompareScreen
+
+        self.push_screen(CompareScreen(run_paths))
+
+    # ------------------------------------------------------------------ threads
+
+    def on_show(self, screen: Screen[Any]) -> bool:
+        """Whether `screen` is the one that is seen, if only behind a dialog; may be asked from any thread."""
+        stack = [shown for shown in self._screen_stacks.get("_default", []) if isinstance(shown, PenstockScreen)]
+        return bool(stack) and stack[-1] is screen
+
+    def from_thread(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function` in the UI's thread and wait for it; nothing where the application is closing."""
+        try:
+            self.call_from_thread(function, *args)
+        except RuntimeError:
+            if self.is_running:
+                raise
+
+    # ------------------------------------------------------------------ questions
+
+    async def ask(self, title: str, text: str, yes: str = "Yes", no: str = "Cancel") -> bool:
+        """A question with two answers; call it from a worker."""
+        from tui.screens.confirm import ConfirmDialog
+
+        return bool(await self.push_screen_wait(ConfirmDialog(title, text, yes, no)))
+
+    async def ask_text(self, title: str, text: str, value: str = "") -> str | None:
+        """A question for a line of text; None where there is no answer. Call it from a worker."""
+        from tui.screens.confirm import TextDialog
+
+        return await self.push_screen_wait(TextDialog(title, text, value))
+
+    # ------------------------------------------------------------------ actions
+
+    def offered(self, screen: Screen[Any]) -> list[Action]:
+        """The actions that `screen` offers now."""
+        scope = getattr(screen, "SCOPE", "")
+        return [
+            action
+            for action in actions(scope)
+            if action.scope == "global" or screen.check_action(action.id, ()) is not False
+        ]
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Textual's hook: the command palette."""
+        for action in self.offered(screen):
+            if action.id != "command_palette":
+                where = self if action.scope == "global" else screen
+                run = partial(self.run_action, action.id, where)
+                yield SystemCommand(f"{action.label} ({action.shown_key})", action.help, run)
+        yield SystemCommand("Choose a theme", "Penstock's own and Textual's.", self.action_change_theme)
+        yield SystemCommand("Screenshot", "Write what is shown as an SVG file.", self.deliver_screenshot)
+
+    def action_help(self) -> None:
+        """Show the keys of the screen."""
+        from tui.screens.help import HelpScreen
+
+        if isinstance(self.screen, PenstockScreen):
+            self.push_screen(HelpScreen(self.screen.SCOPE, self.offered(self.screen)))
+
+    async def action_back(self) -> None:
+        """Leave the screen; the first one stays."""
+        if len(self.screen_stack) > 2:
+            await self.pop_screen()
+
+    def action_next_theme(self) -> None:
+        """The next of Penstock's themes."""
+        names = [theme.name for theme in THEMES]
+        index = names.index(self.theme) if self.theme in names else -1
+        self.theme = names[(index + 1) % len(names)]

@@ -1,0 +1,63 @@
+"""What all screens share: bindings from the action table, and a feed that reads files away from the UI's thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from textual.screen import Screen
+
+from tui.actions import bindings
+
+if TYPE_CHECKING:
+    from tui.app import PenstockApp
+
+POLL_S = 0.1
+
+
+class PenstockScreen(Screen[None]):
+    """A screen of its own `SCOPE` in the action table."""
+
+    SCOPE: ClassVar[str] = ""
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (160, "-very-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-tiny"), (16, "-short"), (30, "-tall"), (48, "-very-tall")]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        cls.BINDINGS = [*bindings(cls.SCOPE)]
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._feed_stop: threading.Event | None = None
+
+    @property
+    def penstock(self) -> PenstockApp:
+        """The application, by its own type."""
+        return cast("PenstockApp", self.app)
+
+    def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
+        """Call `poll` in a thread every `every_s` seconds while this screen is the one on show, `show` in the UI's thread
+        with what it returned, unless that is falsy."""
+        self.stop_feed()
+        stop = self._feed_stop = threading.Event()
+        app = self.penstock
+
+        def work() -> None:
+            while not stop.is_set():
+                if app.on_show(self):
+                    found = poll()
+                    if found and not stop.is_set():
+                        app.from_thread(show, found)
+                stop.wait(every_s)
+
+        threading.Thread(target=work, name=f"feed-{self.SCOPE}", daemon=True).start()
+
+    def stop_feed(self) -> None:
+        """End the feed; what it is reading is not shown any more."""
+        if self._feed_stop is not None:
+            self._feed_stop.set()
+
+    def on_unmount(self) -> None:
+        """Textual's hook."""
+        self.stop_feed()

@@ -1,0 +1,110 @@
+"""Colours: four themes, and the style of every token that renderers use.
+
+The lanes' colours are those of Okabe and Ito (Color Universal Design, 2008), which people with any common colour
+vision tell apart; nothing is told by colour alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from rich.style import Style
+from textual.theme import Theme
+
+_DARK = {
+    "text": "#d7dce2",
+    "dim": "#7f8a99",
+    "good": "#3fbf7f",
+    "warn": "#e6a817",
+    "bad": "#ff6b5e",
+    "accent": "#5cc8ff",
+    "axis": "#5b6675",
+    "raw": "#4f6f86",
+    "ema": "#5cc8ff",
+    "validation": "#f0a35e",
+    "checkpoint": "#9aa5b1",
+    "lane.nvme_read": "#56b4e9",
+    "lane.h2d": "#009e73",
+    "lane.compute": "#e69f00",
+    "lane.d2h": "#cc79a7",
+    "lane.optimizer": "#f0e442",
+    "lane.nvme_write": "#d55e00",
+    "tier.gpu": "#e69f00",
+    "tier.ram": "#009e73",
+    "tier.nvme": "#56b4e9",
+    "flight": "#f0e442",
+    "predicted": "#8a7fd1",
+    "critical": "#ff6b5e",
+    "title": "#e8edf3",
+}
+_LIGHT = {
+    "text": "#1f2933",
+    "dim": "#66717e",
+    "good": "#0b7a4b",
+    "warn": "#8a5a00",
+    "bad": "#b3261e",
+    "accent": "#0b6fa4",
+    "axis": "#98a2ad",
+    "raw": "#9fbccd",
+    "ema": "#0b5f8f",
+    "validation": "#b35c00",
+    "checkpoint": "#66717e",
+    "lane.nvme_read": "#0072b2",
+    "lane.h2d": "#00795a",
+    "lane.compute": "#a86f00",
+    "lane.d2h": "#a8457c",
+    "lane.optimizer": "#7a7000",
+    "lane.nvme_write": "#b34a00",
+    "tier.gpu": "#a86f00",
+    "tier.ram": "#00795a",
+    "tier.nvme": "#0072b2",
+    "flight": "#7a7000",
+    "predicted": "#5b4fb0",
+    "critical": "#b3261e",
+    "title": "#101820",
+}
+_BOLD = {"bold", "title", "ema", "critical", "accent"}
+
+
+def _theme(name: str, *, dark: bool, background: str, surface: str, panel: str) -> Theme:
+    colours = _DARK if dark else _LIGHT
+    return Theme(
+        name=name,
+        primary=colours["accent"],
+        secondary=colours["lane.h2d"],
+        accent=colours["warn"],
+        warning=colours["warn"],
+        error=colours["bad"],
+        success=colours["good"],
+        foreground=colours["text"],
+        background=background,
+        surface=surface,
+        panel=panel,
+        dark=dark,
+        variables={
+            "footer-key-foreground": colours["accent"],
+            "border": colours["axis"],
+            "border-blurred": colours["axis"],
+        },
+    )
+
+
+THEMES: tuple[Theme, ...] = (
+    _theme("penstock-dark", dark=True, background="#11151a", surface="#161b22", panel="#1d242d"),
+    _theme("penstock-light", dark=False, background="#fbfbf9", surface="#f1f2ef", panel="#e6e8e4"),
+    _theme("penstock-black", dark=True, background="#000000", surface="#000000", panel="#101010"),
+    _theme("penstock-white", dark=False, background="#ffffff", surface="#ffffff", panel="#eeeeee"),
+)
+
+
+@lru_cache(maxsize=256)
+def style(token: str, dark: bool) -> Style:
+    """The style of a token; `token reverse` and `token bold` add to it; an unknown token is plain text."""
+    name, *extras = token.split()
+    colours = _DARK if dark else _LIGHT
+    if name == "cursor":
+        return Style(reverse=True)
+    if name == "selected":
+        return Style(color=colours["title"], bgcolor="#2b3947" if dark else "#d5e3ee")
+    bold = name in _BOLD or "bold" in extras
+    return Style(color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None)

@@ -1,0 +1,61 @@
+"""The base of every drawn widget: rows from a pure renderer, drawn through Textual's line API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from rich.segment import Segment
+from textual.strip import Strip
+from textual.widget import Widget
+
+from tui.glyphs import Glyphs
+from tui.render import Row
+from tui.theme import style
+
+if TYPE_CHECKING:
+    from tui.app import PenstockApp
+
+
+class LineWidget(Widget):
+    """Draws what `rows` returns. Rows are made once per change and size; a renderer never runs for a hidden widget."""
+
+    DEFAULT_CSS = "LineWidget { width: 1fr; height: 1fr; }"
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._strips: list[Strip] = []
+        self._drawn_for: tuple[int, int, bool] | None = None
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """What to show in `width` x `height` cells; missing rows are empty, further ones are not drawn."""
+        raise NotImplementedError
+
+    @property
+    def penstock(self) -> PenstockApp:
+        """The application, by its own type."""
+        return cast("PenstockApp", self.app)
+
+    @property
+    def glyphs(self) -> Glyphs:
+        """The characters of this terminal."""
+        return self.penstock.glyphs
+
+    def redraw(self) -> None:
+        """What is shown has changed."""
+        self._drawn_for = None
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """Textual's line API."""
+        width, height = self.size
+        dark = self.app.current_theme.dark
+        if self._drawn_for != (width, height, dark):
+            rows = self.rows(width, height) if width > 0 and height > 0 else []
+            self._strips = [
+                Strip([Segment(text, style(token, dark)) for text, token in row]).adjust_cell_length(width)
+                for row in rows
+            ]
+            self._drawn_for = (width, height, dark)
+        if y < len(self._strips):
+            return self._strips[y].apply_style(self.rich_style)
+        return Strip.blank(width, self.rich_style)
