@@ -1,7 +1,7 @@
-"""Everything that a key does, once: the screens' bindings, footer, help screen and command palette come from this table.
+"""Everything that a key does, once: bindings, footer, help screen and command palette come from this table.
 
-An action `id` of scope `global` is `action_<id>` of the app, of any other scope `action_<id>` of that screen. Where a screen's
-`check_action` says no, footer, help and palette leave the action out.
+An action `id` of scope `global` is `action_<id>` of the app, of any other scope `action_<id>` of that screen. Where a
+screen's `check_action` says no, footer, help and palette leave the action out.
 """
 
 from __future__ import annotations
@@ -55,18 +55,14 @@ ACTIONS: tuple[Action, ...] = (
     # ------------------------------------------------------------------ home
     Action("home", "open", "enter", "Open", "Watch the run, or configure the recipe, under the cursor.", footer=True),
     Action("home", "search", "slash", "Search", "Filter recipes and runs by any word they show.", footer=True),
-    Action(
-        "home", "configure", "c", "Configure", "Configure the recipe, or the run's recipe as a new run.", footer=True
-    ),
+    Action("home", "configure", "c", "Configure", "Configure the recipe, or the run's as a new run.", footer=True),
     Action("home", "mark", "space", "Mark", "Mark the run for comparing.", footer=True),
     Action("home", "compare", "m", "Compare", "Compare the marked runs.", footer=True),
     Action("home", "timeline", "t", "Timeline", "The last step of the run, op by op."),
     Action("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run."),
     Action("home", "switch", "tab", "Recipes/runs", "Go to the other list."),
     # ------------------------------------------------------------------ configure
-    Action(
-        "configure", "launch", "l,ctrl+l", "Launch", "Start this run on this machine, after a question.", footer=True
-    ),
+    Action("configure", "launch", "l,ctrl+l", "Launch", "Start this run here, after a question.", footer=True),
     Action("configure", "save", "ctrl+s", "Save as", "Write the recipe to a file of your own.", footer=True),
     Action("configure", "machine", "m", "Machine", "Plan for this machine or another.", footer=True),
     # ------------------------------------------------------------------ run

@@ -110,7 +110,8 @@ class PenstockApp(App[None]):
         """A question with two answers; call it from a worker."""
         from tui.screens.confirm import ConfirmDialog
 
-        return bool(await self.push_screen_wait(ConfirmDialog(title, text, yes, no)))
+        dialog: Screen[bool] = ConfirmDialog(title, text, yes, no)
+        return bool(await self.push_screen_wait(dialog))
 
     async def ask_text(self, title: str, text: str, value: str = "") -> str | None:
         """A question for a line of text; None where there is no answer. Call it from a worker."""

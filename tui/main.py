@@ -48,13 +48,9 @@ def _add_commands() -> None:
 
     @cli.command(epilog="Example: penstock serve --port 8000")
     def serve(
-        host: Annotated[
-            str, typer.Option(help="Address to listen on; the default is this machine alone.")
-        ] = "localhost",
+        host: Annotated[str, typer.Option(help="Address to listen on; default this machine alone.")] = "localhost",
         port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-        public_url: Annotated[
-            str | None, typer.Option(help="Address that browsers use, where a proxy is between.")
-        ] = None,
+        public_url: Annotated[str | None, typer.Option(help="Address that browsers use, behind a proxy.")] = None,
     ) -> None:
         """Show the terminal application in browsers: whoever reaches the port controls the runs."""
         from tui.serve import serve as serve_browsers

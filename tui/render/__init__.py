@@ -1,6 +1,6 @@
 """Pure renderers: figures in, rows of text out; no Textual here.
 
-A row is a list of (text, token); a token names a style of the theme (tui/theme.py), so that a renderer knows no colours.
+A row is a list of (text, token). A token names a style of the theme (tui/theme.py): a renderer knows no colours.
 """
 
 from __future__ import annotations

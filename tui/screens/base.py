@@ -37,8 +37,10 @@ class PenstockScreen(Screen[None]):
         return cast("PenstockApp", self.app)
 
     def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
-        """Call `poll` in a thread every `every_s` seconds while this screen is the one on show, `show` in the UI's thread
-        with what it returned, unless that is falsy."""
+        """Call `poll` in a thread every `every_s` seconds while this screen is on show.
+
+        `show` is called in the UI's thread with what it returned, unless that is falsy.
+        """
         self.stop_feed()
         stop = self._feed_stop = threading.Event()
         app = self.penstock

@@ -39,5 +39,5 @@ def help_text(found: list[Action]) -> str:
 
 
 def _shown(action: Action) -> list[str]:
-    first, *others = action.keys.split(",")
+    _first, *others = action.keys.split(",")
     return [action.shown_key, *(other.replace("ctrl+", "^") for other in others)]
