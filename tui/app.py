@@ -110,14 +110,16 @@ class PenstockApp(App[None]):
         """A question with two answers; call it from a worker."""
         from tui.screens.confirm import ConfirmDialog
 
-        dialog: Screen[bool] = ConfirmDialog(title, text, yes, no)
+        dialog: Any = ConfirmDialog(title, text, yes, no)
         return bool(await self.push_screen_wait(dialog))
 
     async def ask_text(self, title: str, text: str, value: str = "") -> str | None:
         """A question for a line of text; None where there is no answer. Call it from a worker."""
         from tui.screens.confirm import TextDialog
 
-        return await self.push_screen_wait(TextDialog(title, text, value))
+        dialog: Any = TextDialog(title, text, value)
+        answer: str | None = await self.push_screen_wait(dialog)
+        return answer
 
     # ------------------------------------------------------------------ actions
 

@@ -1,0 +1,50 @@
+"""Fixtures of the terminal application's tests: real runs, made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import real_runs
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No animation, no blinking, no colours switched off by the surroundings, UTF-8."""
+    monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("PENSTOCK_ASCII", raising=False)
+
+
+@pytest.fixture(scope="session")
+def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with two finished runs, `first` and `second` (other learning rate); read only: tests take `root`."""
+    root = real_runs.make_root(tmp_path_factory.mktemp("tui"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    real_runs.train(root, "first")
+    real_runs.train(root, "second", "train.lr=3e-3", "train.steps=8")
+    return root
+
+
+@pytest.fixture
+def root(made_runs: Path, tmp_path: Path) -> Path:
+    """A root of the test's own, with finished runs `first` and `second`, and `crashed`, which a kill ended in step 9."""
+    root = tmp_path / "root"
+    shutil.copytree(made_runs, root)
+    crashed = root / "runs" / "crashed"
+    shutil.copytree(root / "runs" / "first", crashed)
+    status = json.loads((crashed / "status.json").read_text()) | {"state": "running", "step": 9}
+    (crashed / "status.json").write_text(json.dumps(status))
+    (crashed / "summary.json").unlink()
+    lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (crashed / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:20])
+    return root
+
+
+@pytest.fixture
+def first(root: Path) -> Path:
+    """The finished run of 12 steps."""
+    return root / "runs" / "first"

@@ -1,0 +1,90 @@
+"""Real tiny runs for the screens: the command line itself trains them, in a folder with a recipe and a corpus."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+RECIPE = '''"""A tiny model learns three files, state on all tiers.
+
+GPU    none needed
+RAM    1 GB
+NVMe   64 MB
+Model  none: random weights
+"""
+
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="tiny",
+    model=ModelConfig(num_layers=3, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
+    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
+    train=TrainConfig(steps=12, chunk_tokens=24, lr=1e-2, compile="off"),
+    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
+    storage=StorageConfig(chunk_bytes="64KiB", checkpoint_every=5),
+)
+
+if __name__ == "__main__":
+    from app.cli import run_recipe
+
+    run_recipe(__file__)
+'''
+
+
+def make_root(folder: Path) -> Path:
+    """A folder with recipes/tiny.py and the corpus that it reads."""
+    (folder / "recipes").mkdir(parents=True)
+    (folder / "recipes" / "tiny.py").write_text(RECIPE)
+    (folder / "corpus").mkdir()
+    for name in ("recipe", "rundir", "launch"):
+        (folder / "corpus" / f"{name}.txt").write_text((REPOSITORY / "app" / f"{name}.py").read_text())
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """Of the runs: one thread, this checkout."""
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+
+
+def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A command, under way."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "app.cli", *arguments],
+        cwd=root,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def command(root: Path, *arguments: str) -> str:
+    """A command, done; its output. Fails where the command does."""
+    process = start(root, *arguments)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def train(root: Path, name: str, *overrides: str) -> Path:
+    """A finished run at runs/NAME of `root`."""
+    settings = [text for override in overrides for text in ("--set", override)]
+    command(root, "train", "recipes/tiny.py", "--run-dir", f"runs/{name}", *settings)
+    return root / "runs" / name
+
+
+async def until(
+    condition: Callable[[], bool], pause: Callable[[float], Awaitable[None]], timeout_s: float = 60
+) -> None:
+    """Wait, letting the application go on by `pause`, until `condition`; fails after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await pause(0.05)
