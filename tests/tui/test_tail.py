@@ -1,0 +1,167 @@
+"""The reader of growing JSON lines: any appends, replaced and cut files, damaged, torn and endless lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tui.data.tail import JsonTail, read_object
+
+LINES = [b'{"a":1}', b"", b'{"b":[1,{"c":"\xc3\xa9"}]}', b"[1]", b'{"broken', b"null", b"\xff\xfe", b'{"n":NaN}', b"{}"]
+
+
+def objects(lines: list[bytes]) -> list[str]:
+    """What is right among `lines`, as text, since NaN equals nothing."""
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(repr(value))
+    return found
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(LINES), max_size=12),
+    st.lists(st.integers(0, 120), max_size=8),
+    st.integers(24, 200),
+)
+def test_any_split_gives_the_same_objects(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], cuts: list[int], read_bytes: int
+) -> None:
+    data = b"".join(line + b"\n" for line in lines)
+    path = tmp_path_factory.mktemp("tail") / "x.jsonl"
+    tail = JsonTail(path, read_bytes=read_bytes)
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    found: list[str] = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        append(path, data[start:end])
+        found += map(repr, tail.read())
+        while tail.behind:
+            found += map(repr, tail.read())
+    assert found == objects(lines)
+    assert tail.damaged == len(lines) - len(found)
+    assert tail.resets == 0
+
+
+def test_no_file_is_nothing_yet(tmp_path: Path) -> None:
+    tail = JsonTail(tmp_path / "gone" / "x.jsonl")
+    assert tail.read() == []
+    (tmp_path / "gone").mkdir()
+    append(tail.path, b'{"a":1}\n')
+    assert tail.read() == [{"a": 1}]
+    tail.path.unlink()
+    assert tail.read() == []
+    assert tail.resets == 0
+
+
+def test_torn_line_waits_and_may_be_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b'{"a":1}\n{"a":2')
+    tail = JsonTail(path)
+    assert tail.read() == [{"a": 1}]
+    os.truncate(path, 8)
+    append(path, b'{"a":3}\n')
+    assert tail.read() == [{"a": 3}]
+    assert (tail.resets, tail.damaged) == (0, 0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_replaced_file_is_read_again(tmp_path: Path, in_place: bool) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b'{"a":1}\n{"a":2}\nbad\n')
+    tail = JsonTail(path)
+    assert len(tail.read()) == 2
+    if in_place:
+        path.write_bytes(b'{"b":1}\n{"b":2}\n{"b":3}\n{"b":4}\n')  # longer than what was read
+    else:
+        (tmp_path / "y").write_bytes(b'{"b":1}\n')
+        os.replace(tmp_path / "y", path)
+    assert tail.read()[0] == {"b": 1}
+    assert (tail.resets, tail.damaged) == (1, 0)
+
+
+def test_shorter_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b'{"a":1}\n{"a":2}\n')
+    tail = JsonTail(path)
+    tail.read()
+    os.truncate(path, 8)
+    assert tail.read() == [{"a": 1}]
+    assert tail.resets == 1
+
+
+def test_endless_line_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"a":1}\n')
+        file.truncate(100 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"a":2}\n')
+    tail = JsonTail(path)
+    tracemalloc.start()
+    found = tail.read()
+    while tail.behind:
+        found += tail.read()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [{"a": 1}, {"a": 2}]
+    assert tail.damaged == 1
+    assert peak < 8 << 20
+
+
+def test_long_line_in_one_piece_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b'{"a":"' + b"x" * 100 + b'"}\n{"a":2}\n')
+    tail = JsonTail(path, max_line_bytes=50)
+    assert tail.read() == [{"a": 2}]
+    assert tail.damaged == 1
+
+
+def test_start_near_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b"".join(b'{"a":%d}\n' % i for i in range(1000, 2000)))
+    tail = JsonTail(path, start_bytes=105)
+    assert [line["a"] for line in tail.read()] == list(range(1991, 2000))
+    assert tail.damaged == 0
+    assert tail.left_out_bytes == 11 * 1000 - 105
+
+
+def test_deep_nesting_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, b"[" * 100_000 + b'\n{"a":2}\n')
+    tail = JsonTail(path)
+    assert tail.read() == [{"a": 2}]
+    assert tail.damaged == 1
+
+
+def test_directory_or_foreign_file_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").mkdir()
+    assert JsonTail(tmp_path / "x.jsonl").read() == []
+    (tmp_path / "y").write_bytes(bytes(range(256)) * 50)
+    assert JsonTail(tmp_path / "y").read() == []
+
+
+def test_read_object(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    assert read_object(path) == (None, None)
+    path.write_text('{"a": 1}')
+    assert read_object(path) == ({"a": 1}, None)
+    path.write_text("[1]")
+    assert read_object(path) == (None, "status.json is not a JSON object")
+    path.write_text('{"a"')
+    assert read_object(path) == (None, "status.json is damaged")
