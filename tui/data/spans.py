@@ -1,0 +1,387 @@
+"""The last spans of a run in columns, and how busy each lane was: exact shares, in tens of microseconds.
+
+One thread adds to a `SpanStore`; any thread reads its `view`, which never changes once it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+"""Always shown, in this order; lanes of other names follow as they are found."""
+
+STEP_END = "clip"
+"""The op with whose end a step ends: loss and gradient norm are known."""
+
+MAX_LANES = 24
+MAX_NAMES = 20_000
+"""Distinct ops and blocks; far more than a run has. What a foreign file holds beyond them is called `OTHER`."""
+OTHER = "(other)"
+
+_MAX_INT = 2**62
+_NAME_LENGTH = 80
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """One finished op, as its line in spans.jsonl."""
+
+    lane: str
+    op: str
+    block: str
+    chunk: int
+    start_s: float
+    end_s: float
+    bytes: int
+    step: int
+    id: int
+    """-1 where the run did not record it."""
+    waited: tuple[int, ...] | None
+    """Ids of the ops that were not done when the lane reached this op; None where the run did not record it."""
+
+
+class StepWindow(NamedTuple):
+    """From the end of the step before's `clip` to the end of its own."""
+
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """The times at which a lane had an op under way: disjoint intervals in order."""
+
+    start_s: Floats
+    end_s: Floats
+    before_s: Floats
+    """Busy seconds before each interval."""
+
+    def until(self, times: Floats) -> Floats:
+        """Busy seconds before each of `times`."""
+        if not len(self.start_s):
+            return np.zeros(len(times))
+        i = np.searchsorted(self.start_s, times, side="right") - 1
+        at = np.maximum(i, 0)
+        inside = np.minimum(times, self.end_s[at]) - self.start_s[at]
+        return np.where(i >= 0, self.before_s[at] + inside, 0.0)
+
+    def merge(self, start_s: Floats, end_s: Floats) -> Busy:
+        """With further intervals; only what lies behind the earliest of them is worked on."""
+        if not len(start_s):
+            return self
+        keep = int(np.searchsorted(self.end_s, start_s.min(), side="left"))
+        start_s, end_s = union(
+            np.concatenate((self.start_s[keep:], start_s)), np.concatenate((self.end_s[keep:], end_s))
+        )
+        first = self.before_s[keep - 1] + self.end_s[keep - 1] - self.start_s[keep - 1] if keep else 0.0
+        before = np.empty(len(start_s))
+        before[0] = first
+        np.cumsum(end_s[:-1] - start_s[:-1], out=before[1:])
+        before[1:] += first
+        return Busy(
+            np.concatenate((self.start_s[:keep], start_s)),
+            np.concatenate((self.end_s[:keep], end_s)),
+            np.concatenate((self.before_s[:keep], before)),
+        )
+
+
+IDLE = Busy(np.zeros(0), np.zeros(0), np.zeros(0))
+
+
+def union(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
+    """The same points as disjoint intervals in order (starts, ends)."""
+    order = np.argsort(start_s, kind="stable")
+    start_s, end_s = start_s[order], np.maximum.accumulate(end_s[order])
+    first = np.concatenate(([True], start_s[1:] > end_s[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return start_s[first], end_s[last]
+
+
+class _Columns:
+    """Room for spans; rows are written once and then only read."""
+
+    __slots__ = ("block", "bytes", "chunk", "end_s", "id", "lane", "op", "start_s", "step", "waited")
+
+    def __init__(self, room: int) -> None:
+        self.lane = np.empty(room, np.int8)
+        self.op = np.empty(room, np.int16)
+        self.block = np.empty(room, np.int16)
+        self.chunk = np.empty(room, np.int64)
+        self.start_s = np.empty(room)
+        self.end_s = np.empty(room)
+        self.bytes = np.empty(room, np.int64)
+        self.step = np.empty(room, np.int64)
+        self.id = np.empty(room, np.int64)
+        self.waited: list[tuple[int, ...] | None] = []
+
+
+@dataclass(frozen=True)
+class SpanView:
+    """What a SpanStore held at one moment. Rows are in order of arrival, roughly that of their ends."""
+
+    lanes: tuple[str, ...]
+    ops: Sequence[str]
+    blocks: Sequence[str]
+    lane: NDArray[np.int8]
+    op: NDArray[np.int16]
+    block: NDArray[np.int16]
+    chunk: Ints
+    start_s: Floats
+    end_s: Floats
+    bytes: Ints
+    step: Ints
+    id: Ints
+    busy: tuple[Busy, ...]
+    complete_from_s: float
+    """No span that was dropped for room ends after this time; 0 where none was."""
+    _waited: list[tuple[int, ...] | None]
+    _offset: int
+
+    @property
+    def num_spans(self) -> int:
+        """Rows."""
+        return len(self.lane)
+
+    @cached_property
+    def first_start_s(self) -> float:
+        """Where the first span begins; 0 without spans."""
+        return float(self.start_s.min()) if self.num_spans else 0.0
+
+    @cached_property
+    def last_end_s(self) -> float:
+        """Where the last span ends; 0 without spans."""
+        return float(self.end_s.max()) if self.num_spans else 0.0
+
+    def span(self, row: int) -> Span:
+        """The span of a row."""
+        return Span(
+            self.lanes[self.lane[row]],
+            self.ops[self.op[row]],
+            self.blocks[self.block[row]],
+            int(self.chunk[row]),
+            float(self.start_s[row]),
+            float(self.end_s[row]),
+            int(self.bytes[row]),
+            int(self.step[row]),
+            int(self.id[row]),
+            self.waited(row),
+        )
+
+    def waited(self, row: int) -> tuple[int, ...] | None:
+        """Ids of the ops that this row's lane had to wait for; None where that was not recorded."""
+        return self._waited[self._offset + row]
+
+    def row_of_id(self, op_id: int) -> int | None:
+        """The row of an op; None where it is not held."""
+        found = np.flatnonzero(self.id == op_id) if op_id >= 0 else ()
+        return int(found[-1]) if len(found) else None
+
+    def coverage(self, lane: str, edges: Floats) -> Floats:
+        """Share of each cell between two `edges` in which the lane had an op under way."""
+        return np.diff(self._busy(lane).until(edges)) / np.diff(edges)
+
+    def busy_s(self, lane: str, start_s: float, end_s: float) -> float:
+        """Seconds of a window in which the lane had an op under way."""
+        begin, end = self._busy(lane).until(np.array([start_s, end_s]))
+        return float(end - begin)
+
+    def bytes_by_lane(self, start_s: float, end_s: float) -> dict[str, int]:
+        """Lane -> payload of the ops that ended in a window."""
+        rows = np.flatnonzero((self.end_s > start_s) & (self.end_s <= end_s))
+        moved = np.zeros(len(self.lanes), np.int64)
+        np.add.at(moved, self.lane[rows], self.bytes[rows])
+        return dict(zip(self.lanes, moved.tolist(), strict=True))
+
+    def bytes_moved(self, lane: str, start_s: float, end_s: float) -> int:
+        """Payload of the lane's ops that ended in a window."""
+        return self.bytes_by_lane(start_s, end_s).get(lane, 0)
+
+    def rows_between(self, start_s: float, end_s: float) -> Ints:
+        """Rows of all lanes under way in a window, in order of their start."""
+        rows = np.flatnonzero((self.end_s > start_s) & (self.start_s < end_s))
+        return rows[np.argsort(self.start_s[rows], kind="stable")]
+
+    def rows_of(self, lane: str) -> Ints:
+        """All rows of a lane in order of their start."""
+        if lane not in self._rows_of_lane:
+            index = self.lanes.index(lane) if lane in self.lanes else -1
+            rows = np.flatnonzero(self.lane == index)
+            self._rows_of_lane[lane] = rows[np.argsort(self.start_s[rows], kind="stable")]
+        return self._rows_of_lane[lane]
+
+    def rows_at(self, lane: str, time_s: float) -> Ints:
+        """Rows of a lane under way at a moment, in order of their start: several where its ops overlap."""
+        index = self.lanes.index(lane) if lane in self.lanes else -1
+        rows = np.flatnonzero((self.lane == index) & (self.start_s <= time_s) & (self.end_s > time_s))
+        return rows[np.argsort(self.start_s[rows], kind="stable")]
+
+    def steps(self) -> list[StepWindow]:
+        """The steps held whole, in order of time. Steps done again after a crash come twice."""
+        return self._steps
+
+    @cached_property
+    def _rows_of_lane(self) -> dict[str, Ints]:
+        return {}
+
+    @cached_property
+    def _steps(self) -> list[StepWindow]:
+        if STEP_END not in self.ops:
+            return []
+        ends = np.flatnonzero(self.op == self.ops.index(STEP_END))
+        ends = ends[np.argsort(self.end_s[ends], kind="stable")]
+        windows = []
+        before_step, before_s = None, self.complete_from_s
+        for row in ends:
+            step, end_s = int(self.step[row]), float(self.end_s[row])
+            if before_step == step - 1:
+                windows.append(StepWindow(step, before_s, end_s))
+            elif before_step is not None or (step == 1 and before_s == 0.0):
+                of_step = (self.step == step) & (self.start_s >= before_s) & (self.start_s < end_s)
+                windows.append(StepWindow(step, float(self.start_s[of_step].min(initial=end_s)), end_s))
+            before_step, before_s = step, end_s
+        return [window for window in windows if window.end_s > window.start_s]
+
+    def _busy(self, lane: str) -> Busy:
+        return self.busy[self.lanes.index(lane)] if lane in self.lanes else IDLE
+
+
+class _Names:
+    """Numbers names; ready for names that no terminal can show."""
+
+    def __init__(self, most: int, known: Iterable[str] = ()) -> None:
+        self.names: list[str] = list(known)
+        self._number = {name: number for number, name in enumerate(self.names)}
+        self._most = most
+
+    def number(self, name: str) -> int:
+        number = self._number.get(name)
+        if number is None:
+            shown = "".join(c if " " <= c <= "~" else "?" for c in name[:_NAME_LENGTH])
+            if len(self.names) >= self._most - 1:
+                shown = OTHER
+            number = self._number.get(shown)
+            if number is None:
+                number = self._number[shown] = len(self.names)
+                self.names.append(shown)
+            if len(self._number) < 2 * self._most:
+                self._number[name] = number
+        return number
+
+
+class SpanStore:
+    """The last `capacity` spans. Memory stays bounded however long the run; one thread adds, any thread reads."""
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self.capacity = capacity
+        self.num_rejected = 0
+        """Objects that were no spans."""
+        self.num_added = 0
+        self._lanes = _Names(MAX_LANES, LANES)
+        self._ops = _Names(MAX_NAMES)
+        self._blocks = _Names(MAX_NAMES)
+        self._columns = _Columns(2 * capacity)
+        self._length = 0
+        self._busy: list[Busy] = [IDLE] * len(LANES)
+        self._complete_from_s = 0.0
+        self._view = self._snapshot()
+
+    @property
+    def view(self) -> SpanView:
+        """What is held now; it stays as it is while more is added."""
+        return self._view
+
+    def add(self, spans: Iterable[Any]) -> int:
+        """Append parsed lines of spans.jsonl; returns how many were spans. One thread only."""
+        rows = [row for row in map(self._row, spans) if row is not None]
+        for first in range(0, len(rows), self.capacity):
+            self._append(rows[first : first + self.capacity])
+        if rows:
+            self.num_added += len(rows)
+            self._view = self._snapshot()
+        return len(rows)
+
+    def _row(self, span: Any) -> tuple[Any, ...] | None:
+        try:
+            start_s, end_s = float(span["start_s"]), float(span["end_s"])
+            counts = (span.get("chunk", -1), span.get("bytes", 0), span.get("step", 0), span.get("id", -1))
+            chunk, nbytes, step, op_id = (int(count) for count in counts)
+            lane, op, block = span["lane"], span["op"], span.get("block", "")
+            fine = math.isfinite(start_s) and start_s <= end_s < math.inf
+            fine = fine and max(abs(chunk), abs(nbytes), abs(step), abs(op_id)) < _MAX_INT
+            if not (fine and isinstance(lane, str) and isinstance(op, str) and isinstance(block, str)):
+                raise ValueError
+            waited = span.get("waited")
+            if waited is not None:
+                waited = tuple(int(other) for other in waited)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            self.num_rejected += 1
+            return None
+        numbers = self._lanes.number(lane), self._ops.number(op), self._blocks.number(block)
+        return *numbers, chunk, start_s, end_s, nbytes, step, op_id, waited
+
+    def _append(self, rows: list[tuple[Any, ...]]) -> None:
+        if self._length + len(rows) > len(self._columns.lane):
+            self._compact(self.capacity - len(rows))
+        at, end = self._length, self._length + len(rows)
+        c = self._columns
+        columns = (c.lane, c.op, c.block, c.chunk, c.start_s, c.end_s, c.bytes, c.step, c.id)
+        *values, waited = zip(*rows, strict=True)
+        for column, value in zip(columns, values, strict=True):
+            column[at:end] = value
+        c.waited.extend(waited)
+        self._length = end
+        self._merge(at, end)
+
+    def _compact(self, keep: int) -> None:
+        """Move the last `keep` rows to fresh columns: whoever reads the old ones still can."""
+        old, first = self._columns, self._length - keep
+        new = _Columns(2 * self.capacity)
+        for name in ("lane", "op", "block", "chunk", "start_s", "end_s", "bytes", "step", "id"):
+            getattr(new, name)[:keep] = getattr(old, name)[first : self._length]
+        new.waited = old.waited[first:]
+        self._complete_from_s = max(self._complete_from_s, float(old.end_s[:first].max()))
+        self._columns, self._length = new, keep
+        self._busy = [IDLE] * len(self._busy)
+        self._merge(0, keep)
+
+    def _merge(self, at: int, end: int) -> None:
+        lanes = self._columns.lane[at:end]
+        self._busy += [IDLE] * (len(self._lanes.names) - len(self._busy))
+        for lane in np.unique(lanes):
+            rows = np.flatnonzero(lanes == lane) + at
+            self._busy[lane] = self._busy[lane].merge(self._columns.start_s[rows], self._columns.end_s[rows])
+
+    def _snapshot(self) -> SpanView:
+        c, end = self._columns, self._length
+        first = max(0, end - self.capacity)
+        complete_from_s = self._complete_from_s
+        if first:
+            complete_from_s = max(complete_from_s, float(c.end_s[:first].max()))
+        return SpanView(
+            lanes=tuple(self._lanes.names),
+            ops=self._ops.names,
+            blocks=self._blocks.names,
+            lane=c.lane[first:end],
+            op=c.op[first:end],
+            block=c.block[first:end],
+            chunk=c.chunk[first:end],
+            start_s=c.start_s[first:end],
+            end_s=c.end_s[first:end],
+            bytes=c.bytes[first:end],
+            step=c.step[first:end],
+            id=c.id[first:end],
+            busy=tuple(self._busy),
+            complete_from_s=complete_from_s,
+            _waited=c.waited,
+            _offset=first,
+        )
