@@ -96,10 +96,10 @@ class PenstockApp(App[None]):
         stack = [shown for shown in self._screen_stacks.get("_default", []) if isinstance(shown, PenstockScreen)]
         return bool(stack) and stack[-1] is screen
 
-    def from_thread(self, function: Callable[..., Any], *args: Any) -> None:
+    def from_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call `function` in the UI's thread and wait for it; nothing where the application is closing."""
         try:
-            self.call_from_thread(function, *args)
+            self.call_from_thread(function, *args, **kwargs)
         except RuntimeError:
             if self.is_running:
                 raise

@@ -29,6 +29,8 @@ _DARK = {
     "lane.d2h": "#cc79a7",
     "lane.optimizer": "#f0e442",
     "lane.nvme_write": "#d55e00",
+    "lane.other": "#9aa5b1",
+    "stall": "#ff6b5e",
     "tier.gpu": "#e69f00",
     "tier.ram": "#009e73",
     "tier.nvme": "#56b4e9",
@@ -55,6 +57,8 @@ _LIGHT = {
     "lane.d2h": "#a8457c",
     "lane.optimizer": "#7a7000",
     "lane.nvme_write": "#b34a00",
+    "lane.other": "#66717e",
+    "stall": "#b3261e",
     "tier.gpu": "#a86f00",
     "tier.ram": "#00795a",
     "tier.nvme": "#0072b2",
@@ -99,12 +103,18 @@ THEMES: tuple[Theme, ...] = (
 
 @lru_cache(maxsize=256)
 def style(token: str, dark: bool) -> Style:
-    """The style of a token; `token reverse` and `token bold` add to it; an unknown token is plain text."""
+    """The style of a token; `token reverse` and `token bold` add to it; an unknown token is plain text.
+
+    `box.LANE` is a label on the lane's colour.
+    """
     name, *extras = token.split()
     colours = _DARK if dark else _LIGHT
     if name == "cursor":
         return Style(reverse=True)
     if name == "selected":
         return Style(color=colours["title"], bgcolor="#2b3947" if dark else "#d5e3ee")
+    if name.startswith("box."):
+        lane = colours.get(f"lane.{name.removeprefix('box.')}", colours["lane.other"])
+        return Style(color="#101418" if dark else "#ffffff", bgcolor=lane)
     bold = name in _BOLD or "bold" in extras
     return Style(color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None)

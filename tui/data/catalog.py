@@ -1,0 +1,223 @@
+"""What there is to open: recipes, shipped and the user's own, and runs with their key figures.
+
+A recipe is listed from its text, without running it; a damaged run directory is listed with what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.progress import WARMUP_STEPS
+from app.rundir import read_info, read_tail
+
+SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
+
+_NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
+_RECENT = 20
+"""Steps from which the time that is left is estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeEntry:
+    """A recipe file."""
+
+    path: Path
+    name: str
+    title: str
+    """The first line of its docstring."""
+    needs: dict[str, str]
+    """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
+    text: str
+    """The docstring."""
+    own: bool
+    """Whether it is the user's, not shipped."""
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """A run directory, or what is in the place of one."""
+
+    path: Path
+    state: str
+    """A state of status.json, `crashed`, `stale`, `unknown`, or `damaged` for what is no run any more."""
+    step: int = 0
+    total_steps: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    left_s: float | None = None
+    changed: float = 0.0
+    """Unix seconds of its last sign of life."""
+    error: str | None = None
+    losses: tuple[float, ...] = ()
+    """Of the last steps."""
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    @property
+    def live(self) -> bool:
+        """Whether a process works on it."""
+        return self.state in ("preparing", "running", "paused", "stale")
+
+
+def find_recipes(root: Path) -> list[RecipeEntry]:
+    """The user's recipes below `root`, then the shipped ones, the quickstart first."""
+    folders = [root / "recipes"] if (root / "recipes").resolve() == SHIPPED else [root / "recipes", SHIPPED]
+    return [
+        read_recipe_entry(path, own=folder.resolve() != SHIPPED) for folder in folders for path in _python_files(folder)
+    ]
+
+
+def _python_files(folder: Path) -> list[Path]:
+    try:
+        found = [path for path in folder.iterdir() if path.suffix == ".py" and not path.name.startswith((".", "_"))]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (path.stem != "quickstart", _natural(path.stem)))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers in a name count as numbers: 7b comes before 14b."""
+    return [(int(digits or 0), text) for digits, text in re.findall(r"(\d*)(\D*)", name)]
+
+
+def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
+    """A recipe file's entry from its docstring; `problem` says why where it cannot be read."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        return RecipeEntry(path, path.stem, "", {}, "", own, f"{path.name} cannot be read: {reason}")
+    text = ast.get_docstring(tree) or ""
+    found = (_NEEDS.fullmatch(line.strip()) for line in text.splitlines())
+    needs = {match[1]: match[2] for match in found if match}
+    return RecipeEntry(path, path.stem, text.split("\n\n")[0].replace("\n", " "), needs, text, own)
+
+
+def describe(entry: RecipeEntry) -> dict[str, Any]:
+    """What a recipe trains, as text by label, from the recipe itself (its file is run).
+
+    Raises UserError where it cannot be loaded.
+    """
+    from app.recipe import load_recipe
+
+    recipe = load_recipe(entry.path)
+    model, train, data = recipe.model, recipe.train, recipe.data
+    shape = f"{model.num_layers} layers, width {model.hidden_size:,}" if model.has_shape else "shape of the folder"
+    tokens = data.sequence_length * train.sequences_per_step
+    return {
+        "model": f"{model.path or model.model_type}, {shape}",
+        "context": f"{data.sequence_length:,} tokens",
+        "batch": f"{tokens:,} tokens a step, {train.steps:,} steps",
+        "data": f"{data.source}{f' {data.path}' if data.path else ''}",
+        "machine": recipe.machine or "any",
+    }
+
+
+@dataclass(slots=True)
+class RunCatalog:
+    """The runs below `root`/runs, read again only where they have changed."""
+
+    root: Path
+    _known: dict[Path, tuple[Any, RunEntry]] = field(default_factory=dict)
+
+    def read(self) -> list[RunEntry]:
+        """The runs, those that live first, then the latest; never raises."""
+        try:
+            folders = [Path(item.path) for item in os.scandir(self.root / "runs") if item.is_dir()]
+        except OSError:
+            folders = []
+        found = {folder: self._entry(folder) for folder in folders if not folder.name.startswith(".")}
+        self._known = {folder: self._known[folder] for folder in found if folder in self._known}
+        entries = [entry for entry in found.values() if entry is not None]
+        return sorted(entries, key=lambda entry: (not entry.live, -entry.changed, entry.name))
+
+    def _entry(self, folder: Path) -> RunEntry | None:
+        stamp = tuple(_stamp(folder / name) for name in ("recipe.json", "status.json", "metrics.jsonl"))
+        known = self._known.get(folder)
+        if known is not None and known[0] == stamp and not known[1].live:
+            return known[1]
+        entry = read_run_entry(folder)
+        if entry is not None:
+            self._known[folder] = (stamp, entry)
+        return entry
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return (0, 0)
+    return (stat.st_mtime_ns, stat.st_size)
+
+
+def read_run_entry(folder: Path) -> RunEntry | None:
+    """A run's entry; None for a folder in which nothing looks like a run."""
+    marks = [
+        name for name in ("recipe.json", "status.json", "metrics.jsonl", "spans.jsonl") if (folder / name).exists()
+    ]
+    if not marks:
+        return None
+    try:
+        return _read_run_entry(folder, damaged="recipe.json" not in marks)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return RunEntry(folder, "damaged", error=f"cannot be read: {type(error).__name__}: {error}")
+
+
+def _read_run_entry(folder: Path, *, damaged: bool) -> RunEntry:
+    if damaged:
+        return RunEntry(folder, "damaged", error="has no recipe.json", changed=_stamp(folder)[0] / 1e9)
+    info = read_info(folder)
+    lines = [line for line in read_tail(folder / "metrics.jsonl") if isinstance(line, dict)][-_RECENT:]
+    losses = tuple(float(loss) for line in lines if isinstance(loss := line.get("loss"), (int, float)))
+    step, total = _whole(info.step), _whole(info.total_steps)
+    seconds = [line["step_s"] for line in lines if isinstance(line.get("step_s"), (int, float))]
+    begun = len(seconds) - WARMUP_STEPS if step <= _RECENT else len(seconds)
+    left = statistics.fmean(seconds[-begun:]) * (total - step) if begun > 0 and total > step else None
+    changed = max(_stamp(folder / name)[0] for name in ("recipe.json", "status.json", "metrics.jsonl")) / 1e9
+    speed = lines[-1].get("tokens_per_s") if lines else None
+    live = info.state in ("preparing", "running", "paused", "stale")
+    return RunEntry(
+        folder,
+        info.state,
+        step,
+        total,
+        losses[-1] if losses else None,
+        float(speed) if isinstance(speed, (int, float)) else None,
+        left if live else None,
+        changed,
+        None if info.error is None else str(info.error),
+        losses,
+    )
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def matches(words: str, *texts: str) -> bool:
+    """Whether every word of `words` is in one of the texts, whatever its case."""
+    text = "\n".join(texts).lower()
+    return all(word in text for word in words.lower().split())
+
+
+def plan_lines(folder: Path) -> list[str]:
+    """What a run's plan promised, in a few lines; [] without a plan."""
+    try:
+        plan = json.loads((folder / "plan.json").read_bytes())
+        return [
+            f"planned {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:,.0f} tok/s, bound by {plan['bound_by']}",
+            f"{plan['model']['params'] / 1e9:.3g} B parameters, {plan['model']['layers']} layers",
+        ]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
