@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
@@ -47,7 +48,7 @@ class HomeScreen(PenstockScreen):
     HomeScreen #search { display: none; height: 3; border: round $primary; }
     HomeScreen #search.-shown { display: block; }
     HomeScreen #title { height: 1; padding: 0 1; }
-    HomeScreen DataTable { height: 1fr; background: $background; }
+    HomeScreen DataTable { height: 1fr; background: $background; overflow-x: hidden; scrollbar-gutter: stable; }
     HomeScreen #lists { width: 3fr; }
     HomeScreen #detail { width: 2fr; min-width: 40; }
     HomeScreen.-narrow #detail { display: none; }
@@ -101,7 +102,7 @@ class HomeScreen(PenstockScreen):
 
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
-        room = self._table("runs").size.width
+        room = self._table("runs").scrollable_content_region.width
         ages = [_age(now - run.changed) for run in self._runs]
         drawn = (self._runs, self._recipes, self._words, frozenset(self._marked), dark, room, ages)
         if drawn == self._drawn:
@@ -297,7 +298,18 @@ class HomeScreen(PenstockScreen):
             self.on_input_submitted()
 
 
-class _Table(DataTable[Any]):
+class _Table(DataTable[Any], inherit_bindings=False):
+    """Enter is the screen's."""
+
+    BINDINGS = [
+        Binding("up", "cursor_up", show=False),
+        Binding("down", "cursor_down", show=False),
+        Binding("pageup", "page_up", show=False),
+        Binding("pagedown", "page_down", show=False),
+        Binding("home", "scroll_top", show=False),
+        Binding("end", "scroll_bottom", show=False),
+    ]
+
     def __init__(self, *, id: str, classes: str) -> None:
         super().__init__(cursor_type="row", zebra_stripes=False, id=id, classes=classes)
 
