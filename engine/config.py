@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -106,6 +107,9 @@ class DataConfig:
     """Seed of the document order."""
     max_documents: int | None = None
     """Use only the first documents of the source."""
+    validation_documents: int | None = None
+    """Documents held out of training for the validation loss, chosen by seed; none holds out none. train.validate_every
+    says when they are looked at."""
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 2, f"data.sequence_length: {self.sequence_length} must be at least 2")
@@ -115,6 +119,14 @@ class DataConfig:
         )
         most = self.max_documents
         _require(most is None or most >= 1, f"data.max_documents: {most} must be at least 1; none reads all")
+        held = self.validation_documents
+        _require(
+            held is None or held >= 1, f"data.validation_documents: {held} must be at least 1; none holds out none"
+        )
+        _require(
+            held is None or most is None or held < most,
+            f"data.validation_documents: {held} leaves nothing of data.max_documents {most} to train on",
+        )
         needs_path = self.source in ("text", "jsonl")
         _require(not needs_path or self.path is not None, f"data.path: data.source={self.source} needs it")
 
@@ -159,6 +171,12 @@ class TrainConfig:
     """Dtype of the weights and activations in forward and backward; master weights and moments are float32."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which a block's gradient waits for the optimizer; it is always summed in float32 first."""
+    validate_every: int | None = None
+    """Steps between two measurements of the validation loss, which is also measured after the last step; none measures
+    none. Needs data.validation_documents."""
+    validation_sequences: int | None = None
+    """Sequences that a validation looks at, the same every time, fewer where the documents held out fill fewer; none
+    takes as many as a step has."""
     seed: int = 0
     """Seed of the weights of a model trained from scratch."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -172,13 +190,21 @@ class TrainConfig:
     gives them anyway."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sequences_per_step", "sequences_per_micro_batch", "chunk_tokens"):
+        counts = ("steps", "sequences_per_step", "sequences_per_micro_batch", "chunk_tokens")
+        for name in (*counts, "validate_every", "validation_sequences"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"train.{name}: {value} must be at least 1")
+        for name in ("sequences_per_step", "validation_sequences"):
+            value = getattr(self, name)
+            _require(
+                value is None or value % self.sequences_per_micro_batch == 0,
+                f"train.{name}: {value} is not a multiple of "
+                f"train.sequences_per_micro_batch {self.sequences_per_micro_batch}",
+            )
         _require(
-            self.sequences_per_step % self.sequences_per_micro_batch == 0,
-            f"train.sequences_per_step: {self.sequences_per_step} is not a multiple of "
-            f"train.sequences_per_micro_batch {self.sequences_per_micro_batch}",
+            self.validation_sequences is None or self.validate_every is not None,
+            f"train.validation_sequences: {self.validation_sequences} is never used; say with train.validate_every "
+            "when to measure the validation loss, or leave it out",
         )
         _require(self.lr > 0, f"train.lr: {self.lr} must be above 0")
         _require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio: {self.min_lr_ratio} must lie in 0..1")
@@ -247,8 +273,24 @@ class StorageConfig:
         return [self.nvme] if isinstance(self.nvme, str) else list(self.nvme or ())
 
 
+def require_validation(data: DataConfig, train: TrainConfig) -> None:
+    """Raise UserError when the validation loss is asked for and there is nothing to measure it on."""
+    _require(
+        train.validate_every is None or data.validation_documents is not None,
+        f"train.validate_every: {train.validate_every}, but no documents are held out to validate on; set "
+        "data.validation_documents, or leave train.validate_every out",
+    )
+
+
+_LATER = ("validation_documents", "validate_every", "validation_sequences")
+"""Fields that did not always exist: unset they are no part of the digest, and runs from before keep theirs."""
+
+
 def config_digest(*configs: Any) -> str:
     """SHA-256, in hex, of config sections: equal exactly for equal values."""
     trees = [dataclasses.asdict(config) for config in configs]
+    for tree, name in itertools.product(trees, _LATER):
+        if tree.get(name, ...) is None:
+            del tree[name]
     text = json.dumps(trees, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

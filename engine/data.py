@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,27 @@ class MicroBatch:
     """The largest of `positions`."""
 
 
+def split_documents(num_documents: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sorted indices of the documents to train on, and of the `held_out` ones for validation, which `seed` chooses.
+
+    Raises UserError when none is left to train on.
+    """
+    if held_out >= num_documents:
+        raise UserError(
+            f"data.validation_documents: {held_out}, but the corpus has {num_documents} documents, of which at least "
+            "one must be left to train on; hold out fewer"
+        )
+    order = _shuffled(np.random.SeedSequence(seed, spawn_key=(0,)), num_documents)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def _shuffled(seed: np.random.SeedSequence, count: int) -> NDArray[np.int64]:
+    """The numbers below `count` in random order, the same in every numpy release: raw generator words are sorted."""
+    return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
+
+
 class DataLoader:
-    """An endless stream of optimizer steps' batches from a tokenised corpus.
+    """An endless stream of optimizer steps' batches from a tokenised corpus, or an end to it.
 
     Documents longer than a row are cut into pieces of a row's length, each a document of its own: positions restart
     and attention does not reach back, but no token and no target is lost. Documents and pieces come in an order
@@ -48,7 +68,8 @@ class DataLoader:
     Nothing is padded, except with `one_document_per_row` (models that carry a state from token to token): then a row
     holds one document or piece, followed by end-of-text padding that is not trained on.
 
-    `num_split_documents` counts the corpus's documents that are longer than a row and so cannot be seen whole.
+    `documents` are the indices of those that it draws from; None: all. Not `endless`: after one epoch rows are filled
+    with padding. `num_split_documents` counts the documents that are longer than a row and so cannot be seen whole.
 
     Raises UserError when the corpus holds a token id that is not below `vocab_size`.
     """
@@ -63,6 +84,8 @@ class DataLoader:
         sequences_per_micro_batch: int = 1,
         seed: int = 0,
         one_document_per_row: bool = False,
+        documents: NDArray[np.int64] | None = None,
+        endless: bool = True,
     ) -> None:
         corpus.require_vocabulary(vocab_size)
         assert sequences_per_step % sequences_per_micro_batch == 0
@@ -72,14 +95,20 @@ class DataLoader:
         self._micro_batches = sequences_per_step // sequences_per_micro_batch
         self._seed = seed
         self._one_document_per_row = one_document_per_row
-        lengths = np.diff(corpus.starts)
+        self._endless = endless
+        starts, stops = corpus.starts[:-1], corpus.starts[1:]
+        self._held_out = 0
+        if documents is not None:
+            self._held_out = len(starts) - len(documents)
+            starts, stops = starts[documents], stops[documents]
+        lengths = stops - starts
         self.num_split_documents = int((lengths > sequence_length).sum())
         counts = -(-lengths // sequence_length)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         number = np.arange(len(first)) - first
-        self._starts = np.repeat(corpus.starts[:-1], counts) + number * sequence_length
+        self._starts = np.repeat(starts, counts) + number * sequence_length
         """First token of each piece."""
-        self._document_stops = np.repeat(corpus.starts[1:], counts)
+        self._document_stops = np.repeat(stops, counts)
         """End of the document that each piece is cut from."""
         self._start_epoch(0)
 
@@ -87,10 +116,7 @@ class DataLoader:
         self._epoch = epoch
         self._index = 0  # of the current piece in this epoch's order
         self._offset = 0  # tokens of it already given out
-        # Sorting raw generator words keeps the order the same in every numpy release.
-        seed = np.random.SeedSequence([self._seed, epoch])
-        words = np.random.PCG64(seed).random_raw(len(self._starts))
-        self._order = np.argsort(words, kind="stable")
+        self._order = _shuffled(np.random.SeedSequence([self._seed, epoch]), len(self._starts))
 
     @property
     def cursor(self) -> dict[str, Any]:
@@ -98,6 +124,7 @@ class DataLoader:
         return {
             "corpus": self._corpus.info.content,
             "seed": self._seed,
+            "held_out": self._held_out,
             "epoch": self._epoch,
             "piece": self._index,
             "offset": self._offset,
@@ -112,15 +139,25 @@ class DataLoader:
             )
         if cursor["seed"] != self._seed:
             raise UserError(f"data.seed: {self._seed}, but the run so far used {cursor['seed']}; set it back")
+        if (held_out := cursor.get("held_out", 0)) != self._held_out:
+            raise UserError(
+                f"data.validation_documents: {self._held_out}, but the run so far held out {held_out}; set it back"
+            )
         self._start_epoch(cursor["epoch"])
         self._index = cursor["piece"]
         self._offset = cursor["offset"]
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing is left to give out."""
+        return not self._endless and self._index == len(self._order)
+
     def next_step(self) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""
-        return [self._next_micro_batch() for _ in range(self._micro_batches)]
+        return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
-    def _next_micro_batch(self) -> MicroBatch:
+    def next_micro_batch(self) -> MicroBatch:
+        """The next rows."""
         length = self._sequence_length
         ids = np.full(self._rows * length, self._corpus.info.eos_id, dtype=np.int64)
         labels = np.full(self._rows * length, IGNORE_LABEL, dtype=np.int64)
@@ -131,7 +168,7 @@ class DataLoader:
             row = slice(row_start, row_start + length)
             starts, filled = self._fill_row(ids[row], labels[row], positions[row])
             documents += [row_start + start for start in starts]
-            lengths += [stop - start for start, stop in itertools.pairwise([*starts, filled])]
+            lengths += [stop - start for start, stop in itertools.pairwise([*starts, filled]) if stop > start]
         return MicroBatch(
             ids=torch.from_numpy(ids),
             labels=torch.from_numpy(labels),
@@ -150,6 +187,8 @@ class DataLoader:
         documents: list[int] = []
         filled = 0
         while filled < length:
+            if self.exhausted:
+                break
             if self._index == len(self._order):
                 self._start_epoch(self._epoch + 1)
             piece = self._order[self._index]
@@ -170,4 +209,44 @@ class DataLoader:
                 self._offset += count
             if self._one_document_per_row:
                 break
+        if not documents:
+            documents.append(0)
+            positions[:] = np.arange(length)
         return documents, filled
+
+
+class ValidationSet:
+    """The rows on which the validation loss is measured: the same ones every time, from documents held out.
+
+    The documents are laid end to end as in training, each once: `most` micro-batches of them, or what they fill.
+    """
+
+    def __init__(self, loader: DataLoader, *, num_documents: int, most: int, per_pass: int) -> None:
+        """`loader` is not endless; `per_pass` of its micro-batches are looked at together.
+
+        Raises UserError when there is no token whose likelihood could be measured.
+        """
+        self._loader = loader
+        self._start = loader.cursor
+        self._most, self._per_pass = most, per_pass
+        self.num_documents = num_documents
+        self.num_micro_batches = self.num_targets = 0
+        for micro_batches_of_pass in self.passes():
+            self.num_micro_batches += len(micro_batches_of_pass)
+            self.num_targets += sum(m.num_targets for m in micro_batches_of_pass)
+        if not self.num_targets:
+            raise UserError(
+                f"data.validation_documents: the {num_documents} documents held out have no token that follows "
+                "another; hold out more"
+            )
+
+    def passes(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of a validation, as many at a time as a step has; the last time there may be fewer."""
+        self._loader.seek(self._start)
+        left = self._most
+        while left and not self._loader.exhausted:
+            found: list[MicroBatch] = []
+            while left and len(found) < self._per_pass and not self._loader.exhausted:
+                found.append(self._loader.next_micro_batch())
+                left -= 1
+            yield found

@@ -14,10 +14,10 @@ import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine import attention
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes, require_validation
 from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
 from engine.costs import representatives
-from engine.data import DataLoader
+from engine.data import DataLoader, ValidationSet, split_documents
 from engine.device import overhead_bytes
 from engine.flops import block_matmul, projection_matmul, unread_matmul
 from engine.graph_size import graph_bytes_per_token
@@ -149,8 +149,17 @@ def prepare_data(model: ModelConfig, data: DataConfig, folder: Path) -> Data:
     return Data(prepare_corpus(data, tokenizer, folder / "corpus"), tokenizer)
 
 
-def make_loader(corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: TrainConfig) -> DataLoader:
-    """The batches of a run. Raises UserError when the corpus holds an id beyond the vocabulary."""
+def make_loader(
+    corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: TrainConfig, *, validation: bool = False
+) -> DataLoader:
+    """The batches of a run, or of its `validation`, which end.
+
+    Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
+    """
+    documents = None
+    if data.validation_documents is not None:
+        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed)
+        documents = split[int(validation)]
     return DataLoader(
         corpus,
         vocab_size=spec.vocab_size,
@@ -159,6 +168,25 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: T
         sequences_per_micro_batch=train.sequences_per_micro_batch,
         seed=data.seed,
         one_document_per_row=spec.recurrent,
+        documents=documents,
+        endless=not validation,
+    )
+
+
+def make_validation(corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: TrainConfig) -> ValidationSet | None:
+    """What the validation loss is measured on; None where the recipe asks for none.
+
+    Raises UserError when there is nothing to measure it on.
+    """
+    require_validation(data, train)
+    if train.validate_every is None or data.validation_documents is None:
+        return None
+    rows = train.sequences_per_micro_batch
+    return ValidationSet(
+        make_loader(corpus, spec, data, train, validation=True),
+        num_documents=data.validation_documents,
+        most=(train.validation_sequences or train.sequences_per_step) // rows,
+        per_pass=train.sequences_per_step // rows,
     )
 
 
