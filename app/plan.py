@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,15 @@ def plan_recipe(
     by planning again: what one change would help most, and the tokens that make it compute-bound. `trace`: file for the
     simulated step as a Chrome trace, where the plan fits.
     """
+    result: dict[str, Any] = {}
+    for result in plan_stages(recipe, machine, trace=trace):
+        if result["fits"] and not advice:
+            break
+    return result
+
+
+def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | None = None) -> Iterator[dict[str, Any]]:
+    """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
     from app.trace import write_spans
     from engine.advice import best_change, fixes
     from engine.corpus import require_text
@@ -40,17 +50,20 @@ def plan_recipe(
         found = task.search(on)
     except BudgetError as error:
         result |= refusal(task, on, error)
+        yield result
         sizes = {"gpu": on.gpu_bytes, "ram": on.ram_bytes, "nvme": on.nvme_bytes}
-        result["refusal"]["changes"] = [change.to_json() for change in fixes(task, sizes)]
-        return result
+        changes = [change.to_json() for change in fixes(task, sizes)]
+        yield result | {"refusal": result["refusal"] | {"changes": changes}}
+        return
     result["search_s"] = time.perf_counter() - started
     result |= forecast(task, on, found)
-    if advice:
-        result["best_change"] = best_change(task, on, found, result["tokens_per_step"])
-        result["compute_bound_tokens"] = compute_bound_tokens(task, on, found)
     if trace is not None:
         write_spans(estimate(found.plan, on, full=True).spans, f"{recipe.name}, planned", trace)
-    return result
+    yield result
+    yield result | {
+        "best_change": best_change(task, on, found, result["tokens_per_step"]),
+        "compute_bound_tokens": compute_bound_tokens(task, on, found),
+    }
 
 
 def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, require_validation
 from storage.errors import UserError
 
 
@@ -61,6 +62,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)):
             raise UserError(f"name: '{self.name}' must be letters, digits, '.', '_' and '-', as it names a folder")
+        if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
+            require_validation(self.data, self.train)
 
 
 class RecipeField(NamedTuple):
@@ -74,7 +77,8 @@ class RecipeField(NamedTuple):
     help: str
 
 
-def _hints(cls: type) -> dict[str, Any]:
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -279,6 +283,23 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         if member is str or typing.get_origin(member) is Literal:
             return text
     raise UserError(f"{key}: '{text}' must be {_type_name(hint)}")
+
+
+def field_type(key: str) -> Any:
+    """The type annotation of the field of that dotted name. Raises UserError for an unknown one."""
+    section, _, name = key.partition(".")
+    hint = _hints(_sections()[section]).get(name) if section in _sections() else None
+    if hint is None and key in ("name", "machine"):
+        hint = str
+    if hint is None:
+        raise UserError(f"no field '{key}'; {_nearest_key(key)}")
+    return hint
+
+
+def parse_value(key: str, text: str) -> Any:
+    """The value that `text` means for the field `key` of a recipe, its type checked; UserError if it means none."""
+    hint = field_type(key)
+    return text if key in ("name", "machine") else _checked(_parse(text, hint, key), hint, key)
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
