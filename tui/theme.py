@@ -38,6 +38,12 @@ _DARK = {
     "predicted": "#8a7fd1",
     "critical": "#ff6b5e",
     "title": "#e8edf3",
+    "series.0": "#56b4e9",
+    "series.1": "#e69f00",
+    "series.2": "#009e73",
+    "series.3": "#cc79a7",
+    "series.4": "#f0e442",
+    "series.5": "#d55e00",
 }
 _LIGHT = {
     "text": "#1f2933",
@@ -66,6 +72,12 @@ _LIGHT = {
     "predicted": "#5b4fb0",
     "critical": "#b3261e",
     "title": "#101820",
+    "series.0": "#0072b2",
+    "series.1": "#a86f00",
+    "series.2": "#00795a",
+    "series.3": "#a8457c",
+    "series.4": "#7a7000",
+    "series.5": "#b34a00",
 }
 _BOLD = {"bold", "title", "ema", "critical", "accent"}
 

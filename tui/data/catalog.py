@@ -16,6 +16,7 @@ from typing import Any
 
 from app.progress import WARMUP_STEPS
 from app.rundir import read_info, read_tail
+from tui.render.ticks import count_text
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -217,7 +218,7 @@ def plan_lines(folder: Path) -> list[str]:
         plan = json.loads((folder / "plan.json").read_bytes())
         return [
             f"planned {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:,.0f} tok/s, bound by {plan['bound_by']}",
-            f"{plan['model']['params'] / 1e9:.3g} B parameters, {plan['model']['layers']} layers",
+            f"{count_text(plan['model']['params'])} parameters, {plan['model']['layers']} layers",
         ]
     except (OSError, ValueError, TypeError, KeyError):
         return []

@@ -1,0 +1,84 @@
+"""The action table: every action has a handler, and keys, footer, help and palette all come from it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tui.actions import ACTIONS, actions, bindings
+from tui.app import PenstockApp
+from tui.screens.base import PenstockScreen
+from tui.screens.help import HelpScreen, help_text
+
+SCREENS = {"home": "HomeScreen", "configure": "ConfigureScreen", "run": "RunScreen", "timeline": "TimelineScreen"}
+SCREENS |= {"compare": "CompareScreen"}
+
+
+def screen_class(scope: str) -> type[PenstockScreen]:
+    found = getattr(importlib.import_module(f"tui.screens.{scope}"), SCREENS[scope])
+    assert issubclass(found, PenstockScreen)
+    return found
+
+
+def test_every_scope_is_a_screen() -> None:
+    assert {action.scope for action in ACTIONS} == {"global", *SCREENS}
+
+
+@pytest.mark.parametrize("scope", ["global", *SCREENS])
+def test_every_action_has_a_handler_and_every_binding_is_an_action(scope: str) -> None:
+    owner = PenstockApp if scope == "global" else screen_class(scope)
+    for action in ACTIONS:
+        if action.scope == scope:
+            assert hasattr(owner, f"action_{action.id}"), f"{owner.__name__}.action_{action.id}"
+    assert [binding.action for binding in bindings(scope)] == [a.id for a in ACTIONS if a.scope == scope]
+    own = [binding.action if hasattr(binding, "action") else binding[1] for binding in owner.BINDINGS]
+    assert own == [a.id for a in ACTIONS if a.scope == scope]
+
+
+@pytest.mark.parametrize("scope", SCREENS)
+def test_a_screens_keys_are_distinct_and_its_footer_short(scope: str) -> None:
+    found = actions(scope)
+    keys = [key for action in found for key in action.keys.split(",")]
+    assert len(keys) == len(set(keys))
+    assert sum(action.footer for action in found) <= 8
+
+
+def test_help_has_a_line_for_every_action() -> None:
+    found = actions("run")
+    lines = help_text(found).splitlines()
+    assert len(lines) == len(found)
+    for action, line in zip(found, lines, strict=True):
+        assert line.startswith(action.shown_key)
+        assert action.help in line
+
+
+async def test_help_and_palette_of_a_screen_offer_what_it_can_do(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        offered = {action.id for action in app.offered(app.screen)}
+        assert {"open", "search", "mark", "quit"} <= offered
+        commands = [command.title for command in app.get_system_commands(app.screen)]
+        for action in app.offered(app.screen):
+            if action.id != "command_palette":
+                assert f"{action.label} ({action.shown_key})" in commands
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        await pilot.press("escape")
+        assert not isinstance(app.screen, HelpScreen)
+        await pilot.press("tab")  # recipes cannot be marked
+        await pilot.pause()
+        assert "mark" not in {action.id for action in app.offered(app.screen)}
+
+
+async def test_a_palette_command_does_what_its_key_does(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(100, 30)) as pilot:
+        before = app.theme
+        await pilot.press("ctrl+p")
+        await pilot.pause(0.2)
+        await pilot.press(*"theme (f2)", "enter")
+        await pilot.pause(0.5)
+        assert app.theme != before

@@ -1,0 +1,233 @@
+"""Home against real run directories, and against what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input, Static
+
+from tui.app import PenstockApp
+from tui.data.catalog import RunCatalog, find_recipes, matches, read_recipe_entry, read_run_entry
+from tui.screens.home import HomeScreen
+
+SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
+
+
+def names(app: PenstockApp, table: str) -> list[str]:
+    found = app.screen.query_one(f"#{table}", DataTable)
+    return [Path(str(row.key.value)).name for row in found.ordered_rows]
+
+
+async def select(pilot: Pilot[None], name: str, table: str = "runs") -> None:
+    found = pilot.app.screen.query_one(f"#{table}", DataTable)
+    found.focus()
+    found.move_cursor(row=names(pilot.app, table).index(name))  # type: ignore[arg-type]
+    await pilot.pause()
+
+
+async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        assert isinstance(app.screen, HomeScreen)
+        assert set(names(app, "runs")) == {"first", "second", "crashed"}
+        recipes = names(app, "recipes")
+        assert recipes[:2] == ["tiny.py", "quickstart.py"]
+        assert recipes.index("7b_512k.py") < recipes.index("14b_workstation.py") < recipes.index("120b_moe.py")
+        await select(pilot, "first")
+        cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "first"))
+        loss = json.loads((root / "runs/first/metrics.jsonl").read_text().splitlines()[-1])["loss"]
+        assert [str(cell) for cell in cells[1:5]] == ["first", "finished", "12/12", f"{loss:.4f}"]
+        await select(pilot, "crashed")
+        cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "crashed"))
+        assert [str(cell) for cell in cells[1:4]] == ["crashed", "crashed", "9/12"]
+
+
+async def test_the_detail_tells_plan_and_outcome(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await select(pilot, "first")
+        text = str(app.screen.query_one("#about", Static).render())
+        assert "planned" in text
+        assert "took" in text
+        await select(pilot, "tiny.py", "recipes")
+        text = str(app.screen.query_one("#about", Static).render())
+        assert "3 layers" in text
+        assert "64 tokens" in text
+
+
+async def test_search_filters_both_lists_and_escape_ends_it(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press("slash", *"crashed")
+        await pilot.pause()
+        assert names(app, "runs") == ["crashed"]
+        assert names(app, "recipes") == []
+        await pilot.press("enter")
+        assert app.screen.query_one("#runs").has_focus
+        await pilot.press("slash")
+        app.screen.query_one(Input).value = "gpt-oss 128 experts"
+        await pilot.pause()
+        assert names(app, "recipes") == ["120b_moe.py"]
+        await pilot.press("escape")
+        await pilot.pause()
+        assert len(names(app, "runs")) == 3
+        assert isinstance(app.screen, HomeScreen)
+
+
+async def test_marking_and_comparing(root: Path) -> None:
+    from tui.screens.compare import CompareScreen
+
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await select(pilot, "first")
+        await pilot.press("m")
+        await pilot.pause()
+        assert isinstance(app.screen, HomeScreen)  # one run is nothing to compare
+        await pilot.press("space")
+        await select(pilot, "second")
+        await pilot.press("m")
+        await pilot.pause()
+        assert isinstance(app.screen, CompareScreen)
+        await pilot.press("escape")
+        await pilot.pause()
+        assert isinstance(app.screen, HomeScreen)
+
+
+async def test_enter_opens_what_the_cursor_is_on(root: Path) -> None:
+    from tui.screens.configure import ConfigureScreen
+    from tui.screens.run import RunScreen
+    from tui.screens.timeline import TimelineScreen
+
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        for key, table, name, screen in (
+            ("enter", "runs", "first", RunScreen),
+            ("t", "runs", "first", TimelineScreen),
+            ("c", "runs", "first", ConfigureScreen),
+            ("enter", "recipes", "tiny.py", ConfigureScreen),
+        ):
+            await select(pilot, name, table)
+            await pilot.press(key)
+            await pilot.pause(0.2)
+            assert isinstance(app.screen, screen)
+            await pilot.press("escape")
+            await pilot.pause(0.2)
+            assert isinstance(app.screen, HomeScreen)
+
+
+async def test_new_runs_appear_and_vanished_ones_go(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await select(pilot, "first")
+        shutil.copytree(root / "runs/first", root / "runs/third")
+        shutil.rmtree(root / "runs/second")
+        for _ in range(40):
+            await pilot.pause(0.1)
+            if set(names(app, "runs")) == {"first", "third", "crashed"}:
+                break
+        assert set(names(app, "runs")) == {"first", "third", "crashed"}
+        table = app.screen.query_one("#runs", DataTable)
+        assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_any_size_and_change_of_size(root: Path, size: tuple[int, int]) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=size) as pilot:
+        for width, height in (*SIZES, size):
+            await pilot.resize_terminal(width, height)
+            await pilot.press("tab", "down", "f2")
+            await pilot.pause()
+            assert app.screen.size == (width, height)
+
+
+async def test_an_empty_folder_and_one_without_runs(tmp_path: Path) -> None:
+    app = PenstockApp(tmp_path)
+    async with app.run_test() as pilot:
+        await pilot.pause()
+        assert names(app, "runs") == []
+        assert "quickstart.py" in names(app, "recipes")
+
+
+def test_foreign_and_damaged_directories_are_listed_with_what_is_wrong(root: Path) -> None:
+    runs = root / "runs"
+    (runs / "notes").mkdir()  # nothing of ours
+    (runs / "notes" / "todo.txt").write_text("x")
+    shutil.copytree(runs / "first", runs / "headless")
+    (runs / "headless" / "recipe.json").unlink()
+    for name, content in (
+        ("no-json", "{"),
+        ("a-list", "[1, 2]"),
+        ("odd-types", '{"state": 7, "step": "x", "total_steps": [], "error": {}}'),
+        ("deep", "[" * 100_000),
+    ):
+        shutil.copytree(runs / "first", runs / name)
+        (runs / name / "status.json").write_text(content)
+    (runs / "odd-types" / "metrics.jsonl").write_text('[1]\n{"loss": "x", "step_s": null}\n\xff\n{"loss"')
+    (runs / "binary").mkdir()
+    (runs / "binary" / "recipe.json").write_bytes(os.urandom(5000))
+    (runs / "binary" / "metrics.jsonl").write_bytes(os.urandom(200_000))
+    (runs / "dangling").symlink_to(runs / "nowhere")
+    (runs / "file").write_text("not a folder")
+    found = {entry.name: entry for entry in RunCatalog(root).read()}
+    assert set(found) == {
+        *("first", "second", "crashed", "headless", "no-json", "a-list", "odd-types", "deep", "binary"),
+    }
+    assert found["headless"].state == "damaged"
+    assert "recipe.json" in str(found["headless"].error)
+    assert found["first"].state == "finished"
+
+
+def test_a_run_that_cannot_be_read_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tui.data.catalog.read_info", refused)
+    entry = read_run_entry(root / "runs/first")
+    assert entry is not None
+    assert entry.state == "damaged"
+    assert "Permission denied" in str(entry.error)
+
+
+def test_the_catalog_reads_only_what_has_changed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = RunCatalog(root)
+    before = catalog.read()
+    read: list[str] = []
+    original = read_run_entry
+    monkeypatch.setattr("tui.data.catalog.read_run_entry", lambda folder: read.append(folder.name) or original(folder))
+    assert catalog.read() == before
+    assert read == []
+    with (root / "runs/second/metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": 1.5}\n')
+    entry = next(entry for entry in catalog.read() if entry.name == "second")
+    assert read == ["second"]
+    assert entry.loss == 1.5
+
+
+def test_recipes_that_are_broken_say_where(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "broken.py").write_text("x = (\n")
+    (tmp_path / "recipes" / "bytes.py").write_bytes(b"\xff\xfe\x00")
+    found = {entry.name: entry for entry in find_recipes(tmp_path)}
+    assert "line 1" in str(found["broken"].problem)
+    assert found["bytes"].problem is not None
+    assert found["quickstart"].problem is None
+    assert not found["quickstart"].own
+
+
+def test_a_shipped_recipe_tells_its_needs(root: Path) -> None:
+    entry = read_recipe_entry(Path(__file__).parents[2] / "recipes" / "7b_512k.py", own=False)
+    assert entry.needs["GPU"].startswith("80 GB")
+    assert "524,288" in entry.title
+
+
+def test_words_match_in_any_order_and_case() -> None:
+    assert matches("b A", "xA", "yb")
+    assert not matches("a c", "xA", "yb")
+    assert matches("", "anything")

@@ -1,0 +1,29 @@
+"""What `penstock` has beyond app/cli.py: commands that need the terminal application, which app/ may not import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.cli import RunArgument, cli
+from app.rundir import find_run
+from tui.main import open_app
+
+
+@cli.command(epilog="Example: penstock watch quickstart-20260101-120000")
+def watch(run: RunArgument) -> None:
+    """Open the terminal application on a run; leaving it changes nothing in the run."""
+    raise typer.Exit(open_app(Path.cwd(), find_run(run)))
+
+
+@cli.command(epilog="Example: penstock serve --port 8000")
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; default this machine alone.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+) -> None:
+    """Show the terminal application in browsers: whoever reaches the port controls the runs."""
+    from tui.serve import serve_browsers
+
+    serve_browsers(Path.cwd(), host, port)

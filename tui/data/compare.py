@@ -1,0 +1,150 @@
+"""Several runs side by side: their losses, key figures, and the fields in which their recipes differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.rundir import read_info
+from tui.data.metrics import MetricsLog
+from tui.data.tail import JsonTail
+
+Floats = NDArray[np.float64]
+MOST_RUNS = 6
+LETTERS = "ABCDEF"
+
+
+@dataclass
+class ComparedRun:
+    """One of the runs, read as far as it goes."""
+
+    path: Path
+    metrics: MetricsLog = field(default_factory=MetricsLog)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value; {} where recipe.json cannot be read."""
+    state: str = "unknown"
+    peaks: dict[str, Any] = field(default_factory=dict)
+    validations: dict[int, float] = field(default_factory=dict)
+    """Step -> validation loss."""
+
+    def __post_init__(self) -> None:
+        self._tail = JsonTail(self.path / "metrics.jsonl")
+        self._validation_tail = JsonTail(self.path / "validation.jsonl")
+        self._resets = 0
+
+    def poll(self) -> bool:
+        """Read what is new; whether there was anything."""
+        before = (self.state, self.metrics.rows, len(self.validations), bool(self.recipe), bool(self.peaks))
+        lines = self._tail.read()
+        while True:
+            if self._tail.resets != self._resets:
+                self._resets, self.metrics = self._tail.resets, MetricsLog()
+            self.metrics.add(lines)
+            if not self._tail.behind:
+                break
+            lines = self._tail.read()
+        for line in self._validation_tail.read():
+            step, loss = line.get("step"), line.get("loss")
+            if isinstance(step, int) and isinstance(loss, (int, float)):
+                self.validations[step] = float(loss)
+        self.recipe = self.recipe or _flat(_object(self.path / "recipe.json"))
+        tiers = _object(self.path / "summary.json").get("tiers")
+        self.peaks = tiers if isinstance(tiers, dict) else self.peaks
+        self.state = str(read_info(self.path).state) if self.path.is_dir() else "vanished"
+        return before != (self.state, self.metrics.rows, len(self.validations), bool(self.recipe), bool(self.peaks))
+
+    def x(self, axis: str, rows: int) -> Floats:
+        """The first `rows` steps' places on `axis`: step, tokens or time (seconds of training)."""
+        return self.metrics.column({"step": "step", "tokens": "total_tokens", "time": "total_s"}[axis], rows)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Sections' fields under dotted keys; a field that is itself an object stays one."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and not prefix:
+            found |= _flat(value, f"{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def config_rows(runs: list[ComparedRun], *, all_fields: bool) -> list[list[str]]:
+    """A row per field, its key and each run's value; those that differ alone unless `all_fields`."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
+    rows = [[key, *(_value(run.recipe, key) for run in runs)] for key in keys]
+    return [row for row in rows if all_fields or len(set(row[1:])) > 1]
+
+
+def _value(recipe: dict[str, Any], key: str) -> str:
+    if not recipe:
+        return "n/a"
+    value = recipe.get(key, "n/a")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
+    """A row per figure, its name and each run's; n/a where it is not known."""
+    figures = {
+        "state": [run.state for run in runs],
+        "steps": [f"{run.metrics.last_step:,}" for run in runs],
+        "tokens": [_last(run, "total_tokens", ",.0f") for run in runs],
+        "training time": [_seconds(run) for run in runs],
+        "loss, last": [_last(run, "loss", ".4f") for run in runs],
+        "loss, averaged": [_last(run, "ema", ".4f") for run in runs],
+        "loss, least": [_over(run, "loss", np.nanmin, ".4f") for run in runs],
+        "validation, last": [_validation(run) for run in runs],
+        "tokens/s, median": [_over(run, "tokens_per_s", np.nanmedian, ",.0f") for run in runs],
+        "step, median": [_over(run, "step_s", np.nanmedian, ".3g", " s") for run in runs],
+        "gradient norm, last": [_last(run, "grad_norm", ".3g") for run in runs],
+        "written to NVMe": [_bytes(sum(run.metrics.written_bytes.values())) for run in runs],
+    }
+    for tier in ("gpu", "ram", "nvme"):
+        figures[f"{tier} peak"] = [_peak(run, tier) for run in runs]
+    return [[name, *texts] for name, texts in figures.items() if set(texts) != {"n/a"}]
+
+
+def _last(run: ComparedRun, name: str, form: str) -> str:
+    value = run.metrics.last(name)
+    return "n/a" if value is None else format(value, form)
+
+
+def _over(run: ComparedRun, name: str, function: Any, form: str, unit: str = "") -> str:
+    values = run.metrics.column(name)
+    values = values[np.isfinite(values)]
+    return format(float(function(values)), form) + unit if len(values) else "n/a"
+
+
+def _seconds(run: ComparedRun) -> str:
+    from app.progress import duration_text
+
+    return duration_text(run.metrics.last("total_s"))
+
+
+def _validation(run: ComparedRun) -> str:
+    return f"{run.validations[max(run.validations)]:.4f}" if run.validations else "n/a"
+
+
+def _bytes(num_bytes: float) -> str:
+    from app.progress import bytes_text
+
+    return bytes_text(num_bytes) if num_bytes else "n/a"
+
+
+def _peak(run: ComparedRun, tier: str) -> str:
+    figures = run.peaks.get(tier)
+    peak = figures.get("peak_bytes") if isinstance(figures, dict) else run.metrics.tier_bytes.get(tier)
+    return _bytes(peak) if isinstance(peak, (int, float)) else "n/a"
