@@ -14,9 +14,10 @@ from typing import Any, Literal
 from engine.ops import Emitter, Resource, Slots
 from engine.plan import DKV_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS, Chunk, Plan
 
-Mode = Literal["forward", "head", "again", "backward"]
+Mode = Literal["forward", "head", "again", "backward", "score"]
 """The head runs forward and backward at once, so that a chunk's logits die where they are made; "again" computes the
-keys, values and attention of a layer that saved its input only."""
+keys, values and attention of a layer that saved its input only; "score" is forward with no backward to follow: what it
+would find is not saved, and hidden states wait where a step's do, none on NVMe."""
 
 
 RECORDS = ("record.x", "record.saved", "record.kv")
@@ -45,9 +46,9 @@ class ActivationSchedule:
         self._summed: list[Any] = [None] * plan.window_chunks
         """Streamed: whose gradients of keys and values each chunk's place in RAM holds, or one of the slots."""
 
-    def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int]:
+    def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int, int]:
         """What a slot holds that belongs to a layer's chunk in the step being emitted."""
-        return (layer, chunk.index, self._emitter.step)
+        return (layer, chunk.index, self._emitter.step, self._emitter.batch)
 
     def _name(self, layer: int) -> str:
         return self._plan.blocks[layer].name
@@ -81,7 +82,7 @@ class ActivationSchedule:
             self._discard(kind, layer, chunk)
         return slot
 
-    def store_hidden(self, kind: str, layer: int, chunk: Chunk, slot: int) -> None:
+    def store_hidden(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
         """A hidden state leaves for where its next reader finds it."""
         region, nbytes = self._hidden_region(kind, layer, chunk), self._hidden_bytes(chunk)
         self._emit(
@@ -95,7 +96,7 @@ class ActivationSchedule:
             slots={"slot": slot},
         )
         self.hidden.release(slot, keep=True)
-        if kind == "x" and (layer, chunk.index) in self._plan.spilled:
+        if kind == "x" and mode == "forward" and (layer, chunk.index) in self._plan.spilled:
             self._spill("x", layer, chunk, region, nbytes, {})
 
     def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
@@ -186,10 +187,10 @@ class ActivationSchedule:
     def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Attention's output and log-sum-exp leave, unless backward makes them again or keeps them where they are."""
         key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
-        if key in self._plan.kept or (recomputed and mode == "forward"):
+        if mode == "score" or key in self._plan.kept or (recomputed and mode == "forward"):
             return
         region: Resource = ("ram.window_saved", chunk.local) if recomputed else ("record.saved", *key)
-        self._store_part("saved", layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
+        self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
     def _load_part(
         self, kind: str, layer: int, chunk: Chunk, region: Resource, target: Resource, slots: dict[str, int]
@@ -210,11 +211,11 @@ class ActivationSchedule:
         )
 
     def _store_part(
-        self, kind: str, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
+        self, kind: str, mode: Mode, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
     ) -> None:
         """Move to RAM; on to NVMe through a stage if the record is spilled."""
         nbytes = self._attention_bytes(kind, layer, chunk)
-        spilled = (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed
+        spilled = (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed and mode != "score"
         staged = spilled and region[0] != "ram.window_kv"
         if staged:
             slots["stage"] = self._stages.take((kind, layer, chunk.index))
@@ -247,7 +248,8 @@ class ActivationSchedule:
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again."""
         if layer not in self._plan.recomputed:
-            self._store_part("kv", layer, chunk, ("gpu.kv", chunk.local), ("record.kv", layer, chunk.index), {})
+            region: Resource = ("record.kv", layer, chunk.index)
+            self._store_part("kv", "forward", layer, chunk, ("gpu.kv", chunk.local), region, {})
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its place in the window, unless they are there."""
@@ -302,11 +304,11 @@ class ActivationSchedule:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
         region = self._kv_region(layer, chunk)
         last = chunk.local == self._plan.window_chunks - 1
-        if layer in self._plan.recomputed and mode == "forward" and last:
-            return  # nobody reads them before backward makes them again
+        if last and (mode == "score" or (mode == "forward" and layer in self._plan.recomputed)):
+            return  # nobody reads them, or backward makes them again before
         if region[0] == "ram.window_kv":
             self._window[chunk.local] = self.content(layer, chunk)
-        self._store_part("kv", layer, chunk, ("gpu.kv", slot), region, {"kv": slot})
+        self._store_part("kv", mode, layer, chunk, ("gpu.kv", slot), region, {"kv": slot})
 
     def load_kv(self, layer: int, chunk: Chunk) -> int:
         """Slot with a chunk's keys and values, loaded unless they are there; pinned."""

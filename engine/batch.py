@@ -6,14 +6,17 @@ question would stop the compute lane. The host knows the answers when the batch 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.data import IGNORE_LABEL, MicroBatch
+from engine.optimizer import Scalars
 from engine.plan import Chunk
 
 
@@ -57,6 +60,38 @@ class ChunkTokens:
         return ChunkTokens(*(tensor.to(device) for tensor in self.tensors()))
 
 
+@dataclass(slots=True)
+class Batch:
+    """Tokens that go through the model together."""
+
+    micro_batches: Sequence[MicroBatch]
+    """In host memory."""
+    chunks: Sequence[ChunkTokens]
+    """The tokens of the plan's chunks, on the compute device."""
+    num_targets: int
+    """Tokens with a loss in all micro-batches."""
+
+
+@dataclass(slots=True)
+class ScoreData(Batch):
+    """What the ops of one pass of a validation need besides the weights."""
+
+    total_loss: float = math.nan
+    """Sum of the negative log-likelihood of the targets, nats."""
+
+
+@dataclass(slots=True)
+class StepData(Batch):
+    """What a step's ops need besides the state; the loss is the mean over its targets."""
+
+    cursor: dict[str, Any]
+    """Data position after the step."""
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    scalars: dict[str, Scalars] = field(default_factory=dict)
+    """The optimizer's scalars by device type."""
+
+
 _TENSORS = len(fields(ChunkTokens))
 
 BYTES_PER_TOKEN = _TENSORS * 8
@@ -80,9 +115,11 @@ class BatchCarrier:
             self._pinned = torch.empty(self._numel, dtype=torch.int64, pin_memory=True)
 
     def carry(self, micro_batches: Sequence[MicroBatch]) -> list[ChunkTokens]:
-        """The plan's chunks of a step, by index."""
+        """The plan's chunks of a step, by index; of fewer micro-batches than a step has, theirs."""
         chunks = []
         for chunk in self._chunks:
+            if chunk.micro_batch == len(micro_batches):
+                break
             batch, tokens = micro_batches[chunk.micro_batch], slice(chunk.start, chunk.end)
             chunks.append(ChunkTokens.of(batch.ids[tokens], batch.labels[tokens], batch.positions[tokens]))
         if self._device.type != "cuda":

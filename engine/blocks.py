@@ -152,6 +152,20 @@ class ModelRunner:
                 del computed
         return loss, dx
 
+    def score(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+        """The sum that `head` returns, without gradients."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad(), self._skeleton.bound(weights) as bound:
+            step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
+            for part, labels in zip(tokens.rows.split(step), tokens.labels.split(step), strict=True):
+                if not part.numel():
+                    break  # what splitting no rows gives
+                logits = self._skeleton.logits(x.index_select(0, part))
+                # Their gradient takes their place, and nobody reads it: one pass more, and no other kernel.
+                loss += self._cross_entropy(logits, labels, 1.0, logits_bytes // loss_terms.WORK_SHARE)
+                del logits
+        return loss
+
     def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
         if self._logits_cost is None:
             x = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype, device=self.device).requires_grad_()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.batch import BatchCarrier
+from engine.batch import BatchCarrier, StepData
 from engine.blocks import ModelRunner
 from engine.clock import elapsed_s
 from engine.config import TrainConfig
@@ -26,7 +26,7 @@ from engine.memory import POOLS, GpuMemory, RamMemory, allocate_gpu
 from engine.ops import WHOLE, Op
 from engine.optimizer import AdamW, scalars
 from engine.plan import ALIGNMENT, FP32, Plan
-from engine.runtime import Runtime, StepData
+from engine.runtime import Runtime
 from engine.schedule import ScheduleBuilder
 from storage.arena import HostArena
 from storage.layout import FlatLayout

@@ -91,14 +91,14 @@ class LayerOps:
 
     def _documents(self, op: Op, layer: int, chunk: Chunk) -> Sequence[int]:
         """What the layer's tokens may see, for attention that is computed here."""
-        return self._layers.documents(layer, self._runtime.documents(op.step, chunk), self._plan.window_tokens)
+        return self._layers.documents(layer, self._runtime.documents(op, chunk), self._plan.window_tokens)
 
     def _state(self, op: Op, out: Tensor, lse: Tensor) -> AttentionState:
         """Attention of the op's chunk over the whole window, with its gradients in backward."""
         layer, chunk = self._layer(op)
         shape = self._shape(layer)
         k, v = self._window("kv", shape)
-        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._runtime.documents(op.step, chunk))
+        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._runtime.documents(op, chunk))
         if op.action == "layer_backward":
             state.dk, state.dv = self._window("dkv", shape)
             if "zero:dkv" in op.flags:
@@ -122,6 +122,8 @@ class LayerOps:
             else:
                 y = self._layers.forward(layer, weights, x, inputs, self._state(op, *self._saved(op, shape)))
         runtime.hidden(op.slots["out"], chunk).copy_(y)
+
+    _op_layer_score = _op_layer_forward
 
     def _keep(self, op: Op) -> Tensor:
         """Run a layer forward and keep its graph until backward; its output."""

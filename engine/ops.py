@@ -37,6 +37,8 @@ class Op:
     """Slot of each operand by role: x, dy, out, saved, stage, weights, gradient:NAME, or the name of a flat buffer."""
     flags: frozenset[str] = frozenset()
     """zero:NAME where the op is the first to add to that gradient, zero:dkv likewise."""
+    batch: int = 0
+    """Whose tokens it is about: 0 the step's own, else those of a pass of the validation after the step."""
 
 
 class Emitter:
@@ -49,6 +51,8 @@ class Emitter:
     def __init__(self) -> None:
         self.step = 0
         """Step of the ops being emitted."""
+        self.batch = 0
+        """Batch of the ops being emitted."""
         self._next_id = 0
         self._writer: dict[Resource, int] = {}
         self._readers: dict[Resource, list[int]] = {}
@@ -86,6 +90,7 @@ class Emitter:
             nbytes=nbytes,
             slots=dict(slots or {}),
             flags=frozenset(flags),
+            batch=self.batch,
         )
         for resource in reads:
             self._readers.setdefault(resource, []).append(op.id)

@@ -11,22 +11,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.batch import ChunkTokens
+from engine.batch import Batch, ChunkTokens, ScoreData, StepData
 from engine.blocks import ModelRunner
 from engine.config import TrainConfig
-from engine.data import MicroBatch
 from engine.layer_ops import LayerOps
 from engine.layers import LayerInputs
 from engine.memory import GpuMemory, RamMemory
 from engine.ops import WHOLE, Op
-from engine.optimizer import AdamW, Scalars, clip_coefficient, learning_rate, scalars
+from engine.optimizer import AdamW, clip_coefficient, learning_rate, scalars
 from engine.plan import STATE_KINDS, Chunk, Plan
 from storage.errors import UserError
 from storage.layout import FlatLayout
@@ -38,24 +36,6 @@ INPUTS_CACHE_BYTES = 64 * 2**20
 
 class DivergedError(UserError):
     """Loss or gradient is not finite; the last committed generation is intact."""
-
-
-@dataclass(slots=True)
-class StepData:
-    """What a step's ops need besides the state."""
-
-    micro_batches: Sequence[MicroBatch]
-    """In host memory."""
-    chunks: Sequence[ChunkTokens]
-    """The tokens of the plan's chunks, on the compute device."""
-    num_targets: int
-    """Tokens with a loss in all micro-batches; the loss is their mean."""
-    cursor: dict[str, Any]
-    """Data position after the step."""
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    scalars: dict[str, Scalars] = field(default_factory=dict)
-    """The optimizer's scalars by device type."""
 
 
 class Runtime:
@@ -86,8 +66,11 @@ class Runtime:
         shapes = [(len(plan.chunks),), (len(plan.buffers),), (2, len(plan.blocks), len(plan.chunks))]
         self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
+        self._scores = torch.zeros(len(plan.chunks), dtype=torch.float64, device=self._device)
         self._steps: dict[int, StepData] = {}
-        self._inputs: OrderedDict[tuple[int, int], LayerInputs] = OrderedDict()
+        self._scored: dict[int, ScoreData] = {}
+        """Op.batch -> its tokens, of the validation's passes under way."""
+        self._inputs: OrderedDict[tuple[int, int, int], LayerInputs] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
         self.layer_ops = LayerOps(self)
         self._actions = self._all_actions()
@@ -104,6 +87,19 @@ class Runtime:
         for old in [s for s in self._steps if s < step - 1]:
             del self._steps[old]
 
+    def drop_tokens(self) -> None:
+        """Forget the tokens of the steps so far, which have been computed."""
+        for done in self._steps.values():
+            done.chunks = ()
+
+    def begin_score(self, batch: int, data: ScoreData) -> None:
+        """Give the tokens of a validation's pass, numbered from 1, before its ops are submitted."""
+        self._scored[batch] = data
+
+    def end_score(self, batch: int) -> ScoreData:
+        """What `begin_score` was given, with its loss, once the pass's "score" is done; forgets it."""
+        return self._scored.pop(batch)
+
     def data(self, step: int) -> StepData:
         """What `begin` was given, with the results filled in once the step's "clip" is done."""
         return self._steps[step]
@@ -112,7 +108,7 @@ class Runtime:
         """Carry out `op`; a Future means that it goes on in the background."""
         with torch.no_grad():
             future = self._actions[op.action](op)
-            if op.lane == "compute" and "out" in op.slots:
+            if op.lane == "compute" and "out" in op.slots and not op.batch:
                 self._mark(op, self.hidden(op.slots["out"], self._chunk(op)))
         return future
 
@@ -177,23 +173,26 @@ class Runtime:
         """Place of a block in the plan."""
         return self._blocks[name][0]
 
-    def documents(self, step: int, chunk: Chunk) -> list[int]:
-        """Starts of the documents of the chunk's micro-batch."""
-        return self._steps[step].micro_batches[chunk.micro_batch].documents
+    def _batch(self, op: Op) -> Batch:
+        return self._scored[op.batch] if op.batch else self._steps[op.step]
 
-    def _micro_batch(self, op: Op, chunk: Chunk) -> MicroBatch:
-        return self._steps[op.step].micro_batches[chunk.micro_batch]
+    def documents(self, op: Op, chunk: Chunk) -> list[int]:
+        """Starts of the documents of the chunk's micro-batch."""
+        return self._batch(op).micro_batches[chunk.micro_batch].documents
+
+    def _tokens(self, op: Op) -> ChunkTokens:
+        return self._batch(op).chunks[op.index]
 
     def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
         """Arguments of every layer for a chunk, made again where they have been dropped."""
-        key = (op.step, chunk.index)
+        key = (op.step, op.batch, chunk.index)
         if key in self._inputs:
             self._inputs.move_to_end(key)
             return self._inputs[key]
-        for old in [old for old in self._inputs if old[0] != op.step]:
+        for old in [old for old in self._inputs if old[:2] != key[:2]]:
             del self._inputs[old]
-        positions = self._steps[op.step].chunks[chunk.index].positions
-        inputs = self.runner.inputs(positions, self._micro_batch(op, chunk).max_position)
+        longest = self._batch(op).micro_batches[chunk.micro_batch].max_position
+        inputs = self.runner.inputs(self._tokens(op).positions, longest)
         self._inputs[key] = inputs
         while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > INPUTS_CACHE_BYTES:
             self._inputs.popitem(last=False)
@@ -205,20 +204,23 @@ class Runtime:
         return self.plan.chunks[op.index]
 
     def _op_embed_forward(self, op: Op) -> None:
-        chunk = self._chunk(op)
-        tokens = self._steps[op.step].chunks[chunk.index]
+        chunk, tokens = self._chunk(op), self._tokens(op)
         x = self.runner.embed(self.weights(op), tokens.ids, tokens.positions)
         self.hidden(op.slots["out"], chunk).copy_(x)
 
+    _op_embed_score = _op_embed_forward
+
     def _op_embed_backward(self, op: Op) -> None:
-        chunk = self._chunk(op)
-        tokens = self._steps[op.step].chunks[chunk.index]
+        chunk, tokens = self._chunk(op), self._tokens(op)
         dx = self.hidden(op.slots["dy"], chunk)
         self.runner.embed_backward(self.weights(op), tokens, dx, self.gradients(op))
 
+    def _op_head_score(self, op: Op) -> None:
+        x = self.hidden(op.slots["x"], self._chunk(op))
+        self._scores[op.index] = self.runner.score(self.weights(op), x, self._tokens(op), self._logits_bytes)
+
     def _op_head(self, op: Op) -> None:
-        chunk = self._chunk(op)
-        tokens = self._steps[op.step].chunks[chunk.index]
+        chunk, tokens = self._chunk(op), self._tokens(op)
         scale = 1.0 / self._steps[op.step].num_targets
         x, gradients = self.hidden(op.slots["x"], chunk), self.gradients(op)
         loss, dx = self.runner.head(self.weights(op), x, tokens, scale, gradients, self._logits_bytes)
@@ -326,6 +328,10 @@ class Runtime:
         clip = clip_coefficient(data.grad_norm, self.config.clip_norm)
         for device in {torch.device("cpu"), self._device}:
             data.scalars[device.type] = scalars(self.config, op.step, clip, device)
+
+    def _op_score(self, op: Op) -> None:
+        data = self._scored[op.batch]
+        data.total_loss = float(self._scores[: len(data.chunks)].sum())
 
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""

@@ -21,6 +21,10 @@ from engine.state_schedule import StateSchedule
 Documents = Sequence[Sequence[int]]
 
 
+_Visit = tuple[Mode, int, list[Chunk]]
+"""A pass of a block over chunks, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A block computing one chunk."""
@@ -47,11 +51,21 @@ class _Operands:
     """Flags of the gradients that begin with this chunk."""
 
 
+def _in_order(visits: Sequence[_Visit]) -> list[_Task]:
+    return [
+        _Task(visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
+        for visit, (mode, layer, order) in enumerate(visits)
+        for chunk in order
+    ]
+
+
 class ScheduleBuilder:
     """Emits the ops of consecutive optimizer steps.
 
     `step(s)` is forward and backward of step s, preceded block by block by the updates of the gradient that still
-    waits, and ends with op "clip", after which loss and gradient norm are known. `finish` is the updates alone.
+    waits, and ends with op "clip", after which loss and gradient norm are known. `score` is a forward that nothing
+    follows, behind the same updates, and ends with op "score", after which its loss is known. `finish` is the updates
+    alone.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -66,9 +80,9 @@ class ScheduleBuilder:
             self._last_user |= dict.fromkeys(block.buffers, index)
 
     @property
-    def waiting(self) -> bool:
-        """Whether a gradient waits for the optimizer."""
-        return self._state.waiting is not None
+    def uncommitted(self) -> bool:
+        """Whether `finish` would commit anything: a gradient waits, or has been applied since the last commit."""
+        return self._state.waiting is not None or self._state.uncommitted is not None
 
     def step(self, step: int, *, commit_previous: bool = False, documents: Documents | None = None) -> list[Op]:
         """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied.
@@ -82,26 +96,48 @@ class ScheduleBuilder:
         self, step: int, *, commit_previous: bool = False, documents: Documents | None = None
     ) -> Iterator[list[Op]]:
         """The same ops block by block, so that the lanes start on the first while the rest is being built."""
-        self._emitter.step = step
-        self._activations.documents = documents
-        for _ in self._passes(commit_previous):
+        self._begin(step, 0, documents)
+        for _ in self._passes(self._tasks(), commit_previous):
             yield self._emitter.take()
+        self._state.applied(committed=commit_previous)
         self._state.read_ahead(step)
         self._emit("optimizer", "clip", "all", reads=[("gpu.norms",), ("gpu.losses",)], writes=[("ram.clip",)])
         self._state.waiting = step
         yield self._emitter.take()
+
+    def score(
+        self, step: int, batch: int, *, documents: Documents, commit_previous: bool = False
+    ) -> Iterator[list[Op]]:
+        """Ops, block by block, that find the loss of the micro-batches of `documents` as of the end of step `step`.
+
+        There may be fewer of them than a step has. Ops that look at the tokens bear the number `batch`, which is above
+        0 and no other's after the step.
+        """
+        assert batch > 0
+        self._begin(step, batch, documents)
+        chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
+        for _ in self._passes(self._scoring(chunks), commit_previous):
+            yield self._emitter.take()
+        self._state.applied(committed=commit_previous)
+        self._emit("optimizer", "score", "all", reads=[("gpu.scores",)], writes=[("ram.score",)])
+        yield self._emitter.take()
+
+    def _begin(self, step: int, batch: int, documents: Documents | None) -> None:
+        self._emitter.step, self._emitter.batch = step, batch
+        self._activations.documents = documents
 
     def follow(self, step: int) -> None:
         """Go on as if step `step` had been carried out and all of it were done: its gradient waits."""
         self._state.waiting = step
 
     def finish(self, *, commit: bool) -> list[Op]:
-        """Ops that apply the waiting gradient and, with `commit`, commit the generation."""
+        """Ops that apply the waiting gradient, if one waits, and, with `commit`, commit the generation."""
+        self._emitter.batch = 0
         for name in self._plan.buffers:
             self._state.update(name, write_through=commit)
         if commit:
             self._state.commit()
-        self._state.waiting = None
+        self._state.applied(committed=commit)
         return self._emitter.take()
 
     # ------------------------------------------------------------------ passes over the blocks
@@ -109,7 +145,7 @@ class ScheduleBuilder:
     def _tasks(self) -> list[_Task]:
         plan, head = self._plan, len(self._plan.blocks) - 1
         chunks = list(plan.chunks)
-        visits: list[tuple[Mode, int, list[Chunk]]] = [("forward", layer, chunks) for layer in range(head)]
+        visits: list[_Visit] = [("forward", layer, chunks) for layer in range(head)]
         # The head goes in backward's order: its last gradients are the first ones needed.
         visits.append(("head", head, chunks[::-1]))
         for layer in range(head - 1, -1, -1):
@@ -120,15 +156,16 @@ class ScheduleBuilder:
             for end in range(len(chunks), 0, -plan.window_chunks):
                 stream = chunks[end - plan.window_chunks : end]
                 visits += [("again", layer, stream), ("backward", layer, stream[::-1])]
-        return [
-            _Task(visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
-            for visit, (mode, layer, order) in enumerate(visits)
-            for chunk in order
-        ]
+        return _in_order(visits)
 
-    def _passes(self, commit: bool) -> Iterator[None]:
+    def _scoring(self, chunks: list[Chunk]) -> list[_Task]:
+        """Forward alone, of these chunks; the head begins with the chunk that was computed last."""
+        head = len(self._plan.blocks) - 1
+        visits: list[_Visit] = [("score", layer, chunks) for layer in range(head)]
+        return _in_order([*visits, ("score", head, chunks[::-1])])
+
+    def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
         """Emit the ops of all passes, with a pause after each."""
-        tasks = self._tasks()
         visits = [task.layer for task in tasks if task.first]
         self._prepare(visits, 0, commit)
         loaded = self._load(tasks[0])
@@ -186,9 +223,10 @@ class ScheduleBuilder:
     def _compute(self, task: _Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
-        kind, layer = ("x", task.layer + 1) if task.mode == "forward" else ("dy", task.layer - 1)
+        onward = task.mode in ("forward", "score")
+        kind, layer = ("x", task.layer + 1) if onward else ("dy", task.layer - 1)
         slots = dict(loaded)
-        if layer >= 0 and task.mode != "again":
+        if 0 <= layer < len(self._plan.blocks) and task.mode != "again":
             slots["out"] = activations.hidden.take((kind, *activations.content(layer, chunk)))
         if not block.attends:
             self._emit_block(task, operands, slots)
@@ -197,7 +235,7 @@ class ScheduleBuilder:
         else:
             self._compute_whole(task, operands, slots)
         if "out" in slots:
-            activations.store_hidden(kind, layer, chunk, slots["out"])
+            activations.store_hidden(kind, task.mode, layer, chunk, slots["out"])
         for role in loaded.keys() & {"x", "dy"}:
             # The input of a layer is read again in backward.
             activations.hidden.release(loaded[role], keep=role == "x" and task.mode in ("forward", "again"))
@@ -231,12 +269,13 @@ class ScheduleBuilder:
         block = self._plan.blocks[task.layer]
         action = "head" if task.mode == "head" else f"{block.role}_{task.mode}"
         reads = [*operands.weights, *(("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots), *reads]
-        writes = [("gpu.losses",)] if task.mode == "head" else [*writes]
-        writes += operands.gradients
+        writes = [*writes, *operands.gradients]
+        if block.role == "head":
+            writes.append(("gpu.scores",) if task.mode == "score" else ("gpu.losses",))
         flags = [*flags, *operands.zero]
         if "out" in slots:
             writes.append(("gpu.hidden", slots["out"]))
-        if (task.layer, task.chunk.index) in self._plan.kept:
+        if task.mode != "score" and (task.layer, task.chunk.index) in self._plan.kept:
             writes.append(("gpu.graph", task.layer, task.chunk.index))
             flags.append("kept")
         self._emit(
@@ -312,7 +351,7 @@ class ScheduleBuilder:
             )
             activations.kv.release(kv, keep=True)
         activations.store_saved(layer, chunk, slots["saved"], task.mode)
-        if task.mode == "forward":
+        if task.mode != "again":
             self._emit_block(task, operands, slots, reads=[("gpu.saved", slots["saved"])], flags=["attended"])
 
     def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:

@@ -16,6 +16,8 @@ class StateSchedule:
         self._emit = emitter.emit
         self.waiting: int | None = None
         """Step whose gradient waits for the optimizer."""
+        self.uncommitted: int | None = None
+        """Step whose gradient has been applied, but whose generation has not been committed."""
         self._version = dict.fromkeys(plan.buffers, 0)
         pools: tuple[Pool, ...] = ("layer", "edge")
         self._weights = {pool: Slots(f"gpu.weights.{pool}", plan.weight_slots[pool]) for pool in pools}
@@ -129,21 +131,38 @@ class StateSchedule:
     # ------------------------------------------------------------------ optimizer
 
     def update(self, name: str, *, write_through: bool) -> None:
-        """Apply the waiting gradient to `name` part by part, write back what lives on NVMe, all of it on request."""
-        if self.waiting is None:
-            return
-        step, buffer = self.waiting, self._plan.buffers[name]
+        """Apply the gradient that waits, if one does, to `name` part by part, and write back what lives on NVMe.
+
+        With `write_through` all of it is written, for the generation about to be committed.
+        """
+        buffer = self._plan.buffers[name]
+        if self.waiting is not None:
+            self._apply(buffer, self.waiting)
+        step = self._newest
+        if write_through and buffer.state != "nvme" and step is not None:
+            for part in range(buffer.num_parts):
+                self._write_through(buffer, part, step)
+
+    def applied(self, *, committed: bool) -> None:
+        """The waiting gradient has been applied to every buffer, and maybe its generation committed."""
+        self.uncommitted = None if committed else self._newest
+        self.waiting = None
+
+    @property
+    def _newest(self) -> int | None:
+        """Step of the generation that is there once the waiting gradient is applied, unless it has been committed."""
+        return self.uncommitted if self.waiting is None else self.waiting
+
+    def _apply(self, buffer: BufferPlan, step: int) -> None:
+        name = buffer.name
         self._version[name] += 1
         if buffer.state == "gpu":
             reads: list[Resource] = [("gpu.gradient", name), ("ram.clip",)]
             writes: list[Resource] = [("gpu.state", name), ("gpu.weights", name)]
             self._emit("compute", "update_on_gpu", name, reads=reads, writes=writes, step=step)
-        else:
-            for part in range(buffer.num_parts):
-                self._update_part(buffer, part, step)
-        if write_through and buffer.state != "nvme":
-            for part in range(buffer.num_parts):
-                self._write_through(buffer, part, step)
+            return
+        for part in range(buffer.num_parts):
+            self._update_part(buffer, part, step)
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int) -> None:
         name = buffer.name
@@ -244,9 +263,9 @@ class StateSchedule:
     # ------------------------------------------------------------------ generations
 
     def commit(self) -> None:
-        """Commit the generation whose state has been written."""
-        if self.waiting is not None:
-            self._emit("nvme_write", "commit", "all", writes=[("generation",)], step=self.waiting)
+        """Commit the generation whose state has been written, unless it has been committed."""
+        if self._newest is not None:
+            self._emit("nvme_write", "commit", "all", writes=[("generation",)], step=self._newest)
 
     def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""

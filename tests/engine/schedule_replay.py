@@ -28,10 +28,11 @@ class Replay:
             getattr(self, "_" + op.action, self._block)(op)
 
     def _content(self, kind: str, op: Op, chunk: int | None = None) -> tuple[Any, ...]:
-        return (kind, self._number[op.block], op.index if chunk is None else chunk, op.step)
+        return (kind, self._number[op.block], op.index if chunk is None else chunk, (op.step, op.batch))
 
     def _move(self, verb: str, kind: str, op: Op) -> None:
         content = self._content(kind, op)
+        assert not op.batch or (verb in ("load", "store") and kind in ("x", "kv")), "a validation saves nothing"
         if verb in ("unspill", "discard"):  # the file goes with its content
             assert self.held[op.writes[0]] == content
             self.held[op.writes[0]] = None
@@ -64,16 +65,18 @@ class Replay:
 
     def _block(self, op: Op) -> None:
         """A block from its input to its output."""
-        backward = op.action.endswith("_backward")
-        kept = (self._number[op.block], op.index) in self.plan.kept
+        backward, scores = op.action.endswith("_backward"), op.action.endswith("_score")
+        kept = not scores and (self._number[op.block], op.index) in self.plan.kept
+        assert scores == (op.batch > 0)
+        assert not (scores and any(place[0] == "gpu.graph" for place in op.writes))
         assert kept == ("kept" in op.flags)
         self._hidden("x", op)
         self._hidden("dy", op)
-        assert op.action == "embed_forward" or kept or "x" in op.slots or op.action == "embed_backward"
+        assert op.block == "embed" or kept or "x" in op.slots
         assert not backward or "dy" in op.slots
         if kept and op.action in ("layer_forward", "layer_backward"):
             self.graphs += -1 if backward else 1
-        if op.action == "layer_forward" and self._attending(op):
+        if op.action in ("layer_forward", "layer_score") and self._attending(op):
             if "attended" in op.flags:
                 self._wants(("gpu.saved", op.slots["saved"]), self._content("saved", op), op)
             else:
@@ -87,10 +90,13 @@ class Replay:
                 if not kept:
                     self._wants(("gpu.saved", op.slots["saved"]), self._content("saved", op), op)
         block = self._number[op.block]
-        if op.action.endswith("_forward"):
-            self.held["gpu.hidden", op.slots["out"]] = ("x", block + 1, op.index, op.step)
+        batch = (op.step, op.batch)
+        if op.action == "head_score":
+            assert "out" not in op.slots
+        elif op.action.endswith(("_forward", "_score")):
+            self.held["gpu.hidden", op.slots["out"]] = ("x", block + 1, op.index, batch)
         elif block > 0:
-            self.held["gpu.hidden", op.slots["out"]] = ("dy", block - 1, op.index, op.step)
+            self.held["gpu.hidden", op.slots["out"]] = ("dy", block - 1, op.index, batch)
 
     def _attend_whole(self, op: Op) -> None:
         *before, own = self._window(op)

@@ -15,30 +15,48 @@ from engine.plan import DKV_SLOTS, KV_SLOTS, Plan, cut_chunks
 from engine.schedule import ScheduleBuilder
 
 BLOCK_OPS = {f"{role}_{mode}" for role in ("embed", "layer") for mode in ("forward", "backward")} | {"head"}
+SCORE_OPS = {"embed_score", "layer_score", "head_score"}
+
+validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
+"""Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
 
 
-def steps_of(plan: Plan, steps: int = 3, documents: list[list[int]] | None = None) -> list[Op]:
+def steps_of(
+    plan: Plan,
+    steps: int = 3,
+    documents: list[list[int]] | None = None,
+    passes: dict[int, list[int]] | None = None,
+) -> list[Op]:
+    """Ops of a whole run that commits every other step, be it in a validation."""
     builder = ScheduleBuilder(plan)
     ops: list[Op] = []
     for step in range(1, steps + 1):
-        ops += builder.step(step, commit_previous=step % 2 == 0, documents=documents)
-    return ops + builder.finish(commit=True)
+        ops += builder.step(step, commit_previous=step % 2 == 1, documents=documents)
+        for number, count in enumerate((passes or {}).get(step, ()), start=1):
+            looked_at = (documents or plan.row_documents)[:count]
+            commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
+            for some in builder.score(step, number, documents=looked_at, commit_previous=commit):
+                ops += some
+    ops += builder.finish(commit=True)
+    assert not builder.uncommitted
+    assert builder.finish(commit=True) == []
+    return ops
 
 
 @settings(max_examples=100, deadline=None)
-@given(planned())
-def test_every_access_is_ordered_whatever_the_plan(plan: Plan) -> None:
+@given(planned(), validations)
+def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int, list[int]]) -> None:
     for tier in plan.tiers.values():
         assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
-    ops = steps_of(plan)
+    ops = steps_of(plan, passes=passes)
     assert [op.id for op in ops] == list(range(len(ops)))
     assert {op.lane for op in ops} <= set(LANES)
     assert list(races(ops)) == []
 
 
 @settings(max_examples=100, deadline=None)
-@given(planned())
-def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan) -> None:
+@given(planned(), validations)
+def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: dict[int, list[int]]) -> None:
     """Replays the ops and follows what each slot, region and part on disk holds."""
     limits = {
         ("gpu.weights", "layer"): plan.weight_slots["layer"],
@@ -54,8 +72,10 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan) -> None:
     version = dict.fromkeys(plan.buffers, 0)
     held: dict[tuple[str | int, ...], tuple[str, int]] = {}
     computed: Counter[tuple[int, str, str, int]] = Counter()
+    scored: Counter[tuple[int, int, str, int]] = Counter()
     updated: Counter[tuple[int, str]] = Counter()
-    for op in steps_of(plan):
+    ops = steps_of(plan, passes=passes)
+    for op in ops:
         for resource in (*op.reads, *op.writes):
             for prefix, limit in limits.items():
                 if resource[: len(prefix)] == prefix and len(resource) == len(prefix) + 1:
@@ -66,31 +86,55 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan) -> None:
             version[op.block] += last
         if op.action in ("load_weights", "load_weights_part", "read_weights_whole"):
             held["gpu.weights", plan.buffers[op.block].pool, op.slots[op.block]] = (op.block, version[op.block])
-        if op.action in BLOCK_OPS:
-            computed[op.step, op.action, op.block, op.index] += 1
+        if op.action in BLOCK_OPS | SCORE_OPS:
+            newest = op.step - (op.action in BLOCK_OPS)
+            if op.batch:
+                scored[op.step, op.batch, op.block, op.index] += 1
+            else:
+                computed[op.step, op.action, op.block, op.index] += 1
             block = next(b for b in plan.blocks if b.name == op.block)
             for name in block.buffers:
                 buffer = plan.buffers[name]
-                # One update of the waiting gradient lies between any two steps.
-                assert version[name] == op.step - 1
+                # One update of the waiting gradient lies between any two steps, and before a validation.
+                assert version[name] == newest
                 if buffer.weights != "gpu":
-                    assert held["gpu.weights", buffer.pool, op.slots[name]] == (name, op.step - 1)
+                    assert held["gpu.weights", buffer.pool, op.slots[name]] == (name, newest)
     chunks = len(plan.chunks)
     assert set(computed.values()) == {1}
     assert len(computed) == 3 * chunks * (2 * (len(plan.blocks) - 1) + 1)
     for buffer in plan.buffers.values():
         parts = 1 if buffer.state == "gpu" else buffer.num_parts
         assert [updated[step, buffer.name] for step in (1, 2, 3)] == [parts] * 3
+    micro_batches = plan.problem.micro_batches
+    looked_at = sum(min(count, micro_batches) for counts in passes.values() for count in counts)
+    assert set(scored.values()) <= {1}
+    assert len(scored) == looked_at * plan.window_chunks * len(plan.blocks)
+    assert_generations(plan, ops, passes)
+
+
+def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) -> None:
+    """Each commit has all of its generation's state behind it, of which nothing is written twice."""
+    written: Counter[tuple[int, str]] = Counter()
+    for op in ops:
+        if op.action == "write_state" or op.action.startswith("checkpoint_"):
+            written[op.step, op.block] += 1
+        if op.action == "commit":
+            for buffer in plan.buffers.values():
+                kinds = 3 if buffer.state == "gpu" else 1
+                assert written[op.step, buffer.name] == kinds * buffer.num_parts
+    assert [op.step for op in ops if op.action == "commit"] == [2, 3]
 
 
 @settings(max_examples=200, deadline=None)
-@given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6))
-def test_every_op_finds_what_it_wants_where_it_looks(plan: Plan, cuts: list[int] | None) -> None:
+@given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6), validations)
+def test_every_op_finds_what_it_wants_where_it_looks(
+    plan: Plan, cuts: list[int] | None, passes: dict[int, list[int]]
+) -> None:
     """Replays the ops: every slot, region and file holds, when it is read, what the reader wants."""
     rows = range(0, plan.window_tokens, plan.problem.row_tokens)
     documents = [sorted({*rows, *(c for c in cuts or () if c < plan.window_tokens)})] * plan.problem.micro_batches
     replay = Replay(plan, documents)
-    for op in steps_of(plan, 2, None if cuts is None else documents):
+    for op in steps_of(plan, 2, None if cuts is None else documents, passes):
         replay.perform(op)
     assert replay.spilled == plan.spilled
     files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]

@@ -1,0 +1,57 @@
+"""The validation loss: the likelihood of documents that are never trained on, measured between two steps.
+
+It uses the slots, records and lanes of the plan, and leaves nothing behind: a run that is validated computes the same
+bits as one that is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from engine.events import ValidationMetrics
+from engine.ops import Op
+from engine.session import Session
+
+
+def due(session: Session) -> bool:
+    """Whether the validation loss is to be measured of the step that has ended, before the next one begins."""
+    every, step = session.config.validate_every, session.step
+    return every is not None and step > 0 and (step % every == 0 or step == session.config.steps)
+
+
+def validate(session: Session) -> ValidationMetrics:
+    """Measure the loss with the weights of the step that has ended.
+
+    Its update is applied block by block under the first pass, as it would be under the next step's forward, and its
+    generation is committed then if that is due.
+    """
+    assert session.validation is not None
+    started, step, runtime = time.perf_counter(), session.step, session.runtime
+    commit = session.commit_due(step) or step == session.config.steps
+    total, tokens = 0.0, 0
+    under_way: deque[tuple[int, int]] = deque()
+    """(number, last op) of the passes that have been handed over; tokens of two of them are on the compute device."""
+
+    def finish_pass() -> None:
+        nonlocal total, tokens
+        number, last = under_way.popleft()
+        session.executor.wait(last)
+        data = runtime.end_score(number)
+        total, tokens = total + data.total_loss, tokens + data.num_targets
+
+    runtime.drop_tokens()
+    for number, micro_batches in enumerate(session.validation.passes(), start=1):
+        if len(under_way) == 2:
+            finish_pass()
+        runtime.begin_score(number, session.fetch_score(micro_batches))
+        documents = [m.documents for m in micro_batches]
+        ops: list[Op] = []
+        for ops in session.builder.score(step, number, commit_previous=commit and number == 1, documents=documents):
+            session.executor.submit(ops)
+        under_way.append((number, ops[-1].id))
+    while under_way:
+        finish_pass()
+    return ValidationMetrics(
+        step=step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - started, time=time.time()
+    )
