@@ -1,0 +1,208 @@
+"""Drafts: every edit is checked at once, what is wrong stands at its field, and what is right makes a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.recipe import Recipe, apply_overrides, load_recipe
+from storage.errors import UserError
+from tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+QUICKSTART = RECIPES[0].with_name("quickstart.py")
+
+
+@pytest.fixture
+def draft() -> Draft:
+    return Draft(load_recipe(QUICKSTART))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_field_shows_what_the_recipe_says(path: Path) -> None:
+    recipe = load_recipe(path)
+    draft = Draft(recipe)
+    for key in field_table():
+        assert "\n" not in draft.text(key)
+        draft.set(key, draft.text(key) + " ")  # differs as a text, not as a value
+        if kind_of(key) == "text" and not isinstance(get(recipe, key), str):
+            assert not draft.is_changed(key), key
+            assert key not in draft.errors
+        draft.reset(key)
+    assert draft.recipe == recipe
+    assert draft.differences == []
+
+
+def test_a_change_makes_another_recipe(draft: Draft) -> None:
+    draft.set("train.steps", "20")
+    draft.set("train.clip_norm", "")
+    draft.set("after.sample_prompt", "two\\nlines, a \\\\ and a \\t")
+    draft.set("model.overrides", '{"rope_theta": 1e6}')
+    draft.set("storage.nvme", '["/a", "/b"]')
+    assert draft.recipe is not None
+    assert (draft.recipe.train.steps, draft.recipe.train.clip_norm) == (20, None)
+    assert draft.recipe.after.sample_prompt == "two\nlines, a \\ and a \t"
+    assert draft.recipe.model.overrides == {"rope_theta": 1e6}
+    assert draft.recipe.storage.drives == ["/a", "/b"]
+    assert [item.key for item in draft.differences] == [
+        "model.overrides",
+        "train.steps",
+        "train.clip_norm",
+        "storage.nvme",
+        "after.sample_prompt",
+    ]
+    assert draft.differences[1].before == "84"
+    assert draft.differences[2].after == ""
+
+
+def test_the_base_recipe_again(draft: Draft) -> None:
+    draft.set("train.steps", "20")
+    draft.set("train.lr", "fast")
+    draft.reset("train.steps")
+    assert draft.text("train.steps") == "84"
+    draft.reset_all()
+    assert (draft.errors, draft.recipe) == ({}, draft.base)
+    draft.set("train.lr", "0.001")
+    assert draft.is_changed("train.lr") is False
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "part"),
+    [
+        ("train.steps", "many", "'many' must be a whole number"),
+        ("train.steps", "0", "0 must be at least 1"),
+        ("train.steps", "", "must be a whole number"),
+        ("train.lr", "inf", "finite"),
+        ("budgets.ram", "lots", "not a size"),
+        ("name", "a/b", "folder"),
+        ("model.overrides", "{a", "a JSON object"),
+        ("storage.nvme", "[", "a list of texts"),
+        ("data.sequence_length", "1", "at least 2"),
+    ],
+)
+def test_what_is_wrong_stands_at_its_field(draft: Draft, key: str, text: str, part: str) -> None:
+    draft.set(key, text)
+    assert draft.recipe is None
+    assert list(draft.errors) == [key]
+    assert part in draft.errors[key]
+    assert not draft.errors[key].startswith(key)
+    draft.reset(key)
+    assert draft.recipe == draft.base
+
+
+def test_everything_wrong_is_told_at_once(draft: Draft) -> None:
+    for key, text in {"train.steps": "x", "train.lr": "-1", "budgets.gpu": "much", "data.seed": "1.5"}.items():
+        draft.set(key, text)
+    assert set(draft.errors) == {"train.steps", "train.lr", "budgets.gpu", "data.seed"}
+    assert "above 0" in draft.errors["train.lr"]
+
+
+def test_what_does_not_go_together_stands_at_the_named_field_and_the_edited_one(draft: Draft) -> None:
+    draft.set("model.num_kv_heads", "3")
+    assert set(draft.errors) == {"model.num_heads", "model.num_kv_heads"}
+    draft.set("model.num_heads", "6")
+    assert draft.errors == {}
+    draft.set("data.source", "text")
+    assert "needs it" in draft.errors["data.path"]
+    assert "data.source" in draft.errors
+    draft.set("data.path", "/texts")
+    assert draft.errors == {}
+    draft.set("after.export", "false")
+    assert "set after.export=true" in draft.errors["after.sample_prompt"]
+
+
+def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
+    draft.apply(["train.sequences_per_step=16", "train.gradient_dtype=bfloat16", 'storage.nvme=["/mnt/a b"]'])
+    assert draft.recipe is not None
+    assert draft.recipe.train.sequences_per_step == 16
+    assert draft.recipe.storage.nvme == ["/mnt/a b"]
+    draft.apply(["model.overrides.rope_theta=5", "train.chunk_tokens=none"])
+    assert draft.recipe.model.overrides == {"rope_theta": 5}
+    assert draft.recipe.train.chunk_tokens is None
+    with pytest.raises(UserError, match="not a size"):
+        draft.apply(["budgets.gpu=much"])
+    assert draft.recipe.budgets.gpu == "256MiB"
+
+
+def test_a_fix_leaves_what_is_wrong_elsewhere(draft: Draft) -> None:
+    draft.set("train.lr", "fast")
+    draft.apply(["train.steps=9"])
+    assert draft.text("train.steps") == "9"
+    assert set(draft.errors) == {"train.lr"}
+
+
+def test_choices_and_switches_go_round(draft: Draft) -> None:
+    assert choices_of("train.lr_schedule") == ("cosine", "linear", "constant")
+    for expected in ("linear", "constant", "cosine"):
+        draft.cycle("train.lr_schedule", 1)
+        assert draft.text("train.lr_schedule") == expected
+    draft.cycle("train.lr_schedule", -1)
+    assert draft.text("train.lr_schedule") == "constant"
+    draft.cycle("train.calibrate", 1)
+    assert draft.recipe is not None
+    assert draft.recipe.train.calibrate is False
+
+
+def test_kinds() -> None:
+    kinds = {key: kind_of(key) for key in field_table()}
+    assert {key for key, kind in kinds.items() if kind == "switch"} == {
+        "model.tie_embeddings",
+        "train.calibrate",
+        "train.deterministic",
+        "after.export",
+    }
+    assert kinds["data.source"] == kinds["train.save"] == "choice"
+    assert kinds["budgets.gpu"] == kinds["name"] == kinds["train.clip_norm"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("model.path: /x does not exist", "model.path"),
+        ("data.sequence_length 8 is more than model.max_position 4", "data.sequence_length"),
+        ("name: 'a b' must be letters", "name"),
+        ("the disk is full", None),
+    ],
+)
+def test_the_field_of_a_message(message: str, key: str | None) -> None:
+    assert error_field(message) == key
+
+
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(list(field_table())),
+        st.text(max_size=8) | st.integers(-2, 10**4).map(str) | st.sampled_from(["true", "1e-3", "2GiB", "[]", "{}"]),
+    ),
+    max_size=6,
+)
+
+
+@given(edits=edits)
+def test_any_edits_make_a_recipe_or_say_what_is_wrong(edits: list[tuple[str, str]]) -> None:
+    draft = Draft(Recipe(name="x"))
+    for key, text in edits:
+        draft.set(key, text)
+    assert (draft.recipe is None) == bool(draft.errors)
+    assert all(key in field_table() and message for key, message in draft.errors.items())
+    if draft.recipe is not None:
+        changed = {key for key in field_table() if get(draft.recipe, key) != get(draft.base, key)}
+        assert {item.key for item in draft.differences} == changed
+    for key in field_table():
+        draft.reset(key)
+    assert draft.recipe == draft.base
+
+
+@given(st.text(max_size=30))
+def test_a_text_field_keeps_every_character(text: str) -> None:
+    base = apply_overrides(Recipe(name="x"), ["after.export=true"])
+    base = dataclasses.replace(base, after=dataclasses.replace(base.after, sample_prompt=text))
+    draft = Draft(Recipe(name="x"))
+    draft.set("after.export", "true")
+    draft.set("after.sample_prompt", value_text("after.sample_prompt", text))
+    if text.strip() and text.strip().lower() not in ("none", "null"):
+        assert draft.recipe == base, json.dumps(text)
