@@ -183,8 +183,8 @@ class SpanView:
 
     def row_of_id(self, op_id: int) -> int | None:
         """The row of an op; None where it is not held."""
-        found = np.flatnonzero(self.id == op_id) if op_id >= 0 else ()
-        return int(found[-1]) if len(found) else None
+        found = np.flatnonzero(self.id == op_id)
+        return int(found[-1]) if op_id >= 0 and len(found) else None
 
     def coverage(self, lane: str, edges: Floats) -> Floats:
         """Share of each cell between two `edges` in which the lane had an op under way."""
@@ -334,7 +334,8 @@ class SpanStore:
             self._compact(self.capacity - len(rows))
         at, end = self._length, self._length + len(rows)
         c = self._columns
-        columns = (c.lane, c.op, c.block, c.chunk, c.start_s, c.end_s, c.bytes, c.step, c.id)
+        columns: list[NDArray[Any]]
+        columns = [c.lane, c.op, c.block, c.chunk, c.start_s, c.end_s, c.bytes, c.step, c.id]
         *values, waited = zip(*rows, strict=True)
         for column, value in zip(columns, values, strict=True):
             column[at:end] = value

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tui.data.steps as steps_module
+from tui.data.steps import StepIndex
+
+
+def line(lane: str, op: str, start: float, end: float, step: int, op_id: int) -> str:
+    fields = {"lane": lane, "op": op, "block": "layers.0", "chunk": 0, "start_s": start, "end_s": end, "bytes": 9}
+    return json.dumps(fields | {"step": step, "id": op_id, "waited": []}, separators=(",", ":")) + "\n"
+
+
+class Writer:
+    """Writes what a run of some steps writes: updates of a step run under the next one."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.lines: list[str] = []
+        self.time = 0.0
+        self.ids = 0
+        self.ends: dict[int, float] = {}
+        self.starts: dict[int, float] = {}
+        self.random = random.Random(seed)
+
+    def op(self, lane: str, op: str, step: int) -> None:
+        start, self.time = self.time, round(self.time + 0.25, 6)
+        self.lines.append(line(lane, op, start, self.time, step, self.ids))
+        self.ids += 1
+
+    def step(self, step: int, num_ops: int, *, end: bool = True) -> None:
+        started = self.time
+        for i in range(num_ops):
+            self.op("compute", "layer_forward", step)
+            if i < num_ops // 2 and step > 1:
+                self.op("optimizer", "update", step - 1)
+        if end:
+            self.op("optimizer", "clip", step)
+            self.starts[step], self.ends[step] = started, self.time
+
+    def write(self, path: Path) -> Path:
+        path.write_text("".join(self.lines))
+        return path
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file is to these what a file of many GB is to the real ones."""
+    monkeypatch.setattr(steps_module, "_PROBE_BYTES", 512)
+    monkeypatch.setattr(steps_module, "_BLOCK_BYTES", 2048)
+    monkeypatch.setattr(steps_module, "_AROUND_BYTES", 1024)
+    monkeypatch.setattr(steps_module, "_SCAN_BYTES", 8192)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+@pytest.mark.usefixtures("small_blocks")
+def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.DataObject) -> None:
+    writer = Writer()
+    size = data.draw(st.integers(2, 14), label="ops of a step")
+    step = 0
+    for _ in range(data.draw(st.integers(1, 4), label="processes")):
+        for _ in range(data.draw(st.integers(1, 25), label="steps")):
+            step += 1
+            writer.step(step, size + writer.random.randrange(2))
+        if data.draw(st.booleans(), label="killed within a step"):
+            writer.step(step + 1, size // 2, end=False)
+        last = step
+        step -= data.draw(st.integers(0, step), label="steps lost")
+    index = StepIndex(writer.write(tmp_path / "spans.jsonl"))
+    bounds = index.bounds()
+    assert bounds is not None
+    assert bounds[1] == last
+    for wanted, end_s in writer.ends.items():
+        if wanted > last:  # undone by a crash
+            assert index.find(wanted) is None
+            continue
+        found = index.find(wanted)
+        assert found is not None, f"step {wanted}"
+        assert found.window.step == wanted
+        assert found.window.end_s == end_s
+        assert found.whole
+        if wanted > 1:
+            assert found.window.start_s == pytest.approx(writer.starts[wanted]) or wanted - 1 in writer.ends
+    assert index.find(max(writer.ends) + 1) is None
+    assert index.find(0) is None
+
+
+def test_all_that_ran_in_the_step_is_there(tmp_path: Path) -> None:
+    writer = Writer()
+    for step in range(1, 40):
+        writer.step(step, 30)
+    # A long write that began in step 20 and was reported steps later, and one of step 19 that reaches into it.
+    window = (writer.starts[20], writer.ends[20])
+    at = next(i for i, text in enumerate(writer.lines) if json.loads(text)["end_s"] > window[1] + 3)
+    writer.lines.insert(at, line("nvme_write", "commit", window[0] + 1, window[1] + 3, 20, 99_999))
+    index = StepIndex(writer.write(tmp_path / "spans.jsonl"))
+    found = index.find(20)
+    assert found is not None
+    assert found.window[1:] == window
+    everything = [json.loads(text) for text in writer.lines]
+    want = {s["id"] for s in everything if s["end_s"] > window[0] and s["start_s"] < window[1]}
+    assert want <= set(found.view.id.tolist())
+    assert 99_999 in want
+    assert index.bounds() == (1, 39)
+
+
+def test_only_a_part_of_a_large_file_is_read(tmp_path: Path) -> None:
+    writer = Writer()
+    for step in range(1, 401):
+        writer.step(step, 60)
+    path = writer.write(tmp_path / "spans.jsonl")
+    size = path.stat().st_size
+    assert size > 5 * steps_module._AROUND_BYTES
+    found = StepIndex(path).find(200)
+    assert found is not None
+    assert found.end_byte - found.first_byte < 3 * steps_module._AROUND_BYTES + 100_000
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_torn_and_damaged_lines(tmp_path: Path) -> None:
+    writer = Writer()
+    for step in range(1, 30):
+        writer.step(step, 12)
+    inside = next(i for i, text in enumerate(writer.lines) if json.loads(text)["end_s"] == writer.ends[15])
+    writer.lines[inside - 3 : inside - 3] = ["oops\n", "[1, 2]\n", '{"op":"clip"}\n', "\x00" * 5000 + "\n", '"clip"\n']
+    path = writer.write(tmp_path / "spans.jsonl")
+    with path.open("a") as file:
+        file.write('{"lane":"compute","op":"clip","st')
+    index = StepIndex(path)
+    found = index.find(15)
+    assert found is not None
+    assert found.window.end_s == writer.ends[15]
+    assert found.window.start_s == writer.starts[15]
+    assert found.num_damaged == 5
+    assert index.bounds() == (1, 29)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"junk", b"junk\n" * 3000, b"\xff" * 100_000, b'{"op":"clip"}\n' * 99])
+def test_a_file_without_steps(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "spans.jsonl"
+    path.write_bytes(content)
+    assert StepIndex(path).bounds() is None
+    assert StepIndex(path).find(1) is None
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert StepIndex(tmp_path / "none").bounds() is None
+    assert StepIndex(tmp_path).find(1) is None
+
+
+def test_a_step_with_more_spans_than_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps_module, "MAX_SPANS", 20)
+    writer = Writer()
+    writer.step(1, 30)
+    writer.step(2, 30)
+    found = StepIndex(writer.write(tmp_path / "spans.jsonl")).find(2)
+    assert found is not None
+    assert not found.whole
+    assert found.view.num_spans == 20
+
+
+def test_a_growing_file(tmp_path: Path) -> None:
+    writer = Writer()
+    writer.step(1, 5)
+    index = StepIndex(writer.write(tmp_path / "spans.jsonl"))
+    assert index.bounds() == (1, 1)
+    assert index.find(2) is None
+    writer.step(2, 5)
+    writer.write(tmp_path / "spans.jsonl")
+    assert index.bounds() == (1, 2)
+    found: Any = index.find(2)
+    assert found.window == (2, writer.starts[2], writer.ends[2])

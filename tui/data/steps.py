@@ -1,0 +1,260 @@
+"""One step's spans out of a spans.jsonl of any size, found without reading the whole file.
+
+Lines are roughly in order of time, so the step at a place in the file rises with the place, except where a crashed run
+went on from an earlier generation: there it falls back, and of the steps done twice the last ones count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tui.data.spans import STEP_END, SpanStore, SpanView, StepWindow
+
+MAX_SPANS = 400_000
+"""Of one step; of a longer one the last are kept."""
+MAX_STEP_BYTES = 1 << 30
+REDONE_STEPS = 128
+"""Steps that a crashed run does again are found if they are so many, or fill 1/64 of the file."""
+
+_PROBE_BYTES = 1 << 13
+_BLOCK_BYTES = 1 << 18
+_AROUND_BYTES = 1 << 18
+"""Lines before a step's first and after its last among which there may be more of its spans."""
+_SCAN_BYTES = 1 << 22
+"""Behind a step that was found, so much is read whole to see whether it comes again."""
+_COARSE_PROBES = 64
+_STEP = re.compile(rb'"step":\s*(\d{1,15})\b')
+_CLIP = re.compile(rb'"op":\s*"%s"' % STEP_END.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpans:
+    """A step's window with all that ran in it, and some of what ran around it."""
+
+    window: StepWindow
+    view: SpanView
+    num_damaged: int
+    """Lines that were no spans."""
+    first_byte: int
+    end_byte: int
+    """The part of the file that was read."""
+
+    @property
+    def whole(self) -> bool:
+        """False where the step had more spans than are kept."""
+        return self.view.complete_from_s <= self.window.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Clip:
+    step: int
+    end_s: float
+    offset: int
+    """Of its line."""
+
+
+class StepIndex:
+    """Finds steps in a spans.jsonl that may grow meanwhile. Each call opens the file: it may come and vanish."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def bounds(self) -> tuple[int, int] | None:
+        """The first and the last step whose end the file holds; None where there is none, or no file."""
+        try:
+            with self.path.open("rb") as file:
+                size = _whole_lines(file)
+                first = next(_clips_after(file, 0, min(size, MAX_STEP_BYTES)), None)
+                last = _clip_before(file, size)
+        except OSError:
+            return None
+        return (min(first.step, last.step), last.step) if first and last else None
+
+    def find(self, step: int) -> StepSpans | None:
+        """The spans of a step, the last time that it was done; None where the file does not hold its end.
+
+        Nor is a step there that a crash undid and that has not been done again.
+        """
+        try:
+            with self.path.open("rb") as file:
+                size = _whole_lines(file)
+                last = _clip_before(file, size)
+                clip = _find_clip(file, step, size) if last and step <= last.step else None
+                return None if clip is None else _read_step(file, clip)
+        except OSError:
+            return None
+
+
+def _find_clip(file: BinaryIO, step: int, size: int) -> _Clip | None:
+    """The last `clip` of `step`."""
+    found = None
+    start = 0
+    while True:
+        # Invariant of the bisection: at `low` no later step has been seen, at `high` one has, or the file ends.
+        low, high = start, size
+        while high - low > _PROBE_BYTES:
+            middle = (low + high) // 2
+            seen = _step_at(file, middle, size)
+            if seen is not None and seen > step:
+                high = middle
+            else:
+                low = middle
+        clip = _clip_before(file, min(size, high + 2 * _PROBE_BYTES), step)
+        if clip is not None and clip.step != step:
+            clip = None  # cut short here; it may come again
+        elif clip is not None and (found is None or clip.offset > found.offset):
+            found = clip
+        again = _falls_back(file, step, high, size, clip)
+        if again is None:
+            return found
+        start = again
+
+
+def _falls_back(file: BinaryIO, step: int, start: int, size: int, clip: _Clip | None) -> int | None:
+    """A place behind `start` where the file is at `step` or before it, again."""
+    if clip is None:
+        step_bytes = _AROUND_BYTES
+    else:
+        before = _clip_before(file, clip.offset)
+        step_bytes = clip.offset - (before.offset if before else 0)
+    scanned = min(size, start + _SCAN_BYTES)
+    last = max((c.offset for c in _clips_after(file, _line_start(file, start), scanned) if c.step <= step), default=-1)
+    # Probes of half a step behind that; in large files also beyond REDONE_STEPS.
+    stride = max(_PROBE_BYTES, step_bytes // 2)
+    fine = range(scanned, min(size, start + 2 * REDONE_STEPS * stride), stride)
+    coarse = range(scanned, size, max(stride, size // _COARSE_PROBES))
+    for offset in sorted({*fine, *coarse}, reverse=True):
+        seen = _step_at(file, offset, size)
+        if seen is not None and seen <= step:
+            return offset
+    known = clip.offset if clip is not None else start
+    return last if last > max(known, start) else None
+
+
+def _read_step(file: BinaryIO, clip: _Clip) -> StepSpans | None:
+    before = _clip_before(file, clip.offset)
+    first_byte = _line_start(file, max(0, (before.offset if before else 0) - _AROUND_BYTES))
+    if clip.offset - first_byte > MAX_STEP_BYTES:
+        first_byte = _line_start(file, clip.offset - MAX_STEP_BYTES)
+    store = SpanStore(MAX_SPANS)
+    num_damaged = 0
+    file.seek(first_byte)
+    offset = overlap_end = first_byte
+    batch: list[Any] = []
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        offset += len(line)
+        try:
+            span = json.loads(line)
+            ran_in_step = span["start_s"] < clip.end_s
+        except (ValueError, TypeError, KeyError):
+            num_damaged += 1
+            continue
+        batch.append(span)
+        if len(batch) == 4096:
+            store.add(batch)
+            batch.clear()
+        if ran_in_step:
+            overlap_end = offset
+        elif offset > max(overlap_end, clip.offset) + _AROUND_BYTES:
+            break
+    store.add(batch)
+    view = store.view
+    if before is not None and before.step == clip.step - 1:
+        start_s = before.end_s
+    else:
+        earliest_s = before.end_s if before else view.first_start_s
+        mine = (view.step == clip.step) & (view.start_s >= earliest_s)
+        start_s = float(view.start_s[mine].min(initial=clip.end_s))
+    window = StepWindow(clip.step, start_s, clip.end_s)
+    return (
+        StepSpans(window, view, num_damaged + store.num_rejected, first_byte, offset) if start_s < clip.end_s else None
+    )
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    """The file's length without a torn last line."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _line_start(file: BinaryIO, offset: int) -> int:
+    """The first line that begins at `offset` or behind it."""
+    if offset <= 0:
+        return 0
+    file.seek(offset - 1)
+    file.readline(_BLOCK_BYTES)
+    return file.tell()
+
+
+def _step_at(file: BinaryIO, offset: int, size: int) -> int | None:
+    """The latest step of the first whole lines behind `offset`; None where there is none."""
+    length = _PROBE_BYTES
+    while True:
+        file.seek(offset)
+        text = file.read(min(length, size - offset))
+        begin, end = text.find(b"\n") + 1 if offset else 0, text.rfind(b"\n") + 1
+        steps = [int(step) for step in _STEP.findall(text, begin, end)] if end > begin else []
+        if steps:
+            return max(steps)
+        if offset + length >= size or length >= _BLOCK_BYTES:
+            return None
+        length *= 4
+
+
+def _clip_before(file: BinaryIO, end: int, step: int | None = None) -> _Clip | None:
+    """The last `clip` whose line lies before `end`; with `step`, the last one of it or of a step before it."""
+    torn = b""
+    floor = max(0, end - MAX_STEP_BYTES)
+    while end > floor:
+        start = max(floor, end - _BLOCK_BYTES)
+        file.seek(start)
+        text = file.read(end - start) + torn
+        first = text.find(b"\n") + 1 if start else 0
+        for match in reversed(list(_CLIP.finditer(text, first))):
+            clip = _parse_clip(text, match.start(), start)
+            if clip is not None and (step is None or clip.step <= step):
+                return clip
+        torn = text[:first] if len(text[:first]) < _BLOCK_BYTES else b""
+        end = start
+    return None
+
+
+def _clips_after(file: BinaryIO, start: int, end: int) -> Iterator[_Clip]:
+    torn = b""
+    while start < end:
+        file.seek(start)
+        text = torn + file.read(min(_BLOCK_BYTES, end - start))
+        whole = text.rfind(b"\n") + 1
+        for match in _CLIP.finditer(text, 0, whole):
+            clip = _parse_clip(text, match.start(), start - len(torn))
+            if clip is not None:
+                yield clip
+        start += len(text) - len(torn)
+        torn = text[whole:] if len(text) - whole < _BLOCK_BYTES else b""
+
+
+def _parse_clip(text: bytes, at: int, offset: int) -> _Clip | None:
+    """The line around `at` of a text that lies at `offset` of the file; None where it is torn or no clip."""
+    begin, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
+    if end < 0:
+        return None
+    try:
+        line = json.loads(text[begin:end])
+        return _Clip(int(line["step"]), float(line["end_s"]), offset + begin) if line["op"] == STEP_END else None
+    except (ValueError, TypeError, KeyError):
+        return None
