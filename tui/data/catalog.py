@@ -171,7 +171,7 @@ def read_run_entry(folder: Path) -> RunEntry | None:
         return None
     try:
         return _read_run_entry(folder, damaged="recipe.json" not in marks)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return RunEntry(folder, "damaged", error=f"cannot be read: {type(error).__name__}: {error}")
 
 

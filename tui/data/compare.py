@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.rundir import read_info
 from tui.data.metrics import MetricsLog
-from tui.data.tail import JsonTail
+from tui.data.tail import JsonTail, read_object
 
 Floats = NDArray[np.float64]
 MOST_RUNS = 6
@@ -64,11 +64,8 @@ class ComparedRun:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    value, _ = read_object(path)
+    return value or {}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Compare against real runs, and against what is none."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tui.app import PenstockApp
+from tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
+from tui.glyphs import ASCII
+from tui.render import plain
+from tui.render.table import table_rows
+from tui.screens.compare import CompareChart, CompareScreen, TableView
+
+SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
+
+
+def read(*paths: Path) -> list[ComparedRun]:
+    runs = [ComparedRun(path) for path in paths]
+    for run in runs:
+        run.poll()
+    return runs
+
+
+def test_figures_and_differing_fields_of_real_runs(root: Path) -> None:
+    runs = read(root / "runs/first", root / "runs/second")
+    figures = {row[0]: row[1:] for row in figure_rows(runs)}
+    assert figures["steps"] == ["12", "8"]
+    assert figures["state"] == ["finished", "finished"]
+    assert figures["tokens"][0] == f"{sum(runs[0].metrics.column('tokens')):,.0f}"
+    assert all(" s" in text for text in figures["step, median"])
+    assert all("KiB" in text or "MiB" in text for text in figures["gpu peak"])
+    different = {row[0]: row[1:] for row in config_rows(runs, all_fields=False)}
+    assert different == {"train.lr": ["0.01", "0.003"], "train.steps": ["12", "8"]}
+    assert {row[0] for row in config_rows(runs, all_fields=True)} > {"train.lr", "name", "data.source"}
+
+
+def test_a_poll_tells_whether_anything_is_new(root: Path) -> None:
+    run = ComparedRun(root / "runs/first")
+    assert run.poll()
+    assert not run.poll()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
+    with (run.path / "validation.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 3.25}\n{"step": "x"}\n')
+    assert run.poll()
+    figures = {row[0]: row[1] for row in figure_rows([run])}
+    assert figures["loss, last"] == "2.5000"
+    assert figures["validation, last"] == "3.2500"
+
+
+def test_runs_that_are_none_have_no_figures(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "recipe.json").write_text("[" * 50_000)
+    (tmp_path / "odd" / "summary.json").write_text('{"tiers": {"gpu": 3, "ram": {"peak_bytes": "x"}}}')
+    (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 1}\n{}\n[]\n{"step": 2, "loss": "x"}\n')
+    runs = read(tmp_path / "empty", tmp_path / "odd", tmp_path / "nowhere", root / "runs/first")
+    figures = {row[0]: row[1:] for row in figure_rows(runs)}
+    assert figures["state"][2] == "vanished"
+    assert figures["loss, last"][:3] == ["n/a"] * 3
+    assert figures["gpu peak"][:3] == ["n/a"] * 3
+    assert config_rows(runs, all_fields=False)[0][1:4] == ["n/a"] * 3
+
+
+def test_a_table_fills_its_width_whatever_that_is() -> None:
+    body = [["train.lr", "0.01", "0.003"], ["model.path", "/a/very/long/path/to/somewhere", "none"]]
+    for width in (1, 2, 10, 24, 40, 100):
+        rows = table_rows([("", "dim"), ("A", "text"), ("B", "text")], body, width, ASCII.ellipsis)
+        assert {len(line) for line in plain(rows).split("\n")} == {width}
+    wide = plain(table_rows([("", "dim"), ("A", "text"), ("B", "text")], body, 60, ASCII.ellipsis))
+    assert "/a/very/long/path/to/" in wide
+    assert "none" in wide
+
+
+async def test_axes_scales_and_all_fields(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        app.open_compare([root / "runs/first", root / "runs/second"])
+        await pilot.pause(0.8)
+        screen = app.screen
+        assert isinstance(screen, CompareScreen)
+        loss = screen.query_one("#loss", CompareChart)
+
+        def text() -> str:
+            return plain(loss.rows(80, 16))
+
+        over_steps = text()
+        assert "step" in over_steps
+        assert "A" in over_steps
+        assert "B" in over_steps
+        await pilot.press("x")
+        assert "tokens" in text()
+        await pilot.press("x")
+        assert "time" in text()
+        await pilot.press("x", "y")
+        assert "logarithmic" in str(loss.border_title)
+        await pilot.press("y", "o")
+        assert loss.clip is False
+        config = screen.query_one("#config", TableView)
+        assert [row[0] for row in config.body] == ["train.steps", "train.lr"]
+        await pilot.press("d")
+        assert len(config.body) > 20
+
+
+async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36)) as pilot:
+        app.open_compare([root / "runs/first", root / "runs/second"])
+        await pilot.pause(0.8)
+        with (root / "runs/first/metrics.jsonl").open("a") as file:
+            file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
+        shutil.rmtree(root / "runs/second")
+        figures = app.screen.query_one("#figures", TableView)
+        for _ in range(40):
+            await pilot.pause(0.1)
+            found = {row[0]: row[1:] for row in figures.body}
+            if found["steps"][0] == "13" and found["state"][1] == "vanished":
+                break
+        assert found["steps"][0] == "13"
+        assert found["state"][1] == "vanished"
+
+
+async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=(120, 36), notifications=True) as pilot:
+        app.open_compare([root / "runs/first"] * (MOST_RUNS + 2))
+        await pilot.pause(0.5)
+        figures = app.screen.query_one("#figures", TableView)
+        assert len(figures.head) == MOST_RUNS + 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_any_size_and_change_of_size(root: Path, size: tuple[int, int]) -> None:
+    app = PenstockApp(root)
+    async with app.run_test(size=size) as pilot:
+        app.open_compare([root / "runs/first", root / "runs/second", root / "runs/nowhere"])
+        for width, height in (*SIZES, size):
+            await pilot.resize_terminal(width, height)
+            await pilot.press("x", "y", "d", "f2")
+            await pilot.pause(0.1)
+            assert app.screen.size == (width, height)
