@@ -1,0 +1,154 @@
+"""The client of the plan server: the newest request wins, a dead server is started once more and that is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.recipe import Recipe
+from engine.config import TrainConfig
+from tui.data.plan_client import PlanClient, PlanState
+
+FAKE = Path(__file__).with_name("fake_planner.py")
+WAIT_S = 60
+
+
+class Watched(PlanClient):
+    """A client that remembers its states."""
+
+    def __init__(self, folder: Path, how: str = "well", debounce_s: float = 0.0) -> None:
+        self.seen: list[PlanState] = []
+        self.log = folder / "log"
+        command = [sys.executable, str(FAKE), how, str(self.log)]
+        super().__init__(folder, lambda: self.seen.append(self.state), debounce_s=debounce_s, command=command)
+
+    async def until(self, condition: Callable[[PlanState], bool]) -> PlanState:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self.state):
+                await asyncio.sleep(0.01)
+        return self.state
+
+    @property
+    def requests(self) -> list[list[object]]:
+        return [json.loads(line) for line in self.log.with_suffix(".requests").read_text().splitlines()]
+
+
+def recipe(steps: int) -> Recipe:
+    return Recipe(name="x", train=TrainConfig(steps=steps))
+
+
+async def test_phases_of_a_plan(tmp_path: Path) -> None:
+    client = Watched(tmp_path)
+    client.request(recipe(5), "gh200-480", from_scratch=True)
+    state = await client.until(lambda state: state.phase == "done")
+    assert [seen.phase for seen in client.seen] == ["starting", "planning", "advising", "done"]
+    assert state.forecast == {"fits": True, "recipe": "x", "steps": 5, "best_change": None}
+    assert client.requests == [[5, "gh200-480", True]]
+    await client.close()
+
+
+async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(tmp_path: Path) -> None:
+    client = Watched(tmp_path, debounce_s=0.05)
+    client.request(recipe(5), None)
+    await client.until(lambda state: state.phase == "done")
+    for steps in (6, 7, 8):
+        client.request(recipe(steps), None)
+    assert client.state.stale
+    assert client.state.forecast is not None
+    assert client.state.forecast["steps"] == 5
+    state = await client.until(lambda state: state.phase == "done")
+    assert state.forecast is not None
+    assert (state.stale, state.forecast["steps"]) == (False, 8)
+    assert [request[0] for request in client.requests] == [5, 8]
+    await client.close()
+
+
+async def test_an_error_keeps_the_older_plan_as_stale(tmp_path: Path) -> None:
+    client = Watched(tmp_path)
+    client.request(recipe(5), None)
+    await client.until(lambda state: state.phase == "done")
+    client.request(recipe(13), None)
+    state = await client.until(lambda state: state.error is not None)
+    assert (state.phase, state.stale, state.error) == ("done", True, "train.steps: 13 is unlucky")
+    client.request(recipe(5), None)
+    state = await client.until(lambda state: state.phase == "done")
+    assert state.error is None
+    await client.close()
+
+
+async def test_a_server_that_dies_is_started_again_once(tmp_path: Path) -> None:
+    client = Watched(tmp_path, "dies once")
+    client.request(recipe(5), None)
+    state = await client.until(lambda state: state.phase == "done")
+    assert state.forecast is not None
+    assert any(
+        "MemoryError: no room" in (seen.trouble or "") and "again" in (seen.trouble or "") for seen in client.seen
+    )
+    assert state.trouble is None
+    await client.close()
+
+
+async def test_a_server_that_dies_twice_is_given_up_until_asked(tmp_path: Path) -> None:
+    client = Watched(tmp_path, "dies")
+    client.request(recipe(5), None)
+    state = await client.until(lambda state: "ended again" in (state.trouble or ""))
+    assert "MemoryError: no room" in (state.trouble or "")
+    assert len(client.log.read_text().splitlines()) == 2
+    client.retry()
+    await client.until(lambda state: state.trouble is None)
+    await client.until(lambda state: "ended again" in (state.trouble or ""))
+    assert len(client.log.read_text().splitlines()) == 4
+    await client.close()
+
+
+async def test_a_request_that_kills_the_server_is_tried_once_more(tmp_path: Path) -> None:
+    client = Watched(tmp_path)
+    client.request(recipe(666), None)
+    state = await client.until(lambda state: "ended again" in (state.trouble or ""))
+    assert "exit code 3" in (state.trouble or "")
+    assert [request[0] for request in client.requests] == [666, 666]
+    client.request(recipe(5), None)
+    state = await client.until(lambda state: state.phase == "done")
+    assert (state.trouble, state.error) == (None, None)
+    await client.close()
+
+
+async def test_no_python_no_plan(tmp_path: Path) -> None:
+    client = PlanClient(tmp_path, lambda: None, command=["/nowhere/python"])
+    state = await asyncio.wait_for(client.plan(recipe(5), None), WAIT_S)
+    assert state is not None
+    assert "nowhere" in (state.trouble or "")
+    await client.close()
+
+
+async def test_waiting_for_a_plan(tmp_path: Path) -> None:
+    client = Watched(tmp_path)
+    state = await asyncio.wait_for(client.plan(recipe(5), None), WAIT_S)
+    assert state is not None
+    assert state.forecast is not None
+    waiting = asyncio.create_task(client.plan(recipe(6), None))
+    await asyncio.sleep(0)
+    client.forget()
+    assert await waiting is None
+    assert client.state.phase == "idle"
+    await client.close()
+
+
+async def test_closing_ends_the_process_and_a_request_starts_another(tmp_path: Path) -> None:
+    client = Watched(tmp_path)
+    await client.plan(recipe(5), None)
+    process = client._process
+    assert process is not None
+    await client.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    await client.close()
+    assert await client.plan(recipe(6), None) is not None
+    assert len(client.log.read_text().splitlines()) == 2
+    await client.close()
