@@ -1,12 +1,13 @@
 # make quickstart   train the quickstart recipe, installing into .venv first where needed
 # make test         lint, types and tests
+# make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; five minutes
 # make gpu-check    tests, step suites and storage benchmark on a GPU in under eight minutes, with the interpreter in
 #                   PYTHON; installs nothing; RESULTS=DIR keeps what was measured
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint types gpu-check clean
+.PHONY: quickstart test lint types screens gpu-check clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py
@@ -34,6 +35,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV): minutes the first time, as torch is large"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.installed
+
+screens: $(VENV)/.installed
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tui.capture docs/screens
 
 gpu-check:
 	PYTHONPATH=. $(PYTHON) -m app.gpu_check $(if $(RESULTS),--results "$(RESULTS)")

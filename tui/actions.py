@@ -28,10 +28,14 @@ class Action:
     """Whether the footer has room for it; eight a screen at most."""
 
     @property
+    def shown_keys(self) -> list[str]:
+        """The keys as people write them: ctrl+s as ^s."""
+        return [_KEY_NAMES.get(key, key.replace("ctrl+", "^")) for key in self.keys.split(",")]
+
+    @property
     def shown_key(self) -> str:
-        """The first key as people write it: ctrl+s as ^s."""
-        key = self.keys.split(",")[0]
-        return _KEY_NAMES.get(key, key.replace("ctrl+", "^"))
+        """The first of them."""
+        return self.shown_keys[0]
 
 
 _KEY_NAMES = {
@@ -77,6 +81,19 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "resume", "R", "Resume", "Go on with a paused, stopped, failed or crashed run."),
     Action("run", "stop", "S", "Stop", "End the run at the end of its step, committed, after a question."),
     Action("run", "export", "e", "Export", "Write a Hugging Face folder, after a question."),
+    Action("run", "axis", "x", "Axis", "Loss over steps, tokens or time."),
+    Action("run", "pane_loss", "1", "Loss", "Go to the loss; again: it alone, and back."),
+    Action("run", "pane_lanes", "2", "Lanes", "Go to the lanes; again: they alone, and back."),
+    Action("run", "pane_tiers", "3", "Tiers", "Go to tiers and drives; again: they alone, and back."),
+    Action("run", "pane_blocks", "4", "Blocks", "Go to the block map; again: it alone, and back."),
+    Action("run", "pane_log", "5", "Log", "Go to the log; again: it alone, and back."),
+    Action("run", "zoom_in", "w,plus", "Zoom in", "Of the lanes, or of the loss where it has the focus."),
+    Action("run", "zoom_out", "s,minus", "Zoom out", "Of the lanes, or of the loss where it has the focus."),
+    Action("run", "pan_left", "a", "Pan left", "Of the lanes, or of the loss where it has the focus."),
+    Action("run", "pan_right", "d", "Pan right", "Of the lanes, or of the loss where it has the focus."),
+    Action("run", "fit", "f", "Fit", "No zoom: follow the run."),
+    Action("run", "next_span", "full_stop", "Next", "The next op of the lane, or the next step of the loss."),
+    Action("run", "previous_span", "comma", "Previous", "The op before, or the step before."),
     # ------------------------------------------------------------------ compare
     Action("compare", "axis", "x", "Axis", "Loss over steps, tokens or time.", footer=True),
     Action("compare", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis.", footer=True),
@@ -106,3 +123,18 @@ def bindings(scope: str) -> list[Binding]:
         for action in ACTIONS
         if action.scope == scope
     ]
+
+
+def keys_page() -> str:
+    """docs/keys.md: every key of every screen."""
+    lines = [
+        "# Keys",
+        "",
+        "Made from the action table (`tui/actions.py`) by `make screens`; `?` shows the same on every screen.",
+    ]
+    for scope in dict.fromkeys(action.scope for action in ACTIONS):
+        lines += ["", f"## {'everywhere' if scope == 'global' else scope}", "| key | action | |", "|---|---|---|"]
+        lines += [
+            f"| {_keys(action)} | {action.label} | {action.help} |" for action in ACTIONS if action.scope == scope
+        ]
+    return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tui.actions import ACTIONS, actions, bindings
+from tui.actions import ACTIONS, actions, bindings, keys_page
 from tui.app import PenstockApp
 from tui.screens.base import PenstockScreen
 from tui.screens.help import HelpScreen, help_text
@@ -82,3 +82,8 @@ async def test_a_palette_command_does_what_its_key_does(root: Path) -> None:
         await pilot.press(*"theme (f2)", "enter")
         await pilot.pause(0.5)
         assert app.theme != before
+
+
+def test_the_page_of_keys_is_the_tables() -> None:
+    page = Path(__file__).parents[2] / "docs" / "keys.md"
+    assert page.read_text() == keys_page(), "make screens writes it anew"

@@ -30,14 +30,9 @@ class HelpScreen(ModalScreen[None]):
 
 def help_text(found: list[Action]) -> str:
     """A line per action: its keys, its name, its sentence."""
-    keys = [" ".join(_shown(action)) for action in found]
+    keys = [" ".join(action.shown_keys) for action in found]
     wide = max(map(len, keys), default=0)
     name = max((len(action.label) for action in found), default=0)
     return "\n".join(
         f"{key:<{wide}}  {action.label:<{name}}  {action.help}" for key, action in zip(keys, found, strict=True)
     )
-
-
-def _shown(action: Action) -> list[str]:
-    _first, *others = action.keys.split(",")
-    return [action.shown_key, *(other.replace("ctrl+", "^") for other in others)]

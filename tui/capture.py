@@ -1,0 +1,146 @@
+"""The documentation's pictures of the screens and its list of keys: `python -m tui.capture OUT_DIR`, or `make screens`.
+
+Trains the quickstart three times in a folder of its own, the third time while the pictures are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
+
+from app.control import ask
+from app.launcher import start
+from app.recipe import apply_overrides, load_recipe
+from app.rundir import read_info
+from tui.actions import keys_page
+from tui.app import PenstockApp
+from tui.data.catalog import SHIPPED
+
+_LIVE_STEP = 22
+"""Step of the live run from which on pictures are taken."""
+
+Drive = Callable[[Pilot[Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One picture."""
+
+    name: str
+    size: tuple[int, int]
+    theme: str
+    drive: Drive
+    """Brings the application to what is to be seen."""
+
+
+def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
+    """All pictures."""
+    dark, light = "penstock-dark", "penstock-light"
+
+    def app_of(pilot: Pilot[Any]) -> PenstockApp:
+        assert isinstance(pilot.app, PenstockApp)
+        return pilot.app
+
+    async def home(pilot: Pilot[Any]) -> None:
+        await pilot.pause(1)
+
+    async def configure(pilot: Pilot[Any]) -> None:
+        app_of(pilot).open_configure(SHIPPED / "14b_workstation.py")
+        await pilot.pause(25)
+
+    async def refused(pilot: Pilot[Any]) -> None:
+        app_of(pilot).open_configure(root / "recipes" / "too_large.py")
+        await pilot.pause(25)
+
+    async def run(pilot: Pilot[Any]) -> None:
+        app_of(pilot).open_run(live)
+        await pilot.pause(3)
+
+    async def timeline(pilot: Pilot[Any]) -> None:
+        app_of(pilot).open_timeline(finished[0], 12)
+        await pilot.pause(3)
+
+    async def compare(pilot: Pilot[Any]) -> None:
+        app_of(pilot).open_compare(finished)
+        await pilot.pause(2)
+
+    return [
+        Shot("run", (120, 36), dark, run),
+        Shot("run-80x24", (80, 24), dark, run),
+        Shot("run-200x60", (200, 60), dark, run),
+        Shot("run-light", (120, 36), light, run),
+        Shot("home", (120, 36), dark, home),
+        Shot("configure", (160, 44), dark, configure),
+        Shot("configure-refused", (120, 36), dark, refused),
+        Shot("timeline", (160, 44), dark, timeline),
+        Shot("compare", (120, 36), dark, compare),
+    ]
+
+
+def make_runs(root: Path) -> tuple[Path, list[Path]]:
+    """A run under way, and two that have finished."""
+    quickstart = load_recipe(SHIPPED / "quickstart.py")
+    (root / "recipes").mkdir()
+    large = (SHIPPED / "70b_gh200.py").read_text().replace("gh200-480", "rtx4090-64")
+    (root / "recipes" / "too_large.py").write_text(large)
+    finished = []
+    for name, settings in (("slow-learner", ["train.lr=2e-4"]), ("baseline", ["train.lr=1e-3"])):
+        settings += ["train.steps=30", "after.export=false", "after.sample_prompt=none", f"name={name}"]
+        finished.append(start(apply_overrides(quickstart, settings), root))
+        _wait(lambda path=finished[-1]: read_info(path).state == "finished", 600)  # type: ignore[misc]
+    live = start(apply_overrides(quickstart, ["after.export=false", "after.sample_prompt=none"]), root)
+    _wait(lambda: read_info(live).step >= _LIVE_STEP, 600)
+    return live, finished
+
+
+def _wait(done: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.5)
+
+
+async def take(shot: Shot, root: Path, out: Path) -> None:
+    """Write one picture, without the fonts that it would load from elsewhere."""
+    app = PenstockApp(root)
+    async with app.run_test(size=shot.size) as pilot:
+        app.theme = shot.theme
+        await pilot.pause()
+        await shot.drive(pilot)
+        svg = app.export_screenshot(title="penstock", simplify=True)
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace, Menlo")
+    (out / f"{shot.name}.svg").write_text(svg)
+
+
+def main() -> None:
+    """Take all pictures."""
+    out = Path(sys.argv[1]).resolve()
+    wanted = sys.argv[2:]
+    out.mkdir(parents=True, exist_ok=True)
+    (out.parent / "keys.md").write_text(keys_page())
+    os.environ["TEXTUAL_ANIMATIONS"] = "none"
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["HOME"] = home  # paths are shown from here
+        root = Path(home) / "work"
+        root.mkdir()
+        os.chdir(root)
+        live, finished = make_runs(root)
+        for shot in shots(root, live, finished):
+            if not wanted or shot.name in wanted:
+                asyncio.run(take(shot, root, out))
+        ask(live, "stop")
+        _wait(lambda: read_info(live).state == "stopped", 120)
+
+
+if __name__ == "__main__":
+    main()
