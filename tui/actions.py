@@ -134,7 +134,8 @@ def keys_page() -> str:
     ]
     for scope in dict.fromkeys(action.scope for action in ACTIONS):
         lines += ["", f"## {'everywhere' if scope == 'global' else scope}", "| key | action | |", "|---|---|---|"]
-        lines += [
-            f"| {_keys(action)} | {action.label} | {action.help} |" for action in ACTIONS if action.scope == scope
-        ]
+        for action in ACTIONS:
+            if action.scope == scope:
+                keys = " ".join(f"`{key}`" for key in action.shown_keys)
+                lines.append(f"| {keys} | {action.label} | {action.help} |")
     return "\n".join(lines) + "\n"
