@@ -87,6 +87,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "pane_tiers", "3", "Tiers", "Go to tiers and drives; again: they alone, and back."),
     Action("run", "pane_blocks", "4", "Blocks", "Go to the block map; again: it alone, and back."),
     Action("run", "pane_log", "5", "Log", "Go to the log; again: it alone, and back."),
+    Action("run", "pane_plan", "6", "Plan", "Go to the planned step beside the last one; again: it alone, and back."),
     Action("run", "zoom_in", "w,plus", "Zoom in", "Of the lanes, or of the loss where it has the focus."),
     Action("run", "zoom_out", "s,minus", "Zoom out", "Of the lanes, or of the loss where it has the focus."),
     Action("run", "pan_left", "a", "Pan left", "Of the lanes, or of the loss where it has the focus."),

@@ -1,0 +1,126 @@
+"""Where blocks are: followed op by op, and drawn for any number of blocks at any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tui.data.blocks import BlockPlaces
+from tui.glyphs import ASCII, UNICODE
+from tui.render import plain
+from tui.render.blockmap import block_map
+
+
+def plan(layers: int, weights: str = "ram", state: str = "nvme", gradient: str = "ram") -> dict[str, Any]:
+    names = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
+    blocks = [{"name": name, "weights": weights, "state": state, "gradient": gradient} for name in names]
+    return {"blocks": blocks, "weight_slots": {"layer": 2, "edge": 0}}
+
+
+def ended(op: str, block: str, end_s: float = 1.0) -> dict[str, Any]:
+    return {"lane": "compute", "op": op, "block": block, "chunk": 0, "start_s": 0.0, "end_s": end_s, "step": 1}
+
+
+def places(found: BlockPlaces, kind: str, **more: Any) -> dict[str, str]:
+    return {block.name: block.place[kind] for block in found.snapshot(**more)}
+
+
+def test_weights_lose_their_slot_to_later_ones() -> None:
+    found = BlockPlaces(plan(3))
+    found.add([ended("load_weights", name) for name in ("layers.0", "layers.1", "layers.2")])
+    assert places(found, "weights") == {
+        "embed": "ram",
+        "layers.0": "ram",
+        "layers.1": "gpu",
+        "layers.2": "gpu",
+        "head": "ram",
+    }
+
+
+def test_a_gradient_is_summed_waits_and_is_gone_with_the_update() -> None:
+    found = BlockPlaces(plan(1))
+    assert places(found, "gradient")["layers.0"] == ""
+    for op, place in [("layer_backward", "gpu"), ("store_gradient", "ram"), ("update", "")]:
+        found.add([ended(op, "layers.0")])
+        assert places(found, "gradient")["layers.0"] == place
+
+
+def test_state_is_read_updated_and_written_back() -> None:
+    found = BlockPlaces(plan(1))
+    found.add([ended("read_state", "layers.0")])
+    assert places(found, "state")["layers.0"] == "ram"
+    found.add([ended("write_state", "layers.0")])
+    assert places(found, "state")["layers.0"] == "nvme"
+
+
+def test_ops_under_way_are_in_flight() -> None:
+    found = BlockPlaces(plan(2))
+    now = {"h2d": [{"op": "load_weights", "block": "layers.1"}], "compute": [{"op": "layer_forward", "block": "embed"}]}
+    by_name = {block.name: block for block in found.snapshot(now)}
+    assert by_name["layers.1"].moving == {"weights": "in"}
+    assert by_name["embed"].doing == "forward"
+    assert all(not block.moving and not block.doing for block in found.snapshot(now, live=False))
+
+
+def test_what_ended_just_now_still_counts() -> None:
+    found = BlockPlaces(plan(2))
+    found.add([ended("write_state", "layers.0", 10.0), ended("read_state", "layers.1", 10.9)])
+    by_name = {block.name: block for block in found.snapshot(None, 11.0)}
+    assert by_name["layers.1"].moving == {"state": "in"}
+    assert by_name["layers.0"].moving == {}
+
+
+def test_foreign_plans_and_spans_are_ignored() -> None:
+    for odd in ({}, {"blocks": 3}, {"blocks": [1, {"name": 4}, {"name": "x"}], "weight_slots": []}):
+        found = BlockPlaces(odd)
+        found.add([{"op": 3}, {"op": "update", "block": ["x"]}, {"op": "update", "block": "nobody", "end_s": "late"}])
+        found.snapshot({"compute": "no list", "h2d": [3, {"op": None}]}, 3.0)
+    assert BlockPlaces({"blocks": [{"name": "x"}]}).snapshot()[0].place["weights"] == ""
+
+
+def test_drawn_as_text() -> None:
+    found = BlockPlaces(plan(3))
+    found.add([ended("load_weights", "layers.0"), ended("layer_backward", "layers.1"), ended("read_state", "head")])
+    now = {
+        "nvme_read": [{"op": "read_state", "block": "embed"}],
+        "d2h": [{"op": "store_gradient", "block": "layers.2"}],
+        "optimizer": [{"op": "update", "block": "head"}],
+    }
+    rows = block_map(found.snapshot(now), 34, 6, UNICODE)
+    assert [line.rstrip() for line in plain(rows).splitlines()] == [
+        "        e   0       2   h",
+        "weights rrr GGG rrr rrr rrr",
+        "state   ▲▲▲ nnn nnn nnn rrr",
+        "grad    ··· ··· GGG ▼▼▼ ···",
+        "now     ··· ··· ··· ··· uuu",
+        "g gpu  r ram  n nvme  ▲▼ in flight",
+    ]
+
+
+@pytest.mark.parametrize("layers", [0, 2, 28, 62, 128])
+def test_any_number_of_blocks_at_any_size(layers: int) -> None:
+    blocks = BlockPlaces(plan(layers)).snapshot()
+    for width in (1, 5, 20, 24, 40, 77, 190):
+        for height in (1, 2, 3, 4, 5, 6, 11, 30):
+            for glyphs in (UNICODE, ASCII):
+                rows = block_map(blocks, width, height, glyphs)
+                assert len(rows) <= height
+                assert {len(plain([row])) for row in rows} == {width}
+                assert glyphs is UNICODE or plain(rows).isascii()
+
+
+def test_all_blocks_of_a_deep_model_are_there() -> None:
+    blocks = BlockPlaces(plan(128)).snapshot()
+    rows = plain(block_map(blocks, 80, 12, UNICODE)).splitlines()
+    assert sum(line[8:].count("r") for line in rows if line.startswith("weights")) == 130
+
+
+def test_the_busiest_of_a_shared_cell_speaks() -> None:
+    found = BlockPlaces(plan(128))
+    now = {"nvme_read": [{"op": "read_state", "block": "layers.77"}]}
+    assert plain(block_map(found.snapshot(now), 40, 5, UNICODE)).count("▲") == 1
+
+
+def test_no_plan_yet() -> None:
+    assert plain(block_map([], 20, 5, UNICODE)).strip() == "no plan yet"

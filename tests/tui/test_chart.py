@@ -1,0 +1,155 @@
+"""Charts as text: sizes, gaps, spikes, clipping, axes, marks; ticks and figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tui.glyphs import ASCII, UNICODE, Glyphs
+from tui.render import Row, plain
+from tui.render.chart import Curve, chart, decimate, sparkline
+from tui.render.ticks import (
+    count_text,
+    figure,
+    linear_ticks,
+    log_ticks,
+    rate_text,
+    size_text,
+    tick_texts,
+    time_ticks,
+)
+
+
+def curve(values: list[float], token: str = "raw", *, points: bool = False) -> Curve:
+    return Curve(np.arange(1, len(values) + 1, dtype=float), np.array(values, dtype=float), token, points)
+
+
+def tokens_of(rows: list[Row], token: str) -> str:
+    return "".join(text for row in rows for text, name in row if name == token)
+
+
+SHAPES = [
+    [],
+    [1.0],
+    [1.0, 1.0],
+    [float("nan")] * 3,
+    [1.0, float("nan"), 2.0],
+    [0.0, -1.0, 5.0],
+    [float("inf"), 1.0, 2.0],
+    [1e-12, 2e-12],
+    [1e12, 3e12, 2e12],
+]
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("log_y", [False, True])
+def test_every_row_is_as_wide_as_asked(glyphs: Glyphs, log_y: bool) -> None:
+    for values in SHAPES:
+        for width, height in [(1, 1), (2, 6), (5, 2), (13, 6), (24, 6), (25, 7), (80, 12), (200, 3)]:
+            rows = chart(
+                width, height, [curve(values), curve(values, "v", points=True)], glyphs, log_y=log_y, marks=[1, 2.5]
+            )
+            assert len(rows) == height
+            assert {sum(len(text) for text, _ in row) for row in rows} == {width}
+            assert glyphs is UNICODE or plain(rows).isascii()
+    assert chart(0, 5, [], UNICODE) == []
+
+
+def test_a_falling_line() -> None:
+    rows = chart(26, 8, [curve([4, 3, 2, 1], "ema")], ASCII)
+    assert [text.rstrip() for text in plain(rows).splitlines()] == [
+        "4 +'-.",
+        "  |   '--.",
+        "  |       ''-..",
+        "2 +            '-..",
+        "  |                '--.",
+        "  |                    '-.",
+        "  +-------+---------------",
+        "          2           step",
+    ]
+
+
+def test_a_nan_is_a_gap() -> None:
+    values = [1.0] * 10 + [float("nan")] * 10 + [1.0] * 10
+    rows = chart(30, 3, [curve(values, "ema")], UNICODE)
+    assert plain(rows[1:2]) == "1 ┤⠒⠒⠒⠒⠒⠒⠒⠒⠂         ⠐⠒⠒⠒⠒⠒⠒⠒⠒"
+
+
+def test_a_single_spike_of_many_points_survives() -> None:
+    values = np.ones(200_000)
+    values[123_456] = 5.0
+    x = np.arange(200_000.0)
+    least, greatest = decimate(x, values, 0, 199_999, 160)
+    assert greatest.max() == 5.0
+    assert int(greatest.argmax()) == 123_456 * 160 // 199_999
+    assert least.min() == 1.0
+
+
+def test_outliers_touch_the_edge_or_set_the_axis() -> None:
+    values = [2.0 + (i % 5) * 0.1 for i in range(400)]
+    values[200] = 1000.0
+    clipped = chart(80, 12, [curve(values)], UNICODE)
+    whole = chart(80, 12, [curve(values)], UNICODE, clip=False)
+    assert "2.2" in plain(clipped)
+    assert "1000" not in plain(clipped)
+    assert "1000" in plain(whole) or "800" in plain(whole)
+
+
+def test_later_curves_lie_over_earlier_ones() -> None:
+    rows = chart(60, 10, [curve([1, 2, 3, 4]), curve([1, 2, 3, 4], "ema")], UNICODE)
+    assert tokens_of(rows, "ema")
+    assert not tokens_of(rows, "raw")
+
+
+def test_points_marks_and_cursor() -> None:
+    rows = chart(60, 10, [curve([3, 2, 1], "validation", points=True)], UNICODE, marks=[2.0, 99.0], cursor=2.0)
+    assert tokens_of(rows, "validation") == UNICODE.diamond * 3
+    assert tokens_of(rows, "checkpoint") == UNICODE.up
+    assert UNICODE.vline in plain([row[2:] for row in rows[:8]])
+
+
+def test_axis_names_what_x_counts() -> None:
+    values = [float(i) for i in range(100)]
+    assert plain(chart(60, 10, [curve(values)], UNICODE)).endswith("step")
+    assert "1m" in plain(chart(60, 10, [curve(values)], UNICODE, x_kind="time"))
+    assert plain(chart(60, 10, [curve(values)], UNICODE, x_kind="tokens")).endswith("tokens")
+
+
+def test_sparkline() -> None:
+    assert sparkline(np.arange(8.0), 8, UNICODE) == "▁▂▃▄▅▆▇█"
+    assert sparkline(np.array([1.0, np.nan, 3.0]), 5, UNICODE) == "▁ █  "
+    assert sparkline(np.array([]), 4, UNICODE) == "    "
+    assert len(sparkline(np.random.default_rng(0).normal(size=999), 33, ASCII)) == 33
+    assert sparkline(np.array([2.0]), 3, UNICODE) == "▁  "
+
+
+def test_ticks() -> None:
+    assert linear_ticks(0.93, 4.1, 5) == [1, 2, 3, 4]
+    assert linear_ticks(1, 1, 5) == []
+    assert log_ticks(0.5, 600, 6) == [1, 3, 10, 30, 100, 300]
+    assert log_ticks(2, 3, 3) == [2.0, 2.5, 3.0]
+    assert time_ticks(0, 130, 4) == [0, 60, 120]
+    assert tick_texts([1.0, 1.5, 2.0]) == ["1.0", "1.5", "2.0"]
+    assert tick_texts([1e-5, 2e-5]) == ["1e-5", "2e-5"]
+
+
+def test_figures() -> None:
+    assert [count_text(v) for v in (0, 950, 1000, 1234, 45_600, 3.1e6, 2e12)] == [
+        "0",
+        "950",
+        "1k",
+        "1.2k",
+        "45.6k",
+        "3.1M",
+        "2T",
+    ]
+    assert [figure(v) for v in (None, 0, 0.000123, 1.2345, 123.4, 12345.6)] == [
+        "n/a",
+        "0",
+        "1.23e-4",
+        "1.23",
+        "123",
+        "12,346",
+    ]
+    assert [size_text(v) for v in (None, 12, 1.5 * 2**30, 206 * 2**20)] == ["n/a", "12 B", "1.5 GiB", "206 MiB"]
+    assert [rate_text(v) for v in (None, 500, 3.12e9, 250e6)] == ["n/a", "500 B/s", "3.1 GB/s", "250 MB/s"]

@@ -1,0 +1,92 @@
+"""What somebody who watches a run should know at once, the gravest first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.progress import duration_text
+from tui.data.fields import number, objects, text
+from tui.data.run_data import RunData
+from tui.render.bars import FULL_SHARE, Tier
+from tui.render.ticks import figure
+
+Z_ALERT = 5.0
+"""Standard deviations above the mean of the steps before from which a value is a spike."""
+
+_STALL_S = 30.0
+_TIERS = ("gpu", "ram", "nvme")
+
+
+class Alert(NamedTuple):
+    """One sentence and how grave it is: a token."""
+
+    text: str
+    token: str
+
+
+def tiers(data: RunData) -> list[Tier]:
+    """The tiers of the plan: budget, planned peak, and what was held at most as far as the run says."""
+    found = []
+    for name in _TIERS:
+        held = data.metrics.tier_bytes.get(name)
+        if held is None and not data.is_live:
+            held = number(data.summary, "tiers", name, "peak_bytes")
+        budget = number(data.plan, "tiers", name, "budget_bytes")
+        planned = number(data.plan, "tiers", name, "peak_bytes")
+        if budget is not None or planned is not None or held is not None:
+            found.append(Tier(name, budget, planned, held))
+    return found
+
+
+def alerts(data: RunData) -> list[Alert]:
+    """All that is wrong or unusual now."""
+    found = [*_of_state(data), *(Alert(problem, "warn") for problem in data.problems)]
+    if data.state != "running":
+        return found
+    for name, label in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        score = data.metrics.z_score(name)
+        if score is not None and score > Z_ALERT:
+            found.append(
+                Alert(f"{label} {figure(data.metrics.last(name))} is {score:.0f} sigma above the last steps", "warn")
+            )
+    if data.metrics.rows and data.metrics.last("loss") is None:
+        found.append(Alert(f"the loss of step {data.metrics.last_step:,} is not a number", "bad"))
+    stalled = stall(data)
+    if stalled is not None:
+        found.append(stalled)
+    for tier in tiers(data):
+        if tier.share is not None and tier.held_bytes is not None and tier.share > FULL_SHARE and tier.name != "gpu":
+            found.append(Alert(f"{tier.name} is {tier.share:.0%} full", "warn"))
+    return found
+
+
+def _of_state(data: RunData) -> list[Alert]:
+    state = data.state
+    if state == "failed":
+        return [Alert((data.error or "the run failed without saying why").splitlines()[0], "bad")]
+    if state == "crashed":
+        kept = "" if data.committed_step is None else f"; step {data.committed_step:,} is committed, R goes on from it"
+        return [Alert(f"the run's process is gone without a word{kept}", "bad")]
+    if state == "stale":
+        return [Alert(f"no sign of life for {duration_text(data.silent_s)}, but its process holds the run", "warn")]
+    return []
+
+
+def stall(data: RunData) -> Alert | None:
+    """That no op has ended for long, with the op that has been under way the longest."""
+    clock_s = data.clock_s
+    view = data.spans.view
+    if clock_s is None or not view.num_spans or data.behind:
+        return None
+    silent_s = clock_s - view.last_end_s
+    step_s = data.metrics.recent_mean("step_s") or 0.0
+    if silent_s < max(_STALL_S, 2 * step_s):
+        return None
+    under_way = [
+        (start_s, f"{lane} {text(op, 'op')} {text(op, 'block')}")
+        for lane in data.now
+        for op in objects(data.now, lane)
+        if (start_s := number(op, "start_s")) is not None
+    ]
+    what = f"; {min(under_way)[1]} under way" if under_way else ""
+    return Alert(f"no op has ended for {duration_text(silent_s)}{what}", "warn")

@@ -1,0 +1,186 @@
+"""Which block is where now: from the plan, from the ops that have ended and from those under way.
+
+A block's weights, optimizer state and gradient have a home tier each. Ops move them: weights come to the GPU and lose
+their slot to later ones; state is read, updated and written back; a gradient is summed on the GPU, waits at home for
+the optimizer and is gone with the update.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tui.data.fields import number, objects, text, whole
+
+KINDS = ("weights", "state", "gradient")
+Kind = Literal["weights", "state", "gradient"]
+
+NOWHERE = ""
+"""Place of a gradient that does not exist."""
+
+RECENT_S = 0.6
+"""Ops that ended so lately still count as under way: the display looks at a run about twice a second."""
+
+_MOST_SPANS = 20_000
+"""Of a batch no more are looked at: they are several steps, and only the last state of each block is wanted."""
+
+_MOVES: dict[str, tuple[Kind, str, str]] = {
+    # op: what it moves, in which direction as seen from the GPU, where it then is ("home": its home tier)
+    "load_weights": ("weights", "in", "gpu"),
+    "load_weights_part": ("weights", "in", "gpu"),
+    "read_weights_whole": ("weights", "in", "gpu"),
+    "read_weights": ("weights", "in", "ram"),
+    "load_resident_part": ("weights", "in", "gpu"),
+    "write_weights": ("weights", "out", "home"),
+    "read_state": ("state", "in", "ram"),
+    "write_state": ("state", "out", "home"),
+    "checkpoint_state": ("state", "out", "home"),
+    "stage_master": ("state", "out", "home"),
+    "stage_exp_avg": ("state", "out", "home"),
+    "stage_exp_avg_sq": ("state", "out", "home"),
+    "store_gradient": ("gradient", "out", "home"),
+    "store_gradient_part": ("gradient", "out", "ram"),
+    "write_gradient": ("gradient", "out", "home"),
+}
+_UPDATES = ("update", "update_on_gpu")
+_SUMS_GRADIENT = ("layer_backward", "layer_backward_top", "embed_backward", "head")
+
+
+@dataclass(slots=True)
+class BlockPlace:
+    """One block: the home tiers, and where its parts are now."""
+
+    name: str
+    home: dict[str, str]
+    """Kind -> gpu, ram or nvme; an empty string where the plan does not say."""
+    place: dict[str, str] = field(default_factory=dict)
+    moving: dict[str, str] = field(default_factory=dict)
+    """Kind -> `in` or `out`, towards the GPU or away from it, while it is in flight."""
+    doing: str = ""
+    """`forward`, `backward` or `update` while an op works on the block."""
+
+
+class BlockPlaces:
+    """Follows the ops of a run. Used by the thread that reads; `snapshot` gives others what they may keep."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self._home: dict[str, dict[str, str]] = {}
+        for block in objects(plan, "blocks"):
+            name = text(block, "name")
+            if name:
+                self._home[name] = {kind: text(block, kind) or "" for kind in KINDS}
+        slots = [whole(plan, "weight_slots", pool) or 0 for pool in ("layer", "edge")]
+        self._slots = {"layer": max(1, slots[0]), "edge": max(1, slots[1])}
+        self._edge_pool = slots[1] > 0
+        self._on_gpu: dict[str, OrderedDict[str, None]] = {"layer": OrderedDict(), "edge": OrderedDict()}
+        """Weights in slots, by pool, oldest first."""
+        self._place: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+        """Kind -> block -> where it is, unless it is at home."""
+        self._recent: list[tuple[float, str, str]] = []
+        """End, op and block of the last ops."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the plan."""
+        return len(self._home)
+
+    def add(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Follow ops that have ended, in the order in which they did."""
+        for span in spans[-_MOST_SPANS:]:
+            op, block = span.get("op"), span.get("block")
+            if not isinstance(op, str) or not isinstance(block, str):
+                continue
+            self._follow(op, block)
+            end_s = number(span, "end_s")
+            if end_s is not None:
+                self._recent.append((end_s, op, block))
+        if len(self._recent) > 2000:
+            del self._recent[:-1000]
+
+    def _follow(self, op: str, block: str) -> None:
+        if block not in self._home:
+            return
+        move = _MOVES.get(op)
+        if move is not None:
+            kind, _, place = move
+            home = self._home[block][kind]
+            if kind == "weights" and place == "gpu" and home != "gpu":
+                self._take_slot(block)
+            elif kind == "gradient" or kind == "state":
+                self._place[kind][block] = home if place == "home" else place
+            if op == "read_state" and self._place["gradient"].get(block) == "nvme":
+                self._place["gradient"][block] = "ram"
+        elif op in _SUMS_GRADIENT:
+            self._place["gradient"][block] = "gpu"
+        elif op in _UPDATES:
+            self._place["gradient"][block] = NOWHERE
+            pool = self._on_gpu[self._pool(block)]
+            if self._home[block]["weights"] != "gpu":
+                pool.pop(block, None)  # an older version
+
+    def _pool(self, block: str) -> str:
+        return "layer" if block.startswith("layers.") or not self._edge_pool else "edge"
+
+    def _take_slot(self, block: str) -> None:
+        pool = self._pool(block)
+        held = self._on_gpu[pool]
+        held.pop(block, None)
+        held[block] = None
+        while len(held) > self._slots[pool]:
+            held.popitem(last=False)
+
+    def snapshot(
+        self, now: Mapping[str, Any] | None = None, clock_s: float | None = None, *, live: bool = True
+    ) -> list[BlockPlace]:
+        """Every block with what is under way: `now` as in status.json, and what ended just before `clock_s`.
+
+        Of a run that is not live everything is at home.
+        """
+        blocks = {name: BlockPlace(name, home, dict(home)) for name, home in self._home.items()}
+        if not live:
+            for block in blocks.values():
+                block.place["gradient"] = NOWHERE
+            return list(blocks.values())
+        for pool in self._on_gpu.values():
+            for name in pool:
+                blocks[name].place["weights"] = "gpu"
+        for kind in ("state", "gradient"):
+            for name, place in self._place[kind].items():
+                blocks[name].place[kind] = place
+        for name, block in blocks.items():
+            if name not in self._place["gradient"]:
+                block.place["gradient"] = NOWHERE
+        for op, name in self._under_way(now, clock_s):
+            if name in blocks:
+                _apply(blocks[name], op)
+        return list(blocks.values())
+
+    def _under_way(self, now: Mapping[str, Any] | None, clock_s: float | None) -> Iterable[tuple[str, str]]:
+        if clock_s is not None:
+            for end_s, op, block in reversed(self._recent):
+                if end_s < clock_s - 4 * RECENT_S:
+                    break  # they come roughly in the order of their ends
+                if end_s >= clock_s - RECENT_S:
+                    yield op, block
+        for lane in now or {}:
+            for item in objects(now, lane):
+                action, name = text(item, "op"), text(item, "block")
+                if action is not None and name is not None:
+                    yield action, name
+
+
+def _apply(block: BlockPlace, op: str) -> None:
+    """Mark what an op under way moves or does."""
+    move = _MOVES.get(op)
+    if move is not None:
+        kind, direction, _ = move
+        block.moving[kind] = direction
+    elif op in _UPDATES:
+        block.doing = "update"
+    elif op in _SUMS_GRADIENT or op == "attend_backward":
+        block.doing = "backward"
+        block.place["gradient"] = "gpu"
+    elif op in ("layer_forward", "embed_forward", "layer_project", "attend") or op.endswith("_score"):
+        block.doing = block.doing or "forward"

@@ -1,0 +1,44 @@
+"""Figures out of JSON that anybody may have written: right or absent, never an exception."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def get(value: Any, *keys: str) -> Any:
+    """The value under nested keys; None where there is none."""
+    for key in keys:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value
+
+
+def number(value: Any, *keys: str) -> float | None:
+    """A finite number under nested keys; None where there is none."""
+    found = get(value, *keys)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    try:
+        return float(found) if math.isfinite(found) else None
+    except OverflowError:
+        return None
+
+
+def whole(value: Any, *keys: str) -> int | None:
+    """A whole number under nested keys; None where there is none."""
+    found = number(value, *keys)
+    return None if found is None else int(found)
+
+
+def text(value: Any, *keys: str) -> str | None:
+    """A string under nested keys; None where there is none."""
+    found = get(value, *keys)
+    return found if isinstance(found, str) else None
+
+
+def objects(value: Any, *keys: str) -> list[dict[str, Any]]:
+    """The objects of a list under nested keys."""
+    found = get(value, *keys)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []

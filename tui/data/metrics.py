@@ -1,0 +1,192 @@
+"""The steps of a run as numpy columns that only grow: a reader in another thread never sees half a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.progress import WARMUP_STEPS
+from tui.data.fields import get, number
+
+Floats = NDArray[np.float64]
+
+READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "time", "model_flops")
+"""Columns that a line has under the same name; NaN where it has not."""
+DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_bytes")
+"""`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row. Bytes: of all drives."""
+
+ETA_STEPS = 20
+"""Steps whose mean the time to the end is drawn from."""
+_Z_STEPS = 100
+_Z_LEAST = 20
+
+
+class MetricsLog:
+    """One row a step. `rows` is written last: slice columns by a `rows` that was read before."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._columns: dict[str, Floats] = {name: np.empty(256) for name in READ + DERIVED}
+        self.read_bytes: dict[str, float] = {}
+        """Drive folder -> bytes read in all steps."""
+        self.written_bytes: dict[str, float] = {}
+        self.tier_bytes: dict[str, float] = {}
+        """Tier -> most bytes held so far, as the last line with any says."""
+        self.skipped = 0
+        """Objects that were no step."""
+        self.validation: tuple[Floats, Floats] = (np.empty(0), np.empty(0))
+        """Steps and losses of the validations, ascending."""
+
+    def column(self, name: str, rows: int | None = None) -> Floats:
+        """The values of the first `rows` rows, all by default."""
+        return self._columns[name][: self.rows if rows is None else rows]
+
+    def last(self, name: str) -> float | None:
+        """The last row's value; None where there is none or it is not finite."""
+        value = float(self._columns[name][self.rows - 1]) if self.rows else math.nan
+        return value if math.isfinite(value) else None
+
+    @property
+    def last_step(self) -> int:
+        """The last row's step; 0 before the first."""
+        return int(self._columns["step"][self.rows - 1]) if self.rows else 0
+
+    def add(self, lines: Iterable[dict[str, Any]]) -> int:
+        """Append the lines that are steps; their number. A step that was done again replaces the rows from it on."""
+        added = 0
+        for line in lines:
+            step = number(line, "step")
+            if step is None or step < 0:
+                self.skipped += 1
+                continue
+            row = self.rows
+            if row and step <= self._columns["step"][row - 1]:
+                row = self.rows = int(np.searchsorted(self._columns["step"][:row], step))
+            self._append(row, step, line)
+            added += 1
+        return added
+
+    def _append(self, row: int, step: float, line: dict[str, Any]) -> None:
+        if row == len(self._columns["step"]):
+            self._grow()
+        columns = self._columns
+        for name in READ:
+            value = line.get(name)
+            usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+            columns[name][row] = value if usable else math.nan
+        columns["step"][row] = step
+        columns["ema"][row] = self._average(row, columns["loss"][row])
+        for name, total in (("tokens", "total_tokens"), ("step_s", "total_s")):
+            value = columns[name][row]
+            columns[total][row] = (columns[total][row - 1] if row else 0.0) + (0.0 if math.isnan(value) else value)
+        columns["read_bytes"][row] = _add_bytes(self.read_bytes, line.get("nvme_read_bytes"))
+        columns["written_bytes"][row] = _add_bytes(self.written_bytes, line.get("nvme_written_bytes"))
+        held = get(line, "tier_bytes")
+        if isinstance(held, dict):
+            self.tier_bytes = {tier: size for tier in held if (size := number(held, tier)) is not None}
+        self.rows = row + 1
+
+    def _grow(self) -> None:
+        # New arrays, in a new dict: who holds the old ones keeps whole rows.
+        self._columns = {
+            name: np.concatenate([column, np.empty(len(column))]) for name, column in self._columns.items()
+        }
+
+    def _average(self, row: int, loss: float) -> float:
+        """Exponential mean over about the last tenth of the run: 10 steps at least, 200 at most."""
+        before = self._columns["ema"][row - 1] if row else math.nan
+        if math.isnan(before):
+            return loss
+        if math.isnan(loss):
+            return float(before)
+        share = 2.0 / (1.0 + min(200.0, max(10.0, row / 10.0)))
+        share = max(share, 1.0 / (row + 1.0))  # the first rows are an ordinary mean
+        return float(before + share * (loss - before))
+
+    # ------------------------------------------------------------------ figures
+
+    def eta_s(self, total_steps: int, started: float | None = None, now: float | None = None) -> float | None:
+        """Seconds to the end: the mean of the last steps, without the process's first ones, which compile.
+
+        `started`: Unix s of the process's start. With `now`, what has passed of the current step counts as done.
+        """
+        remaining = total_steps - self.last_step
+        if remaining <= 0:
+            return 0.0
+        rows = self.rows
+        first = 0
+        if started is not None and rows:
+            times = self.column("time", rows)
+            first = int(np.count_nonzero(times[np.isfinite(times)] < started)) if np.isfinite(times[-1]) else 0
+        recent = self.column("step_s", rows)[max(first + WARMUP_STEPS, rows - ETA_STEPS) : rows]
+        recent = recent[np.isfinite(recent)]
+        if not len(recent):
+            return None
+        step_s = float(recent.mean())
+        ended = self.last("time")
+        passed_s = 0.0 if now is None or ended is None else min(max(0.0, now - ended), step_s)
+        return step_s * remaining - passed_s
+
+    def recent_mean(self, name: str, steps: int = ETA_STEPS) -> float | None:
+        """The mean of the last `steps` values that are there, the log's first two left out."""
+        values = self.column(name)[max(WARMUP_STEPS, self.rows - steps) :]
+        values = values[np.isfinite(values)]
+        return float(values.mean()) if len(values) else self.last(name)
+
+    def z_score(self, name: str) -> float | None:
+        """How many standard deviations the last value is above the mean of the 100 before; None while they are few."""
+        rows = self.rows
+        before = self.column(name, rows)[max(0, rows - 1 - _Z_STEPS) : max(0, rows - 1)]
+        before = before[np.isfinite(before)]
+        last = self.last(name)
+        if last is None or len(before) < _Z_LEAST:
+            return None
+        spread = float(before.std())
+        return (last - float(before.mean())) / spread if spread > 0 else None
+
+    def add_validation(self, lines: Iterable[dict[str, Any]]) -> int:
+        """Append validations; their number. One that was done again replaces those from its step on."""
+        steps, losses = (column.tolist() for column in self.validation)
+        added = 0
+        for line in lines:
+            step, loss = number(line, "step"), number(line, "loss")
+            if step is None or loss is None:
+                self.skipped += 1
+                continue
+            while steps and step <= steps[-1]:
+                steps.pop()
+                losses.pop()
+            steps.append(step)
+            losses.append(loss)
+            added += 1
+        if added:
+            self.validation = (np.array(steps), np.array(losses))
+        return added
+
+    def clear_validation(self) -> None:
+        """Their file was replaced."""
+        self.validation = (np.empty(0), np.empty(0))
+
+    def validation_at(self, name: str) -> Floats:
+        """The validations' places in another column that ascends: tokens or seconds."""
+        rows = self.rows
+        if not rows:
+            return np.full(len(self.validation[0]), np.nan)
+        return np.interp(self.validation[0], self.column("step", rows), self.column(name, rows))
+
+
+def _add_bytes(totals: dict[str, float], moved: Any) -> float:
+    """Add a line's bytes by drive; their sum, NaN where the line has none."""
+    if not isinstance(moved, dict):
+        return math.nan
+    total = 0.0
+    for folder in moved:
+        size = number(moved, folder)
+        if size is not None:
+            totals[folder] = totals.get(folder, 0.0) + size
+            total += size
+    return total

@@ -1,0 +1,356 @@
+"""All that a run directory says, read a piece at a time. Never raises for anything that the directory holds."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tui.data.blocks import BlockPlace, BlockPlaces
+from tui.data.fields import get, number, text, whole
+from tui.data.metrics import MetricsLog
+from tui.data.spans import SpanStore
+from tui.data.tail import JsonTail, read_object
+
+STALE_S = 10.0
+"""A run whose process lives but has not written for so long is stale."""
+
+SPANS_BYTES = 24 << 20
+"""So much of a long spans.jsonl is read: about as many spans as a SpanStore holds."""
+
+LOG_BYTES = 1 << 20
+LOG_LINES = 5000
+_SLOW_S = 2.0
+"""Between looks at checkpoints and at whether the process lives."""
+_POLL_S = 0.08
+"""Time after which a poll ends although files hold more."""
+
+LIVE = ("preparing", "running", "paused", "stale")
+"""States in which a process works on the run."""
+
+
+class LogLine(NamedTuple):
+    """One message of the run."""
+
+    time: float | None
+    level: str
+    text: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A generation that is kept."""
+
+    name: str
+    step: int
+
+
+class RunData:
+    """One thread calls `poll`; the attributes may be read by any thread, objects in them only grow or are replaced."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self.exists = True
+        self.status: dict[str, Any] = {}
+        self.plan: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.recipe: dict[str, Any] = {}
+        self.metrics = MetricsLog()
+        self.spans = SpanStore()
+        self.predicted: SpanStore | None = None
+        """The forecast's step; read once `want_predicted` is set."""
+        self.want_predicted = False
+        self.log: deque[LogLine] = deque(maxlen=LOG_LINES)
+        self.num_log = 0
+        """Lines ever added to `log`."""
+        self.checkpoints: list[Checkpoint] = []
+        self.committed_step: int | None = None
+        self.problems: list[str] = []
+        """What is wrong with the directory, a sentence each."""
+        self.behind = True
+        """Whether files hold more than has been read."""
+        self._live = False
+        self._looked_at = 0.0
+        self._places = BlockPlaces({})
+        self._stamps: dict[str, tuple[int, ...] | None] = {}
+        self._wrong: dict[str, str] = {}
+        """What is wrong by what is concerned."""
+        self._metrics_tail = JsonTail(path / "metrics.jsonl")
+        self._validation_tail = JsonTail(path / "validation.jsonl")
+        self._spans_tail = JsonTail(path / "spans.jsonl", start_bytes=SPANS_BYTES)
+        self._log_tail = JsonTail(path / "log.jsonl", start_bytes=LOG_BYTES)
+        self._next_metrics: MetricsLog | None = None
+        """Being filled from a replaced file; it takes the place of `metrics` when it is complete."""
+        self._output_read = False
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def name(self) -> str:
+        """The run's name: its folder's."""
+        return self.path.name
+
+    @property
+    def state(self) -> str:
+        """What status.json says; `crashed`, `stale` or `gone` where nobody says so; `unknown`."""
+        if not self.exists:
+            return "gone"
+        state = text(self.status, "state") or "unknown"
+        if state not in LIVE:
+            return state
+        if not self._live:
+            return "crashed"
+        silent_s = self.silent_s
+        return "stale" if silent_s is not None and silent_s > STALE_S else state
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the process last wrote its status."""
+        heartbeat = number(self.status, "heartbeat")
+        return None if heartbeat is None else max(0.0, self._clock() - heartbeat)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a process works on the run."""
+        return self.state in LIVE
+
+    @property
+    def error(self) -> str | None:
+        """Why the run failed."""
+        return text(self.status, "error")
+
+    @property
+    def step(self) -> int:
+        """The last step done."""
+        return max(whole(self.status, "step") or 0, self.metrics.last_step)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run."""
+        return whole(self.status, "total_steps") or whole(self.plan, "steps") or whole(self.recipe, "train", "steps")
+
+    @property
+    def now(self) -> dict[str, Any]:
+        """Lane -> ops under way, as the run's process last said; {} when none works on it."""
+        found = get(self.status, "now")
+        return found if self.state == "running" and isinstance(found, dict) else {}
+
+    @property
+    def clock_s(self) -> float | None:
+        """The spans' clock now: moved on from what the process last said, but not beyond what it can be."""
+        clock_s = number(self.status, "clock_s")
+        if clock_s is None:
+            view = self.spans.view
+            return view.last_end_s if view.num_spans else None
+        silent_s = self.silent_s or 0.0
+        return clock_s + min(silent_s, STALE_S) if self.state == "running" else clock_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the last steps; None where the GPU's peak is not known."""
+        planned, flops = number(self.plan, "mfu"), number(self.plan, "model_flops")
+        step_s = number(self.plan, "step_s")
+        done, took_s = self.metrics.recent_mean("model_flops"), self.metrics.recent_mean("step_s")
+        if not (planned and flops and step_s and done and took_s):
+            return None
+        return done / took_s / (flops / step_s / planned)
+
+    def eta_s(self) -> float | None:
+        """Seconds to the end of a run that goes on."""
+        total = self.total_steps
+        if total is None or self.state not in ("running", "paused", "stale"):
+            return None
+        now = self._clock() if self.state == "running" else None
+        return self.metrics.eta_s(total, number(self.status, "started"), now)
+
+    def blocks(self) -> list[BlockPlace]:
+        """Every block and where it is now. For the polling thread."""
+        return self._places.snapshot(self.now, self.clock_s, live=self.state in ("running", "paused", "stale"))
+
+    def log_lines(self) -> list[LogLine]:
+        """The messages kept, oldest first."""
+        while True:
+            try:
+                return list(self.log)
+            except RuntimeError:  # the polling thread added one meanwhile
+                continue
+
+    # ------------------------------------------------------------------ reading
+
+    def poll(self) -> set[str]:
+        """Read what is new, for about a tenth of a second at most; the parts that changed.
+
+        Of `status`, `plan`, `metrics`, `spans`, `predicted`, `log`, `checkpoints`, `problems`.
+        """
+        deadline = time.monotonic() + _POLL_S
+        before = (self.state, list(self.problems))
+        changed: set[str] = set()
+        exists = self.path.is_dir()
+        if exists != self.exists:
+            self.exists = exists
+            changed.add("status")
+        if exists:
+            changed |= self._read_objects()
+            changed |= self._read_slow()
+            readers = (self._read_metrics, self._read_spans, self._read_log)
+            while True:
+                for read in readers:
+                    changed |= read()
+                self.behind = any(tail.behind for tail in (self._metrics_tail, self._spans_tail, self._log_tail))
+                if not self.behind or time.monotonic() > deadline:
+                    break
+            changed |= self._read_predicted()
+        self._say_problems()
+        if before[0] != self.state:
+            changed.add("status")
+        if before[1] != self.problems:
+            changed.add("problems")
+        return changed
+
+    def _read_objects(self) -> set[str]:
+        changed = set()
+        for name in ("status", "plan", "summary", "recipe"):
+            path = self.path / f"{name}.json"
+            stamp = _stamp(path)
+            if stamp == self._stamps.get(name, ()):
+                continue
+            found, wrong = read_object(path)
+            self._stamps[name] = stamp
+            if wrong is None:
+                self._wrong.pop(name, None)
+            else:
+                self._wrong[name] = wrong
+            if found is not None or stamp is None:
+                setattr(self, name, found or {})
+            changed.add("status" if name == "status" else "plan")
+            if name == "plan":
+                self._places = BlockPlaces(self.plan)
+        return changed
+
+    def _read_slow(self) -> set[str]:
+        """Whether a process works on the run; which checkpoints there are."""
+        now = time.monotonic()
+        if self._looked_at and now - self._looked_at < _SLOW_S and text(self.status, "state") != "preparing":
+            return set()
+        self._looked_at = now
+        from app.checkpoints import checkpoint_steps, committed_step
+        from app.rundir import is_live
+
+        self._live = is_live(self.path)
+        checkpoints = [Checkpoint(name, step) for name, step in checkpoint_steps(self.path)]
+        committed = committed_step(self.path)
+        if (checkpoints, committed) == (self.checkpoints, self.committed_step):
+            return set()
+        self.checkpoints, self.committed_step = checkpoints, committed
+        return {"checkpoints"}
+
+    def _read_metrics(self) -> set[str]:
+        tail = self._metrics_tail
+        resets = tail.resets
+        lines = tail.read()
+        if tail.resets != resets:
+            self._next_metrics = MetricsLog()
+        target = self._next_metrics or self.metrics
+        added = target.add(lines)
+        if self._next_metrics is not None and not tail.behind:
+            self._next_metrics.validation = self.metrics.validation
+            self.metrics, self._next_metrics, added = self._next_metrics, None, 1
+        resets = self._validation_tail.resets
+        validations = self._validation_tail.read()
+        if self._validation_tail.resets != resets:
+            self.metrics.clear_validation()
+            added += 1
+        added += self.metrics.add_validation(validations)
+        self._count_damage("metrics.jsonl", tail.damaged + target.skipped)
+        return {"metrics"} if added else set()
+
+    def _read_spans(self) -> set[str]:
+        tail = self._spans_tail
+        resets = tail.resets
+        lines = tail.read()
+        if tail.resets != resets:
+            self.spans = SpanStore()
+            self._places = BlockPlaces(self.plan)
+        added = self.spans.add(lines)
+        self._places.add(lines)
+        self._count_damage("spans.jsonl", tail.damaged + self.spans.num_rejected)
+        return {"spans"} if added or tail.resets != resets else set()
+
+    def _read_log(self) -> set[str]:
+        tail = self._log_tail
+        resets = tail.resets
+        lines = tail.read()
+        if tail.resets != resets:
+            self.log.clear()
+        for line in lines:
+            self._add_log(number(line, "time"), text(line, "level") or "info", get(line, "text"), whole(line, "step"))
+        self._count_damage("log.jsonl", tail.damaged)
+        return {"log"} if lines or self._read_output() else set()
+
+    def _read_output(self) -> bool:
+        """The end of output.log, once, where a process died without a word."""
+        if self._output_read or self.state != "crashed":
+            return False
+        self._output_read = True
+        try:
+            with (self.path / "output.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 8192))
+                lines = file.read().decode(errors="replace").splitlines()[-40:]
+        except OSError:
+            return False
+        for line in lines:
+            self._add_log(None, "output", line, None)
+        return bool(lines)
+
+    def _add_log(self, at: float | None, level: str, content: Any, step: int | None) -> None:
+        self.log.append(LogLine(at, level, content if isinstance(content, str) else repr(content), step))
+        self.num_log += 1
+
+    def _read_predicted(self) -> set[str]:
+        """The whole forecast, again whenever it is replaced."""
+        if not self.want_predicted:
+            return set()
+        path = self.path / "predicted.jsonl"
+        stamp = _stamp(path)
+        if stamp == self._stamps.get("predicted", ()):
+            return set()
+        self._stamps["predicted"] = stamp
+        tail, store = JsonTail(path, start_bytes=SPANS_BYTES), SpanStore()
+        store.add(tail.read())
+        while tail.behind:
+            store.add(tail.read())
+        self.predicted = store
+        return {"predicted"}
+
+    # ------------------------------------------------------------------ what is wrong
+
+    def _count_damage(self, name: str, number_of: int) -> None:
+        if number_of:
+            self._wrong[name] = f"{name}: {number_of:,} line{'s are' if number_of > 1 else ' is'} damaged and left out"
+        else:
+            self._wrong.pop(name, None)
+
+    def _say_problems(self) -> None:
+        if not self.exists:
+            self.problems = [f"{self.path} is gone; what is shown was read before"]
+            return
+        problems = list(self._wrong.values())
+        if self._stamps.get("recipe") is None:
+            problems.insert(0, f"{self.path} has no recipe.json: it is no run directory, or one that is being made")
+        elif not self.status and "status" not in self._wrong:
+            problems.append("no status.json yet: no process has begun to work on the run")
+        self.problems = problems
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file does; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,105 @@
+"""Gauges: a bar against its budget, with a mark at what was planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tui.glyphs import Glyphs
+from tui.render import Row
+from tui.render.ticks import fit, size_text
+
+FULL_SHARE = 0.95
+"""Above this share of its budget a tier counts as full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What a tier may hold, was planned to hold and has held; None where unknown."""
+
+    name: str
+    budget_bytes: float | None
+    planned_bytes: float | None
+    held_bytes: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Most that was held, as a share of the budget; the planned peak while nothing was measured."""
+        held = self.planned_bytes if self.held_bytes is None else self.held_bytes
+        return held / self.budget_bytes if held is not None and self.budget_bytes else None
+
+
+def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, token: str) -> Row:
+    """A bar of `width` cells filled to `share` of it, with a mark at `mark`; both 0..1, None where unknown."""
+    if width < 1:
+        return []
+    filled = 0 if share is None or not math.isfinite(share) else round(min(1.0, max(0.0, share)) * width)
+    cells = [(glyphs.bar_full, token)] * filled + [(glyphs.bar_empty, "axis")] * (width - filled)
+    if mark is not None and math.isfinite(mark):
+        place = min(width - 1, max(0, math.ceil(mark * width) - 1))
+        peak = "┃" if glyphs.braille else glyphs.bar_peak
+        cells[place] = (peak, "title" if place >= filled else token + " reverse")
+    row: Row = []
+    for text, name in cells:
+        if row and row[-1][1] == name:
+            row[-1] = (row[-1][0] + text, name)
+        else:
+            row.append((text, name))
+    return row
+
+
+def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs) -> list[Row]:
+    """One or two rows a tier: held of budget, the planned peak, and the bar."""
+    rows: list[Row] = []
+    for tier in tiers:
+        share = tier.share
+        planned = tier.planned_bytes / tier.budget_bytes if tier.planned_bytes and tier.budget_bytes else None
+        alert = "bad" if share is not None and share > 1 else "warn" if share is not None and share > FULL_SHARE else ""
+        percent = "n/a" if share is None else f"{share:.0%}"
+        measured = tier.held_bytes
+        filled = None if measured is None else share
+        held = "planned " + size_text(tier.planned_bytes) if measured is None else size_text(measured)
+        figures = _of(held, size_text(tier.budget_bytes))
+        if rows_each >= 2:
+            plan = f"  plan {size_text(tier.planned_bytes)}" if measured is not None and planned is not None else ""
+            text = fit(
+                f"{figures}{plan}" if len(figures + plan) <= width - 10 else figures, width - 10, glyphs.ellipsis
+            )
+            rows.append(
+                [(fit(tier.name, 5), f"tier.{tier.name} bold"), (text, "text"), (percent.rjust(5), alert or "text")]
+            )
+            row: Row = [*bar(width, filled, planned, glyphs, f"tier.{tier.name}")]
+        else:
+            cells = min(len(figures), max(0, width - 18))
+            size = max(4, width - 5 - 5 - (cells + 1 if cells >= len(figures) else 0))
+            row = [
+                (fit(tier.name, 5), f"tier.{tier.name} bold"),
+                *bar(size, filled, planned, glyphs, f"tier.{tier.name}"),
+            ]
+            row.append((percent.rjust(5), alert or "text"))
+            if cells >= len(figures):
+                row.append((" " + figures, "dim"))
+        rows.append(row)
+    return [exactly(row, width) for row in rows]
+
+
+def _of(held: str, budget: str) -> str:
+    """`206 of 208 MiB`, where one unit serves both."""
+    if held.split()[-1] == budget.split()[-1] and held != "n/a":
+        held = held.rsplit(" ", 1)[0]
+    return f"{held} of {budget}"
+
+
+def exactly(row: Row, width: int) -> Row:
+    """The row cut or padded to `width` cells."""
+    out: Row = []
+    left = width
+    for text, token in row:
+        if left <= 0:
+            break
+        out.append((text[:left], token))
+        left -= len(text)
+    if left > 0:
+        out.append((" " * left, "text"))
+    return out

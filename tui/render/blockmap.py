@@ -1,0 +1,133 @@
+"""The block map: a column for each block, a row for each thing it has, a letter for where that is now.
+
+`g` GPU, `r` RAM, `n` NVMe; an arrow while it is in flight, up towards the GPU. What has left its home for the GPU
+stands as a capital `G`. Colours repeat what the letters say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tui.data.blocks import KINDS, BlockPlace
+from tui.glyphs import Glyphs
+from tui.render import Row
+from tui.render.bars import exactly
+
+_LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}
+_LABELS = {"weights": "weights", "state": "state", "gradient": "grad", "doing": "now"}
+_LABEL_CELLS = 8
+Cell = tuple[str, str]
+
+
+def legend(width: int, glyphs: Glyphs) -> Row:
+    """What the letters mean, as far as there is room."""
+    row: Row = []
+    used = 0
+    items = [
+        ("g", "tier.gpu", "gpu"),
+        ("r", "tier.ram", "ram"),
+        ("n", "tier.nvme", "nvme"),
+        (glyphs.up + glyphs.down, "flight", "in flight"),
+        ("G", "tier.gpu reverse", "fetched"),
+        ("f b u", "accent", "forward backward update"),
+    ]
+    for sign, token, name in items:
+        size = len(sign) + 1 + len(name) + 2
+        if used + size > width + 2:
+            break
+        row += [(sign, token), (" " + name + "  ", "dim")]
+        used += size
+    return exactly(row, width)
+
+
+def block_map(blocks: Sequence[BlockPlace], width: int, height: int, glyphs: Glyphs) -> list[Row]:
+    """At most `height` rows of `width` cells. Where the blocks outnumber the cells, they wrap, or share cells."""
+    if width < 1 or height < 1:
+        return []
+    if not blocks:
+        return [exactly([("no plan yet", "dim")], width)]
+    gutter = _LABEL_CELLS if width >= 24 else 0
+    space = width - gutter
+    kinds: list[str] = [*KINDS, "doing"][: max(1, height)] if height < 4 else [*KINDS, "doing"]
+    band = len(kinds) + 1  # with its ruler
+    num_bands = max(1, (height - (1 if height > band + 1 else 0)) // band) if height >= band else 1
+    per_cell = max(1, math.ceil(len(blocks) / (space * num_bands)))
+    num_cells = math.ceil(len(blocks) / per_cell)
+    cells_each = min(space, math.ceil(num_cells / math.ceil(num_cells / space)))
+    pitch = min(4, space // max(1, num_cells)) if num_cells <= space else 1
+    pitch = max(1, pitch)
+    rows: list[Row] = []
+    for start in range(0, num_cells, cells_each):
+        shown = range(start, min(num_cells, start + cells_each))
+        groups = [blocks[cell * per_cell : (cell + 1) * per_cell] for cell in shown]
+        if height >= band:
+            rows.append(exactly([(" " * gutter, "dim"), (_ruler(groups, start * per_cell, pitch), "dim")], width))
+        for kind in kinds:
+            row: Row = [(_LABELS[kind].ljust(gutter)[:gutter], "dim")]
+            for group in groups:
+                sign, token = _group_cell(group, kind, glyphs)
+                row += [(sign * (pitch - 1 if pitch > 1 else 1), token), (" " * (pitch > 1), "text")]
+            rows.append(exactly(_merged(row), width))
+    if len(rows) < height:
+        rows.append(legend(width, glyphs))
+    return rows[:height]
+
+
+def _group_cell(group: Sequence[BlockPlace], kind: str, glyphs: Glyphs) -> Cell:
+    """The cell of one block, or of several: the busiest of them speaks."""
+    cells = [_cell(block, kind, glyphs) for block in group]
+    return max(cells, key=lambda cell: _WEIGHT.get(cell[1].split()[0], 0) + cell[1].endswith("reverse"))
+
+
+_WEIGHT = {"flight": 9, "accent": 9, "tier.gpu": 5, "tier.nvme": 4, "tier.ram": 3, "axis": 0}
+
+
+def _cell(block: BlockPlace, kind: str, glyphs: Glyphs) -> Cell:
+    if kind == "doing":
+        return (block.doing[0], "accent") if block.doing else ("·" if glyphs.braille else ".", "axis")
+    direction = block.moving.get(kind)
+    if direction is not None:
+        return (glyphs.up if direction == "in" else glyphs.down), "flight"
+    place, home = block.place.get(kind, ""), block.home.get(kind, "")
+    if place not in _LETTERS:
+        return ("·" if glyphs.braille else "."), "axis"
+    letter = _LETTERS[place]
+    if place == "gpu" and home != "gpu":
+        return "G", "tier.gpu reverse"
+    return letter, f"tier.{place}" + (" bold" if place != home else "")
+
+
+def _ruler(groups: Sequence[Sequence[BlockPlace]], first: int, pitch: int) -> str:
+    """Names over the columns: e for embed, h for head, and every so often a layer's number."""
+    cells = [" "] * (len(groups) * pitch + 4)
+    free = 0
+    for index, group in enumerate(groups):
+        name = group[0].name
+        if name.startswith("layers."):
+            number = name.removeprefix("layers.")
+            wanted = first + index == 1 or (number.isdigit() and int(number) % _every(pitch) < len(group))
+            label = number if wanted and number.isdigit() else ""
+        else:
+            label = name[:1]
+        at = index * pitch
+        if label and at >= free and at + len(label) <= len(groups) * pitch:
+            cells[at : at + len(label)] = label
+            free = at + len(label) + 1
+    return "".join(cells[: len(groups) * pitch])
+
+
+def _every(pitch: int) -> int:
+    return {1: 10, 2: 5}.get(pitch, 2)
+
+
+def _merged(row: Row) -> Row:
+    merged: Row = []
+    for text, token in row:
+        if not text:
+            continue
+        if merged and merged[-1][1] == token:
+            merged[-1] = (merged[-1][0] + text, token)
+        else:
+            merged.append((text, token))
+    return merged

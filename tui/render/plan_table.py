@@ -1,0 +1,85 @@
+"""The planned step beside the real one: seconds, speed, share of each lane."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tui.glyphs import Glyphs
+from tui.render import Row
+from tui.render.bars import exactly
+from tui.render.ticks import figure
+
+_LABEL = 11
+_CELL = 9
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One step, planned or real; None where unknown."""
+
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    bound_by: str | None = None
+    shares: Mapping[str, float] | None = None
+    """Lane -> share of the step in which it was busy."""
+
+
+def plan_rows(
+    planned: StepFigures, real: StepFigures, lanes: Sequence[str], width: int, height: int, glyphs: Glyphs
+) -> list[Row]:
+    """A row a figure: planned, real, and by how much they differ."""
+    head: Row = [(" " * _LABEL, "dim"), ("plan".rjust(_CELL), "predicted"), ("real".rjust(_CELL), "title")]
+    rows = [exactly(head, width)]
+    rows.append(_row("step", planned.step_s, real.step_s, " s", width))
+    rows.append(_row("tokens/s", planned.tokens_per_s, real.tokens_per_s, "", width))
+    if planned.mfu is not None or real.mfu is not None:
+        cells: Row = [("MFU".ljust(_LABEL), "dim"), (_percent(planned.mfu).rjust(_CELL), "predicted")]
+        rows.append(exactly([*cells, (_percent(real.mfu).rjust(_CELL), "text")], width))
+    bound: Row = [("bound by".ljust(_LABEL), "dim")]
+    for name in (planned.bound_by, real.bound_by):
+        bound.append(((name or "n/a")[:_CELL].rjust(_CELL), f"lane.{name}" if name else "dim"))
+    rows.append(exactly(bound, width))
+    for lane in lanes:
+        before, now = (planned.shares or {}).get(lane), (real.shares or {}).get(lane)
+        row: Row = [(lane.ljust(_LABEL)[:_LABEL], f"lane.{lane}"), (_percent(before, 0).rjust(_CELL), "predicted")]
+        row.append((_percent(now, 0).rjust(_CELL), "text"))
+        row += _two_bars(before, now, width - _LABEL - 2 * _CELL - 1, lane, glyphs)
+        rows.append(exactly(row, width))
+    return rows[:height]
+
+
+def _row(label: str, planned: float | None, real: float | None, unit: str, width: int) -> Row:
+    row: Row = [(label.ljust(_LABEL), "dim")]
+    for value, token in ((planned, "predicted"), (real, "bold")):
+        text = figure(value) + (unit if value is not None else "")
+        row.append((text[:_CELL].rjust(_CELL), token))
+    if planned and real:
+        ratio = real / planned - 1
+        row.append((f"  {ratio:+.0%}", "dim" if abs(ratio) < 0.1 else "warn"))
+    return exactly(row, width)
+
+
+def _two_bars(planned: float | None, real: float | None, width: int, lane: str, glyphs: Glyphs) -> Row:
+    """The real share as a bar with a mark at the planned one."""
+    if width < 6 or real is None or not math.isfinite(real):
+        return []
+    filled = round(min(1.0, max(0.0, real)) * width)
+    cells = [glyphs.eighths[4] if glyphs.braille else glyphs.bar_full] * filled + [" "] * (width - filled)
+    tokens = [f"lane.{lane}"] * width
+    if planned is not None and math.isfinite(planned):
+        place = min(width - 1, max(0, math.ceil(planned * width) - 1))
+        cells[place], tokens[place] = ("┃" if glyphs.braille else glyphs.bar_peak), "predicted"
+    row: Row = [(" ", "text")]
+    for text, token in zip(cells, tokens, strict=True):
+        if row[-1][1] == token:
+            row[-1] = (row[-1][0] + text, token)
+        else:
+            row.append((text, token))
+    return row
+
+
+def _percent(share: float | None, digits: int = 1) -> str:
+    return "n/a" if share is None or not math.isfinite(share) else f"{share:.{digits}%}"

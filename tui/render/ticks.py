@@ -1,0 +1,123 @@
+"""Where an axis carries numbers, and how figures read in few cells."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+_TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800)
+
+
+def linear_ticks(low: float, high: float, most: int) -> list[float]:
+    """At most `most` round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low or most < 1:
+        return []
+    exponent = math.floor(math.log10((high - low) / most))
+    for factor in (1, 2, 5, 10, 20, 50):
+        spacing = factor * 10.0**exponent
+        first, last = math.ceil(low / spacing - 1e-9), math.floor(high / spacing + 1e-9)
+        if last - first + 1 <= most:
+            return [number * spacing for number in range(first, last + 1)]
+    return []
+
+
+def log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Powers of ten and, as far as there is room, 2 and 5 times them; over less than a decade as on a linear axis."""
+    if not 0 < low < high or most < 1:
+        return []
+    if high / low < 12:
+        return [tick for tick in linear_ticks(low, high, most) if tick > 0]
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]
+        if len(found) <= most:
+            return found
+    every = -(-len(found) // most)
+    return found[::every]
+
+
+def time_ticks(low: float, high: float, most: int) -> list[float]:
+    """Like `linear_ticks`, in seconds a person counts in: half minutes, hours, days."""
+    for spacing in _TIMES:
+        first, last = math.ceil(low / spacing), math.floor(high / spacing)
+        if last - first + 1 <= most and high > low:
+            return [float(number * spacing) for number in range(first, last + 1)] if high - low >= 4 else []
+    return [tick * 86400 for tick in linear_ticks(low / 86400, high / 86400, most)]
+
+
+def decimals(ticks: list[float]) -> int:
+    """Digits behind the point that tell neighbouring ticks apart, 0 to 6."""
+    if len(ticks) < 2:
+        return 2 if ticks and abs(ticks[0]) < 100 and ticks[0] % 1 else 0
+    spacing = min(abs(b - a) for a, b in itertools.pairwise(ticks))
+    if spacing <= 0:
+        return 0
+    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
+    return min(6, digits)
+
+
+def tick_texts(ticks: list[float]) -> list[str]:
+    """The ticks as they stand on an axis, all with the same digits; very small or large ones as powers."""
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    if largest and (largest < 1e-3 or largest >= 1e6):
+        return [f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e") if tick else "0" for tick in ticks]
+    digits = decimals(ticks)
+    if ticks and min(ticks) > 0 and max(ticks) / min(ticks) >= 10:  # a logarithmic axis: each its own digits
+        return [f"{tick:g}" for tick in ticks]
+    return [f"{tick:.{digits}f}" for tick in ticks]
+
+
+def count_text(value: float) -> str:
+    """A number of things in at most five cells: 950, 1.2k, 45k, 3.1M, 1.2T."""
+    if not math.isfinite(value):
+        return "n/a"
+    size, unit = abs(value), ""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if size < 999.5 or unit == "P":
+            break
+        size /= 1000
+    digits = 0 if not unit or size >= 99.95 or abs(size - round(size)) < 0.005 else 1
+    return f"{'-' if value < 0 else ''}{size:.{digits}f}{unit}"
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A figure with so many significant digits, without exponents where it is of ordinary size; n/a when unknown."""
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -3 or exponent > 6:
+        mantissa, power = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def size_text(num_bytes: float | None) -> str:
+    """A size in binary units, in at most eight cells: 512 B, 1.5 GiB."""
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return "n/a"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1023.5 or unit == "TiB":
+            digits = 0 if unit == "B" or abs(num_bytes) >= 99.95 else 1 if unit != "TiB" else 2
+            return f"{num_bytes:.{digits}f} {unit}"
+        num_bytes /= 1024
+    return "n/a"
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """A rate in decimal units, as drives are sold: 3.1 GB/s."""
+    if bytes_per_s is None or not math.isfinite(bytes_per_s):
+        return "n/a"
+    for unit in ("B", "kB", "MB", "GB"):
+        if bytes_per_s < 999.5 or unit == "GB":
+            return f"{bytes_per_s:.{1 if bytes_per_s < 99.95 and unit != 'B' else 0}f} {unit}/s"
+        bytes_per_s /= 1000
+    return "n/a"
+
+
+def fit(text: str, width: int, ellipsis: str = "…") -> str:
+    """The text in exactly `width` cells, cut or padded at its right."""
+    if len(text) > width:
+        return text[: max(0, width - 1)] + ellipsis if width > 0 else ""
+    return text.ljust(width)

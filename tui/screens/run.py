@@ -1,0 +1,471 @@
+"""The run screen: a run as it trains, or as it was; nothing here touches the run but the actions that ask first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Container, Vertical
+from textual.widgets import Footer, Input
+
+from tui.data.blocks import BlockPlace
+from tui.data.run_data import RunData
+from tui.screens.base import PenstockScreen
+from tui.widgets.block_map import BlockMap
+from tui.widgets.kpi_bar import AlertBar, KpiBar
+from tui.widgets.lane_view import LaneView
+from tui.widgets.lines import LineWidget
+from tui.widgets.log_pane import LogPane
+from tui.widgets.loss_chart import LossChart
+from tui.widgets.plan_table import PlanTable
+from tui.widgets.tier_gauges import TierGauges
+
+PANES = ("loss", "lanes", "tiers", "blocks", "log", "plan")
+"""In the order of their keys, 1 to 6."""
+
+_TICK_S = 0.5
+"""What only time changes (time to the end, drive rates, silence) is drawn so often."""
+
+
+class _Update(NamedTuple):
+    """What the feed found."""
+
+    changed: set[str]
+    blocks: list[BlockPlace] | None
+
+
+class FilterInput(Input):
+    """The words that log lines must have; escape shows all lines again."""
+
+    BINDINGS = [Binding("escape", "drop", show=False)]
+
+    def action_drop(self) -> None:
+        """Close without a filter."""
+        self.value = ""
+        self.screen.query_one(LogPane).focus()
+        self.display = False
+
+
+class RunScreen(PenstockScreen):
+    """Panes of one run; see PANES."""
+
+    SCOPE = "run"
+    DEFAULT_CSS = """
+    RunScreen #body { height: 1fr; }
+    RunScreen #main { width: 1fr; height: 1fr; }
+    RunScreen #side { height: 1fr; }
+    RunScreen #filter { height: 1; border: none; padding: 0 1; background: $panel; display: none; }
+    """
+
+    def __init__(self, run_path: Path) -> None:
+        super().__init__()
+        self.data = RunData(run_path, lambda: self.penstock.clock())
+        self.frozen = False
+        self.maximised: str | None = None
+        """The pane that has the screen for itself."""
+        self._ticked_at = 0.0
+        self._offered: dict[str, bool] = {}
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        yield KpiBar(self.data, id="kpi")
+        yield AlertBar(self.data, id="alerts")
+        with Container(id="body"):
+            with Vertical(id="main"):
+                yield LossChart(self.data, id="loss", classes="pane")
+                yield LaneView(self.data.spans, id="lanes", classes="pane")
+                yield LogPane(self.data, id="log", classes="pane")
+                yield FilterInput(placeholder="words, !words that must not be there", id="filter", compact=True)
+            with Vertical(id="side"):
+                yield TierGauges(self.data, id="tiers", classes="pane")
+                yield BlockMap(id="blocks", classes="pane")
+                yield PlanTable(self.data, id="plan", classes="pane")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        for number, name in enumerate(PANES, start=1):
+            self.pane(name).border_title = f"{number} {name}"
+        self._arrange()
+        self.loss.focus()
+        self.start_feed(self._poll, self._show)
+
+    # ------------------------------------------------------------------ parts
+
+    def pane(self, name: str) -> LineWidget:
+        """A pane by its name."""
+        return self.query_one(f"#{name}", LineWidget)
+
+    @property
+    def loss(self) -> LossChart:
+        """The loss pane."""
+        return self.query_one("#loss", LossChart)
+
+    @property
+    def lanes(self) -> LaneView:
+        """The lanes pane."""
+        return self.query_one("#lanes", LaneView)
+
+    @property
+    def log_pane(self) -> LogPane:
+        """The log pane."""
+        return self.query_one("#log", LogPane)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Textual's hook."""
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Which panes there is room for, and how high they are."""
+        width, height = self.app.size
+        wide = width >= 100
+        stacked = not wide and height >= 44
+        shown = {
+            "loss": True,
+            "lanes": height >= 14,
+            "tiers": wide or stacked,
+            "blocks": (wide and height >= 20) or stacked,
+            "plan": wide and height >= 34,
+            "log": height >= 22,
+        }
+        if self.maximised is not None:
+            shown = {name: name == self.maximised for name in PANES}
+        heights: dict[str, int | str] = {
+            "loss": "1fr",
+            "lanes": 9 if height < 34 else 11,
+            "log": 5 if height < 30 else 9 if height < 48 else 14,
+            "tiers": min(12, max(6, height // 3)),
+            "blocks": "1fr" if wide else 9,
+            "plan": 13,
+        }
+        for name in PANES:
+            pane = self.pane(name)
+            pane.display = shown[name]
+            pane.styles.height = "1fr" if name == self.maximised else heights[name]
+        side = self.query_one("#side")
+        main = self.query_one("#main")
+        side.display = shown["tiers"] or shown["blocks"] or shown["plan"]
+        main.display = shown["loss"] or shown["lanes"] or shown["log"]
+        alone = not main.display or not wide
+        self.query_one("#body").styles.layout = "horizontal" if wide else "vertical"
+        side.styles.width = "1fr" if alone else max(38, min(72, width // 3))
+        side.styles.height = "auto" if stacked and main.display else "1fr"
+        self.query_one("#alerts", AlertBar).most = 1 if height < 30 else AlertBar.MOST
+        self.query_one(Footer).display = height >= 8
+
+    # ------------------------------------------------------------------ feed
+
+    def _poll(self) -> _Update | None:
+        """What is new, in the feed's thread."""
+        changed = self.data.poll()
+        now = time.monotonic()
+        if now - self._ticked_at >= _TICK_S:
+            self._ticked_at = now
+            changed.add("tick")
+        if not changed and not self.data.now:
+            return None
+        wanted = changed & {"spans", "plan", "status"} and self.pane("blocks").display
+        return _Update(changed, self.data.blocks() if wanted else None)
+
+    def _show(self, update: _Update) -> None:
+        """Redraw what changed, in the UI's thread."""
+        if self.frozen or not self.is_mounted:
+            return
+        changed, data = update.changed, self.data
+        if changed & {"status", "metrics", "tick", "plan"}:
+            self.query_one("#kpi", KpiBar).redraw()
+            self.query_one("#alerts", AlertBar).update()
+        if changed & {"metrics", "checkpoints"}:
+            self._redraw("loss")
+        if changed & {"metrics", "plan"}:
+            self._redraw("plan")
+        if changed & {"metrics", "plan", "spans", "tick"} and (data.is_live or changed != {"tick"}):
+            self._redraw("tiers")
+        if "log" in changed:
+            self._redraw("log")
+        if update.blocks is not None:
+            self.query_one("#blocks", BlockMap).show(update.blocks)
+        self._show_lanes(changed)
+        self._titles()
+        if changed & {"status", "checkpoints", "metrics"}:
+            self._refresh_offered()
+
+    def _show_lanes(self, changed: set[str]) -> None:
+        lanes, data = self.lanes, self.data
+        if lanes.store is not data.spans:
+            lanes.store = data.spans
+        if data.predicted is not None and lanes.predicted is not data.predicted:
+            lanes.predicted = data.predicted
+        running = data.state == "running"
+        if lanes.display and (running or changed & {"spans", "status", "predicted"}):
+            lanes.update_live(data.clock_s, data.now, running)
+
+    def _redraw(self, name: str) -> None:
+        pane = self.pane(name)
+        if pane.display:
+            pane.redraw()
+
+    def _titles(self) -> None:
+        """What stands in the panes' lower borders."""
+        for pane, text in ((self.loss, self.loss.headline()), (self.log_pane, self.log_pane.headline())):
+            if pane.border_subtitle != text:
+                pane.border_subtitle = text.replace("[", "(").replace("]", ")")
+
+    def redraw_all(self) -> None:
+        """Draw everything from what has been read."""
+        for widget in self.query(LineWidget):
+            widget.redraw()
+        self._titles()
+
+    # ------------------------------------------------------------------ what is offered
+
+    def offers(self, action: str) -> bool:
+        """Whether an action makes sense in the run's state."""
+        state, live = self.data.state, self.data.is_live
+        return {
+            "save_checkpoint": self.data.step > 0 and state in ("running", "paused", "stopped", "finished", "crashed"),
+            "pause": state == "running",
+            "resume": state in ("paused", "stopped", "failed", "crashed"),
+            "stop": live,
+            "export": self.data.step > 0 and (state in ("running", "paused") or self.data.committed_step is not None),
+            "timeline": self.data.exists,
+        }.get(action, True)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Textual's hook: what is not offered is not in footer, help and palette."""
+        return self.offers(action)
+
+    def _refresh_offered(self) -> None:
+        names = ("save_checkpoint", "pause", "resume", "stop", "export", "timeline")
+        offered = {name: self.offers(name) for name in names}
+        if offered != self._offered:
+            self._offered = offered
+            self.refresh_bindings()
+
+    # ------------------------------------------------------------------ panes
+
+    def action_pane_loss(self) -> None:
+        """Focus; again: alone, or back."""
+        self._go_to("loss")
+
+    def action_pane_lanes(self) -> None:
+        """Focus; again: alone, or back."""
+        self._go_to("lanes")
+
+    def action_pane_tiers(self) -> None:
+        """Focus; again: alone, or back."""
+        self._go_to("tiers")
+
+    def action_pane_blocks(self) -> None:
+        """Focus; again: alone, or back."""
+        self._go_to("blocks")
+
+    def action_pane_log(self) -> None:
+        """Focus; again: alone, or back."""
+        self._go_to("log")
+
+    def action_pane_plan(self) -> None:
+        """Focus; again: alone, or back."""
+        self._go_to("plan")
+
+    def _go_to(self, name: str) -> None:
+        pane = self.pane(name)
+        if self.maximised == name:
+            self.maximised = None
+        elif pane.has_focus or not pane.display:
+            self.maximised = name
+        self._arrange()
+        if name == "blocks":
+            self.query_one("#blocks", BlockMap).show(self.data.blocks())
+        if not pane.display:  # restored where there is no room for it
+            self.loss.focus()
+        else:
+            pane.focus()
+        self.redraw_all()
+
+    def _zoomed(self) -> LossChart | LaneView:
+        """The pane that zoom and pan are for: the lanes, unless the loss has the focus."""
+        return self.loss if self.loss.has_focus else self.lanes
+
+    def action_zoom_in(self) -> None:
+        """See the action table."""
+        self._zoomed().zoom_in()
+        self._titles()
+
+    def action_zoom_out(self) -> None:
+        """See the action table."""
+        self._zoomed().zoom_out()
+        self._titles()
+
+    def action_pan_left(self) -> None:
+        """See the action table."""
+        self._zoomed().pan_left()
+
+    def action_pan_right(self) -> None:
+        """See the action table."""
+        self._zoomed().pan_right()
+
+    def action_fit(self) -> None:
+        """See the action table."""
+        self._zoomed().fit()
+        self._titles()
+
+    def action_next_span(self) -> None:
+        """See the action table."""
+        self._zoomed().next_span()
+        self._titles()
+
+    def action_previous_span(self) -> None:
+        """See the action table."""
+        self._zoomed().previous_span()
+        self._titles()
+
+    # ------------------------------------------------------------------ display
+
+    def action_freeze(self) -> None:
+        """See the action table."""
+        self.frozen = not self.frozen
+        self.lanes.freeze(self.frozen)
+        kpi = self.query_one("#kpi", KpiBar)
+        kpi.frozen = self.frozen
+        kpi.redraw()
+        if not self.frozen:
+            self.redraw_all()
+
+    def action_log_scale(self) -> None:
+        """See the action table."""
+        self.loss.toggle_log()
+        self._titles()
+
+    def action_outliers(self) -> None:
+        """See the action table."""
+        self.loss.toggle_clip()
+        self._titles()
+
+    def action_axis(self) -> None:
+        """See the action table."""
+        self.loss.next_axis()
+        self._titles()
+
+    def action_predicted(self) -> None:
+        """See the action table."""
+        self.data.want_predicted = True
+        self.lanes.toggle_predicted()
+
+    def action_timeline(self) -> None:
+        """See the action table."""
+        self.penstock.open_timeline(self.data.path)
+
+    def action_filter_log(self) -> None:
+        """See the action table."""
+        if not self.log_pane.display:
+            self._go_to("log")
+        field = self.query_one("#filter", FilterInput)
+        field.display = True
+        field.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """The log follows what is typed."""
+        self.log_pane.filter(event.value)
+        self._titles()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """The filter stays; its field goes."""
+        event.input.display = False
+        self.log_pane.focus()
+
+    # ------------------------------------------------------------------ actions on the run
+
+    def action_save_checkpoint(self) -> None:
+        """See the action table."""
+        self._begin(self._save_checkpoint())
+
+    def action_pause(self) -> None:
+        """See the action table."""
+        text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
+        self._begin(self._ask_and_run("Pause the run?", text, "Pause", ["pause", str(self.data.path)]))
+
+    def action_stop(self) -> None:
+        """See the action table."""
+        text = "The run finishes its step, commits it and ends. It can be resumed from there."
+        self._begin(self._ask_and_run("Stop the run?", text, "Stop", ["stop", str(self.data.path)]))
+
+    def action_resume(self) -> None:
+        """See the action table."""
+        self._begin(self._resume())
+
+    def action_export(self) -> None:
+        """See the action table."""
+        self._begin(self._export())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self.run_worker(work, group="actions", exit_on_error=False)
+
+    async def _ask_and_run(self, title: str, text: str, yes: str, args: list[str]) -> None:
+        if await self.penstock.ask(title, text, yes):
+            await self._command(args)
+
+    async def _save_checkpoint(self) -> None:
+        live = self.data.is_live
+        step = self.data.step + 1 if live else self.data.committed_step or self.data.step
+        text = "The state at the end of this step is kept under a name." if live else "The committed state gets a name."
+        name = await self.penstock.ask_text("Save a checkpoint", text, f"at-step-{step}")
+        if name is not None:
+            self.notify("the run keeps it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
+            await self._command(["checkpoint", str(self.data.path), name])
+
+    async def _export(self) -> None:
+        text = "A folder to write in Hugging Face's format; it must not exist yet, or be empty."
+        out = await self.penstock.ask_text("Export", text, str(self.data.path / "export"))
+        if out is not None:
+            self.notify(f"writing {out}", title="Export")
+            await self._command(["export", str(self.data.path), str(Path(out).expanduser())])
+
+    async def _resume(self) -> None:
+        if self.data.state == "paused":
+            await self._ask_and_run("Go on?", "The paused run goes on.", "Resume", ["resume", str(self.data.path)])
+            return
+        committed = self.data.committed_step
+        begin = "from its beginning" if committed is None else f"behind step {committed:,}"
+        text = f"A new process trains on, {begin}. It goes on when this terminal closes."
+        if await self.penstock.ask("Resume the run?", text, "Resume"):
+            await self._in_thread(_resume, self.data.path)
+
+    async def _command(self, args: list[str]) -> None:
+        await self._in_thread(_command, args)
+
+    async def _in_thread(self, function: Callable[[Any], tuple[bool, str]], argument: Any) -> None:
+        fine, text = await asyncio.to_thread(function, argument)
+        if text:
+            self.notify(text, severity="information" if fine else "error", timeout=6 if fine else 20, markup=False)
+
+
+def _command(args: list[str]) -> tuple[bool, str]:
+    """Run a command of the command line; whether it went well, and what it said at its end."""
+    from app.launcher import command
+    from storage.errors import UserError
+
+    try:
+        result = command(args)
+    except (UserError, OSError) as error:
+        return False, str(error)
+    lines = [line for line in result.output.strip().splitlines() if line.strip()]
+    return result.code == 0, "\n".join(lines[-4:])
+
+
+def _resume(path: Path) -> tuple[bool, str]:
+    """Start a process that trains on."""
+    from app.launcher import resume
+    from storage.errors import UserError
+
+    try:
+        resume(path)
+    except (UserError, OSError) as error:
+        return False, str(error)
+    return True, "the run goes on in a process of its own"

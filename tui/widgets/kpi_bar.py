@@ -1,0 +1,90 @@
+"""The line of key figures at the top, and the line of alerts below it."""
+
+from __future__ import annotations
+
+from app.progress import duration_text
+from tui.data.alerts import Alert, alerts
+from tui.data.run_data import RunData
+from tui.render import Row
+from tui.render.bars import exactly
+from tui.render.kpi import Figure, kpi_row
+from tui.render.ticks import count_text, figure, fit
+from tui.widgets.lines import LineWidget
+
+
+def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
+    """The run's key figures by falling weight; what is not known is left out or n/a."""
+    metrics, total = data.metrics, data.total_steps
+    found = [Figure("display held", token="warn reverse")] if frozen else []
+    found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
+    loss, ema = metrics.last("loss"), metrics.last("ema")
+    if metrics.rows:
+        short = "n/a" if loss is None else f"{loss:.4f}"
+        long = short if ema is None else f"{short} (ema {ema:.3f})"
+        found.append(Figure(long, short, token="bold" if loss is not None else "bad", label="loss"))
+        speed = metrics.last("tokens_per_s")
+        found.append(Figure(f"{figure(speed, 4)} tok/s", token="text"))
+    if data.is_live:
+        found.append(Figure(duration_text(data.eta_s()), label="ETA"))
+    mfu = data.mfu
+    found.append(Figure("n/a" if mfu is None else f"{mfu:.1%}", label="MFU", token="text" if mfu else "dim"))
+    steps, losses = metrics.validation
+    if len(steps):
+        found.append(
+            Figure(f"{losses[-1]:.4f} @{int(steps[-1]):,}", f"{losses[-1]:.4f}", token="validation", label="val")
+        )
+    if metrics.rows:
+        found.append(Figure(count_text(float(metrics.column("total_tokens")[-1])), label="tokens"))
+        found.append(Figure(duration_text(float(metrics.column("total_s")[-1])), label="trained"))
+    return found
+
+
+class KpiBar(LineWidget):
+    """State, step, loss, speed, time to the end."""
+
+    DEFAULT_CSS = "KpiBar { height: 1; padding: 0 1; background: $panel; }"
+
+    def __init__(self, data: RunData, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._data = data
+        self.frozen = False
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """One row."""
+        found = figures(self._data, frozen=self.frozen)
+        return [kpi_row(width, self._data.name, self._data.state, found, self.glyphs)]
+
+
+class AlertBar(LineWidget):
+    """One alert a row, the gravest first; there only while there is one."""
+
+    DEFAULT_CSS = "AlertBar { height: 1; padding: 0 1; display: none; }"
+    MOST = 3
+
+    def __init__(self, data: RunData, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._data = data
+        self.alerts: list[Alert] = []
+        self.most = self.MOST
+
+    def update(self) -> None:
+        """Look again at what is wrong."""
+        found = alerts(self._data)
+        if found == self.alerts:
+            return
+        self.alerts = found
+        self.display = bool(found)
+        if found:
+            self.styles.height = min(len(found), self.most)
+        self.redraw()
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """As many alerts as there is room for; the last row says how many more there are."""
+        rows: list[Row] = []
+        for number, alert in enumerate(self.alerts[:height]):
+            rest = len(self.alerts) - height if number == height - 1 else 0
+            more = f"  and {rest} more" if rest > 0 else ""
+            mark = self.glyphs.cross if alert.token == "bad" else "!"
+            text = fit(alert.text, max(0, width - 2 - len(more)), self.glyphs.ellipsis)
+            rows.append(exactly([(mark + " ", f"{alert.token} bold"), (text, alert.token), (more, "dim")], width))
+        return rows

@@ -1,0 +1,252 @@
+"""The loss pane: raw, averaged and validation loss, checkpoints, and below it gradient norm and learning rate."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+from textual import events
+
+from tui.data.run_data import RunData
+from tui.render import Row
+from tui.render.bars import exactly
+from tui.render.chart import Curve, XKind, chart, sparkline
+from tui.render.ticks import count_text, figure
+from tui.widgets.lines import LineWidget
+
+_COLUMNS: dict[str, str] = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
+_SIGNAL_LABEL = 22
+
+
+class LossChart(LineWidget, can_focus=True):
+    """Zoom, pan and a cursor that goes from step to step; without a zoom it follows the run."""
+
+    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._data = data
+        self.log_y = False
+        self.clip = True
+        self.x_kind: XKind = "step"
+        self.window: tuple[float, float] | None = None
+        """Shares of the x axis that are shown; None: all."""
+        self.cursor: int | None = None
+        """Row under the cursor."""
+
+    # ------------------------------------------------------------------ drawing
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """The chart; signals where there is room for them."""
+        num_signals = 2 if height >= 11 else 1 if height >= 8 else 0
+        tall = height >= 24
+        chart_height = height - (height // 3 if tall else num_signals)
+        rows = self._chart(width, chart_height)
+        if tall:
+            return rows + self._second_chart(width, height - chart_height)
+        return rows + self._signals(width, num_signals)
+
+    def _chart(self, width: int, height: int) -> list[Row]:
+        metrics = self._data.metrics
+        num_rows = metrics.rows
+        x = metrics.column(_COLUMNS[self.x_kind], num_rows)
+        steps, losses = metrics.validation
+        where = steps if self.x_kind == "step" else metrics.validation_at(_COLUMNS[self.x_kind])
+        curves = [
+            Curve(x, metrics.column("loss", num_rows), "raw"),
+            Curve(x, metrics.column("ema", num_rows), "ema"),
+            Curve(where, losses, "validation", points=True),
+        ]
+        return chart(
+            width,
+            height,
+            curves,
+            self.glyphs,
+            x_kind=self.x_kind,
+            x_range=self._range(),
+            log_y=self.log_y,
+            clip=self.clip,
+            marks=self._marks(),
+            cursor=None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor]),
+        )
+
+    def _marks(self) -> list[float]:
+        """Where checkpoints are on the x axis."""
+        metrics = self._data.metrics
+        steps = [float(checkpoint.step) for checkpoint in self._data.checkpoints]
+        if self.x_kind == "step" or not metrics.rows:
+            return steps
+        return list(np.interp(steps, metrics.column("step"), metrics.column(_COLUMNS[self.x_kind])))
+
+    def _bounds(self) -> tuple[float, float] | None:
+        metrics = self._data.metrics
+        if metrics.rows < 2:
+            return None
+        x = metrics.column(_COLUMNS[self.x_kind])
+        return float(x[0]), float(x[-1])
+
+    def _range(self) -> tuple[float, float] | None:
+        bounds = self._bounds()
+        if self.window is None or bounds is None or bounds[1] <= bounds[0]:
+            return None
+        low, span = bounds[0], bounds[1] - bounds[0]
+        return low + self.window[0] * span, low + self.window[1] * span
+
+    def _signals(self, width: int, most: int) -> list[Row]:
+        """Gradient norm and learning rate: the last value and how it came there."""
+        metrics = self._data.metrics
+        rows: list[Row] = []
+        for name, label in (("grad_norm", "grad norm"), ("lr", "lr"))[:most]:
+            score = metrics.z_score(name) if name == "grad_norm" else None
+            value = figure(metrics.last(name))
+            spike = score is not None and score > 5
+            cells = max(0, width - _SIGNAL_LABEL)
+            row: Row = [(label.ljust(11), "dim"), (value.ljust(_SIGNAL_LABEL - 11), "bad" if spike else "text")]
+            row.append((sparkline(metrics.column(name), cells, self.glyphs), "raw"))
+            rows.append(exactly(row, width))
+        return rows
+
+    def _second_chart(self, width: int, height: int) -> list[Row]:
+        metrics = self._data.metrics
+        num_rows = metrics.rows
+        x = metrics.column(_COLUMNS[self.x_kind], num_rows)
+        title = f"gradient norm {figure(metrics.last('grad_norm'))}"
+        lr = f"   learning rate {figure(metrics.last('lr'))} "
+        cells = width - len(title) - len(lr)
+        head: Row = [(title, "title"), (lr, "dim")]
+        head.append((sparkline(metrics.column("lr"), min(40, max(0, cells)), self.glyphs), "raw"))
+        curve = Curve(x, metrics.column("grad_norm", num_rows), "lane.d2h")
+        below = chart(
+            width,
+            height - 1,
+            [curve],
+            self.glyphs,
+            x_kind=self.x_kind,
+            x_range=self._range(),
+            log_y=self.log_y,
+            clip=self.clip,
+        )
+        return [exactly(head, width), *below]
+
+    # ------------------------------------------------------------------ what it says
+
+    def headline(self) -> str:
+        """The step under the cursor in figures, else how the loss is drawn."""
+        metrics, row = self._data.metrics, self.cursor
+        if row is not None and row < metrics.rows:
+            at = {name: float(metrics.column(name)[row]) for name in ("step", "loss", "ema", "total_tokens", "step_s")}
+            return (
+                f"step {at['step']:,.0f}  loss {figure(at['loss'], 5)}  ema {figure(at['ema'], 5)}  "
+                f"{count_text(at['total_tokens'])} tokens  {figure(at['step_s'])} s"
+            )
+        parts = [f"over {self.x_kind}s" if self.x_kind == "step" else f"over {self.x_kind}"]
+        parts += ["log"] * self.log_y + ["outliers clipped"] * self.clip + ["zoomed"] * (self.window is not None)
+        return ", ".join(parts)
+
+    # ------------------------------------------------------------------ keys
+
+    def zoom_in(self) -> None:
+        """Half of what is shown, around the cursor, or its end."""
+        self._zoom(0.5)
+
+    def zoom_out(self) -> None:
+        """Twice of what is shown."""
+        self._zoom(2.0)
+
+    def _zoom(self, factor: float, centre: float | None = None) -> None:
+        low, high = self.window or (0.0, 1.0)
+        length = (high - low) * factor
+        if length >= 1:
+            self.window = None
+        elif length > 1e-5:
+            if centre is None:
+                centre = self._cursor_share()
+            centre = high if centre is None or not low <= centre <= high else centre
+            start = centre - (centre - low) * factor
+            self._set_window(start, length)
+        self.redraw()
+
+    def _cursor_share(self) -> float | None:
+        bounds = self._bounds()
+        if self.cursor is None or bounds is None or self.cursor >= self._data.metrics.rows or bounds[1] <= bounds[0]:
+            return None
+        x = float(self._data.metrics.column(_COLUMNS[self.x_kind])[self.cursor])
+        return (x - bounds[0]) / (bounds[1] - bounds[0])
+
+    def _set_window(self, start: float, length: float) -> None:
+        start = min(max(0.0, start), 1.0 - length)
+        self.window = (start, start + length)
+
+    def pan_left(self) -> None:
+        """A quarter of what is shown to the left."""
+        self._pan(-0.25)
+
+    def pan_right(self) -> None:
+        """A quarter of what is shown to the right."""
+        self._pan(0.25)
+
+    def _pan(self, share: float) -> None:
+        if self.window is not None:
+            low, high = self.window
+            self._set_window(low + share * (high - low), high - low)
+            self.redraw()
+
+    def fit(self) -> None:
+        """All of the run, without a cursor."""
+        self.window = self.cursor = None
+        self.redraw()
+
+    def next_span(self) -> None:
+        """The cursor goes to the next step."""
+        self._move_cursor(1)
+
+    def previous_span(self) -> None:
+        """The cursor goes to the step before."""
+        self._move_cursor(-1)
+
+    def _move_cursor(self, by: int) -> None:
+        rows = self._data.metrics.rows
+        if rows:
+            # At least a dot of the chart at a time.
+            low, high = self.window or (0.0, 1.0)
+            by *= max(1, round(rows * (high - low) / max(1, self.size.width * 2)))
+            self.cursor = rows - 1 if self.cursor is None else min(rows - 1, max(0, self.cursor + by))
+            self.redraw()
+
+    def toggle_log(self) -> None:
+        """A logarithmic or a linear axis."""
+        self.log_y = not self.log_y
+        self.redraw()
+
+    def toggle_clip(self) -> None:
+        """Clip outliers, or show them."""
+        self.clip = not self.clip
+        self.redraw()
+
+    def next_axis(self) -> None:
+        """Over steps, tokens, time."""
+        kinds: tuple[XKind, ...] = get_args(XKind)
+        self.x_kind = kinds[(kinds.index(self.x_kind) + 1) % len(kinds)]
+        self.redraw()
+
+    # ------------------------------------------------------------------ mouse
+
+    def on_click(self, event: events.Click) -> None:
+        """The cursor goes to the step under the mouse."""
+        offset = event.get_content_offset(self)
+        low, high = self._range() or self._bounds() or (0.0, 0.0)
+        if offset is None or high <= low or self.size.width < 30:
+            return
+        gutter = 6  # about what the axis' numbers take
+        share = (offset.x - gutter) / max(1, self.size.width - gutter)
+        x = self._data.metrics.column(_COLUMNS[self.x_kind])
+        self.cursor = int(np.searchsorted(x, low + share * (high - low)).clip(0, len(x) - 1))
+        self.redraw()
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Zoom in."""
+        event.stop()
+        self._zoom(0.8)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Zoom out."""
+        event.stop()
+        self._zoom(1.25)

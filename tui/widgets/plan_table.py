@@ -1,0 +1,44 @@
+"""The plan pane: the step that was planned beside the last one."""
+
+from __future__ import annotations
+
+from tui.data.fields import number, text
+from tui.data.run_data import RunData
+from tui.data.spans import LANES
+from tui.render import Row
+from tui.render.plan_table import StepFigures, plan_rows
+from tui.widgets.lines import LineWidget
+
+
+def planned_step(data: RunData) -> StepFigures:
+    """What plan.json promised."""
+    plan = data.plan
+    shares = {lane: share for lane in LANES if (share := number(plan, "lanes", lane, "share")) is not None}
+    return StepFigures(
+        number(plan, "step_s"), number(plan, "tokens_per_s"), number(plan, "mfu"), text(plan, "bound_by"), shares
+    )
+
+
+def real_step(data: RunData) -> StepFigures:
+    """The mean of the last steps; lanes of the last one."""
+    metrics, view = data.metrics, data.spans.view
+    steps = view.steps()
+    shares = {}
+    bound_by = None
+    if steps:
+        last = steps[-1]
+        shares = {lane: view.busy_s(lane, last.start_s, last.end_s) / (last.end_s - last.start_s) for lane in LANES}
+        bound_by = max(shares, key=lambda lane: shares[lane])
+    return StepFigures(metrics.recent_mean("step_s"), metrics.recent_mean("tokens_per_s"), data.mfu, bound_by, shares)
+
+
+class PlanTable(LineWidget, can_focus=True):
+    """Redrawn as steps end."""
+
+    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._data = data
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """The table."""
+        return plan_rows(planned_step(self._data), real_step(self._data), LANES, width, height, self.glyphs)
