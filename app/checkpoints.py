@@ -61,7 +61,7 @@ def make_checkpoint(run_path: Path, name: str) -> int:
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
     if is_live(run_path):
         return _ask(run_path, name)
-    from engine.state import drive_folders, state_folder
+    from engine.folders import drive_folders, state_folder
     from storage.nvme import NvmeStore
 
     with RunDir.open(run_path) as run:
@@ -110,7 +110,7 @@ def scrub_run(run_path: Path) -> str:
 
     Raises UserError listing every damaged file, or while the run is running.
     """
-    from engine.state import drive_folders, state_folder
+    from engine.folders import drive_folders, state_folder
     from storage.checkpoints import checkpoint_folder, checkpoint_names
     from storage.nvme import NvmeStore
 

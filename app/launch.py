@@ -10,17 +10,21 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from app import control
 from app.checkpoints import CheckpointRequests
-from app.progress import Display, print_summary, run_console
+from app.progress import Display, StepLanes, print_summary, run_console
 from app.recipe import Recipe
-from app.rundir import RunDir, RunLog, read_info, read_jsonl
-from engine.events import Span, StepMetrics
+from app.run_log import Level, RunLog
+from app.rundir import RunDir, read_info, read_jsonl
+from engine.events import Progress, Span, StepMetrics, Want
+from engine.folders import drive_folders
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,7 +100,7 @@ class StopSignals:
 
 
 class _RunObserver:
-    """Passes the engine's events to the run's log and to the terminal."""
+    """Passes the engine's events to the run's log and to the terminal, and what is wanted of the run to the engine."""
 
     def __init__(self, run: RunDir, log: RunLog, display: Display, signals: StopSignals) -> None:
         self._run = run
@@ -106,6 +110,7 @@ class _RunObserver:
         self._signals = signals
         self._first_s: float | None = None
         self._last_s = 0.0
+        self._step_spans = StepLanes()
 
     @property
     def wall_s(self) -> float:
@@ -117,23 +122,27 @@ class _RunObserver:
         self._run.save_recipe()
         self._run.write_plan(plan, predicted)
         self._display.plan(plan)
+        self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
         self._log.set_state("running")
 
-    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-        self._log.step(metrics, spans)
-        self._extend_wall(spans)
-        self._display.step(metrics, spans)
-
-    def on_spans(self, spans: list[Span]) -> None:
-        self._log.spans(spans)
-        self._extend_wall(spans)
-
-    def _extend_wall(self, spans: list[Span]) -> None:
-        for span in spans:
+    def on_progress(self, progress: Progress) -> None:
+        self._log.progress(progress)
+        for span in progress.spans:
             self._first_s = span.start_s if self._first_s is None else min(self._first_s, span.start_s)
             self._last_s = max(self._last_s, span.end_s)
+            self._step_spans.add(span)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._log.step(metrics)
+        self._display.step(metrics, self._step_spans.busiest())
+        self._step_spans = StepLanes()
 
     def on_message(self, text: str) -> None:
+        self.tell(text)
+
+    def tell(self, text: str, level: Level = "info") -> None:
+        """Show a message and keep it."""
+        self._log.message(text, level)
         self._display.message(text)
 
     def checkpoint_requests(self) -> list[str]:
@@ -141,10 +150,17 @@ class _RunObserver:
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         self._requests.answer(name, step, error)
-        self._display.message(f"checkpoint {name}: step {step}" if error is None else f"no checkpoint {name}: {error}")
+        if error is None:
+            self.tell(f"checkpoint {name}: step {step}")
+        else:
+            self.tell(f"no checkpoint {name}: {error}", "warning")
 
-    def should_stop(self) -> bool:
-        return self._signals.requested.is_set()
+    def wanted(self) -> Want:
+        return "stop" if self._signals.requested.is_set() else control.wanted(self._run.path)
+
+    def on_pause(self, paused: bool) -> None:
+        self._log.set_state("paused" if paused else "running")
+        self.tell("paused; the step is committed" if paused else "going on")
 
 
 def from_scratch(recipe: Recipe) -> Recipe:
@@ -207,33 +223,42 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         step = read_checkpoint(run.path / "state", checkpoint).meta["step"]
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
+    control.forget(run.path)
     console = run_console()
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(console, recipe.train.steps, step)
 
+    def tell(text: str, level: Level = "info") -> None:
+        log.message(text, level)
+        display.message(text)
+
     def on_first() -> None:
-        display.message("stopping once the step is committed; a second signal aborts at once")
+        tell("stopping once the step is committed; a second signal aborts at once")
 
     def on_abort() -> None:
         log.set_state("stopped")
         display.abandon()
         print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
 
-    display.message(f"run directory {run.path}")
+    tell(f"run directory {run.path}")
     with StopSignals(on_first, on_abort) as signals:
         observer = _RunObserver(run, log, display, signals)
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)
+            go_on = f"stopped after step {result.steps}; go on with: penstock resume {run.path}"
+            log.message(go_on if result.stopped else f"finished after step {result.steps}")
             log.drain()
             summary, last_losses = _summary(run.path, result)
             run.write_summary(summary)
             log.close("stopped" if result.stopped else "finished")
         except StopRequested:
+            tell(f"stopped before the first step; go on with: penstock resume {run.path}")
             log.close("stopped")
-            display.message(f"stopped before the first step; go on with: penstock resume {run.path}")
             return
         except BaseException as error:
-            log.close("failed", f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error))
+            known = isinstance(error, UserError)
+            log.message(str(error) if known else traceback.format_exc(), "error")
+            log.close("failed", str(error) if known else f"{type(error).__name__}: {error}")
             raise
         finally:
             display.close()
@@ -241,7 +266,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         display.message(f"{log.dropped_spans:,} spans were dropped because the disk did not take them in time")
     print_summary(console, summary, last_losses, observer.wall_s)
     if result.stopped:
-        display.message(f"stopped after step {summary['steps']}; go on with: penstock resume {run.path}")
+        display.message(go_on)
         return
     if recipe.after.export:
         folder = run.path / "export"

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from app.lanes import length, union
-from engine.events import Span, StepMetrics
+from engine.events import LaneTotals, Span, StepMetrics
 
 WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no ETA is drawn from them."""
@@ -86,23 +85,25 @@ def duration_text(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds in which each lane did anything; time covered twice counts once."""
-    intervals: dict[str, list[tuple[float, float]]] = {}
-    for span in spans:
-        intervals.setdefault(span.lane, []).append((span.start_s, span.end_s))
-    return {lane: length(union(pieces)) for lane, pieces in intervals.items()}
+class StepLanes:
+    """How busy each lane was, from spans in about the order of their ends."""
 
+    def __init__(self) -> None:
+        self._lanes: dict[str, LaneTotals] = defaultdict(LaneTotals)
+        self._first_s, self._last_s = math.inf, -math.inf
 
-def busiest_lane(spans: Sequence[Span]) -> tuple[str, float] | None:
-    """The lane busy for the largest share of the time that `spans` cover, and that share (0..1); none without spans."""
-    if not spans:
-        return None
-    window_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
-    if window_s <= 0:
-        return None
-    lane, busy_s = max(busy_seconds(spans).items(), key=lambda item: item[1])
-    return lane, busy_s / window_s
+    def add(self, span: Span) -> None:
+        """Count a span."""
+        self._lanes[span.lane].add(span)
+        self._first_s, self._last_s = min(self._first_s, span.start_s), max(self._last_s, span.end_s)
+
+    def busiest(self) -> tuple[str, float] | None:
+        """The lane busy for the largest share of the time that the spans cover, and that share (0..1)."""
+        window_s = self._last_s - self._first_s
+        if window_s <= 0:
+            return None
+        lane, totals = max(self._lanes.items(), key=lambda item: item[1].busy_s)
+        return lane, totals.busy_s / window_s
 
 
 class Eta:
@@ -154,10 +155,9 @@ class Display:
         for line in activation_lines(plan):
             self.message(line)
 
-    def step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-        """Show a finished step."""
+    def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None) -> None:
+        """Show a finished step and the lane that was busiest in it."""
         eta = duration_text(self._eta.update(metrics))
-        busiest = busiest_lane(spans)
         lane = f"{busiest[0]} {busiest[1]:.0%}" if busiest else "n/a"
         line = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tok/s  ETA {eta}  busiest {lane}"
         if self._progress is None:

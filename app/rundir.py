@@ -1,33 +1,16 @@
 """The run directory: the only interface between a run and whoever looks at it.
 
-```
-recipe.json     the resolved recipe
-plan.json       the forecast it began with  (engine.forecast)
-calibration.json   what was measured of its ops for that forecast
-predicted.jsonl one line per op of the forecast's step   (engine.events.Span)
-metrics.jsonl   one line per step          (engine.events.StepMetrics)
-spans.jsonl     one line per finished op   (engine.events.Span)
-status.json     state, pid, step, total_steps, heartbeat (Unix seconds); `error` when failed
-summary.json    figures of the finished run
-run.lock        locked while a process works on the run
-requests/       checkpoints asked of a running run (app.checkpoints)
-data/           tokenizer and tokens
-state/          the NVMe tier
-export/         the Hugging Face folder, where the recipe asks for it
-```
+docs/run-directory.md describes its files. app.run_log writes what grows, app.control and app.checkpoints what is asked
+of a running run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fcntl
 import json
-import math
 import os
-import queue
-import sys
-import threading
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -35,17 +18,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from app.recipe import Recipe, from_json, to_json
-from engine.events import Span, StepMetrics
+from engine.events import Span
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
 
-State = Literal["preparing", "running", "finished", "stopped", "failed"]
+State = Literal["preparing", "running", "paused", "finished", "stopped", "failed"]
 
-HEARTBEAT_S = 2.0
-"""Readers may call a run silent after 5 s without a heartbeat."""
+LIVE_STATES = ("preparing", "running", "paused")
+"""States in which a process works on the run, if it has not died."""
 
-MAX_PENDING_SPANS = 500_000
-"""Spans waiting for a stalled disk before further ones are dropped (and counted): about 200 MB."""
+STALE_S = 10.0
+"""A live run without a heartbeat for so long is stale: its process hangs, or its disk does."""
+
+LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
+"""What may be in the directory of a run that has not begun."""
 
 _TAIL_BYTES = 1 << 16
 
@@ -68,23 +54,44 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def read_tail(path: Path) -> list[dict[str, Any]]:
-    """The objects of the last 64 KiB of a file of JSON lines: cheap on a file of any size; [] when it is missing."""
+def read_tail(path: Path, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
+    """The objects of the end of a file of JSON lines: cheap on a file of any size; [] when it cannot be read."""
+    return list(_backwards(path, tail_bytes))[::-1]
+
+
+def read_last(path: Path) -> dict[str, Any] | None:
+    """The last object of a file of JSON lines; None without one."""
+    return next(_backwards(path, _TAIL_BYTES), None)
+
+
+def _backwards(path: Path, tail_bytes: int) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            start = max(0, file.seek(0, os.SEEK_END) - tail_bytes)
             file.seek(start)
             lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    whole = lines[1 if start else 0 : -1]  # the first may be cut, the last is torn or empty
-    found = []
-    for line in whole:
+    except OSError:
+        return
+    for line in reversed(lines[1 if start else 0 : -1]):  # the first may be cut, the last is torn or empty
         try:
-            found.append(json.loads(line))
+            value = json.loads(line)
         except ValueError:
             continue
-    return found
+        if isinstance(value, dict):
+            yield value
+
+
+def spans_text(spans: Iterable[Span], offset_s: float = 0.0, offset_id: int = 0) -> str:
+    """Lines of spans.jsonl or predicted.jsonl; the offsets are added to times and ids."""
+    return "".join(_span_line(span, offset_s, offset_id) for span in spans)
+
+
+def _span_line(span: Span, offset_s: float, offset_id: int) -> str:
+    line = span._asdict()
+    line["start_s"], line["end_s"] = round(span.start_s + offset_s, 7), round(span.end_s + offset_s, 7)
+    if span.id >= 0:
+        line["id"], line["waited"] = span.id + offset_id, [id + offset_id for id in span.waited]
+    return json.dumps(line, separators=(",", ":")) + "\n"
 
 
 class RunLock:
@@ -147,7 +154,7 @@ class RunDir:
         A run that never came to its first step is replaced. Raises UserError when the directory holds any other run
         or anything else, is in use, or cannot be written.
         """
-        path = _fresh_path(root, recipe.name) if path is None else path
+        path = fresh_path(root, recipe.name) if path is None else path
         try:
             path.mkdir(parents=True, exist_ok=True)
             content = sorted(item.name for item in path.iterdir())
@@ -156,8 +163,10 @@ class RunDir:
                 f"run directory {path}: cannot be made ({error.strerror}); choose another --run-dir"
             ) from None
         require_writable(path)
-        if content and "run.lock" not in content:
-            raise UserError(f"run directory {path}: is not empty (it holds {content[0]}); choose another --run-dir")
+        if not set(content) <= LEFT_BY_LAUNCHER and "run.lock" not in content:
+            raise UserError(
+                f"run directory {path}: is not empty (it holds {_strange(content)}); choose another --run-dir"
+            )
         lock = RunLock(path)
         if (path / "metrics.jsonl").exists():
             lock.release()
@@ -165,6 +174,8 @@ class RunDir:
                 f"run directory {path}: already holds a run; go on with `penstock resume {path}`, "
                 "or choose another --run-dir"
             )
+        for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
+            (path / name).unlink(missing_ok=True)
         atomic_write(path / "recipe.json", to_json(recipe))
         return cls(path.resolve(), recipe, lock)
 
@@ -188,7 +199,7 @@ class RunDir:
         forecast = {"recipe": self.recipe.name, **plan}
         calibration = forecast.pop("calibration", None)
         atomic_write(self.path / "plan.json", json.dumps(forecast, indent=1) + "\n")
-        atomic_write(self.path / "predicted.jsonl", _spans_text(predicted))
+        atomic_write(self.path / "predicted.jsonl", spans_text(predicted))
         if calibration is not None:
             atomic_write(self.path / "calibration.json", json.dumps(calibration, indent=1) + "\n")
 
@@ -203,7 +214,12 @@ class RunDir:
         self._lock.release()
 
 
-def _fresh_path(root: Path, name: str) -> Path:
+def _strange(content: list[str]) -> str:
+    return next(name for name in content if name not in LEFT_BY_LAUNCHER)
+
+
+def fresh_path(root: Path, name: str) -> Path:
+    """A directory for a new run of a recipe's name, which does not exist yet."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = root / stem, 2
     while path.exists():
@@ -235,34 +251,76 @@ def find_run(run: str, root: Path = Path("runs")) -> Path:
 
 
 class RunInfo(NamedTuple):
-    """One line of `penstock runs`."""
+    """What a list of runs says of one."""
 
     name: str
     path: Path
     state: str
-    """A state of status.json, `crashed` for a run whose process died without a word, or `unknown`."""
+    """A state of status.json; `crashed` for a run whose process died without a word, `stale` for one that is silent,
+    or `unknown`."""
     step: int
     total_steps: int
     loss: float | None
     """Of the last step; none before the first."""
     error: str | None
+    heartbeat: float | None = None
+    """Unix seconds of the last word of its process."""
+    tokens_per_s: float | None = None
+    """Of the last step."""
+    metrics: dict[str, Any] | None = None
+    """The last line of metrics.jsonl."""
 
 
 def read_info(path: Path) -> RunInfo:
-    """What a run directory says about its run, never waiting and never failing on a damaged status."""
+    """What a run directory says about its run, never waiting and never failing on damaged files."""
+    status = read_status(path)
+    metrics = read_last(path / "metrics.jsonl")
+    return RunInfo(
+        name=path.name,
+        path=path,
+        state=state_of(path, status, time.time()),
+        step=_whole(status.get("step")),
+        total_steps=_whole(status.get("total_steps")),
+        loss=_number(metrics, "loss"),
+        error=None if status.get("error") is None else str(status["error"]),
+        heartbeat=_number(status, "heartbeat"),
+        tokens_per_s=_number(metrics, "tokens_per_s"),
+        metrics=metrics,
+    )
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The content of status.json; {} where it is missing or damaged."""
     try:
         status = json.loads((path / "status.json").read_bytes())
     except (OSError, ValueError):
-        status = None
-    status = status if isinstance(status, dict) else {}
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def state_of(path: Path, status: dict[str, Any], now: float) -> str:
+    """The state of a run whose status.json says `status`, at Unix time `now`: see `RunInfo.state`.
+
+    Whether the process lives is known by its lock; that of another host cannot be seen, only its heartbeat.
+    """
     state = str(status.get("state", "unknown"))
-    if state in ("preparing", "running") and not is_live(path):
-        state = "crashed"
-    metrics = read_tail(path / "metrics.jsonl")
-    loss = metrics[-1].get("loss") if metrics else None
-    return RunInfo(
-        path.name, path, state, status.get("step", 0), status.get("total_steps", 0), loss, status.get("error")
-    )
+    if state not in LIVE_STATES:
+        return state
+    silent = now - (_number(status, "heartbeat") or 0.0) > STALE_S
+    if status.get("host", socket.gethostname()) != socket.gethostname():
+        return "stale" if silent else state
+    if not is_live(path):
+        return "crashed"
+    return "stale" if silent else state
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _number(values: dict[str, Any] | None, key: str) -> float | None:
+    value = (values or {}).get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
@@ -271,151 +329,3 @@ def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
         return []
     paths = [path for path in root.iterdir() if (path / "recipe.json").is_file()]
     return [read_info(path) for path in sorted(paths, key=lambda path: (path / "recipe.json").stat().st_mtime_ns)]
-
-
-class RunLog:
-    """Writes metrics, spans and status from one thread of its own, so that training never waits for the disk.
-
-    A step costs the training thread one queue insertion. Everything is on disk when `drain` or `close` returns.
-    """
-
-    def __init__(self, path: Path, total_steps: int, step: int = 0) -> None:
-        self._path = path
-        self._status: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "step": step}
-        self._status["total_steps"] = total_steps
-        self._queue: queue.SimpleQueue[tuple[StepMetrics | None, list[Span]] | None] = queue.SimpleQueue()
-        self._status_lock = threading.Lock()
-        self._queued_spans = 0
-        """Written by the training thread only."""
-        self._written_spans = 0
-        """Written by the log's thread only."""
-        self._failure: OSError | None = None
-        self._closed = False
-        self.dropped_spans = 0
-        self._write_status()
-        self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
-        self._thread.start()
-
-    def set_state(self, state: State, error: str | None = None) -> None:
-        """Publish a new state at once."""
-        with self._status_lock:
-            self._status["state"] = state
-            if error is not None:
-                self._status["error"] = error
-        self._write_status()
-
-    def step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-        """Hand over one step. Raises UserError when an earlier line could not be written."""
-        if self._failure is not None:
-            raise UserError(f"{self._path}: the run's log cannot be written ({self._failure}); free space and resume")
-        self._status["step"] = metrics.step
-        self._put(metrics, spans)
-
-    def spans(self, spans: list[Span]) -> None:
-        """Hand over spans that finished after the last step."""
-        self._put(None, spans)
-
-    def _put(self, metrics: StepMetrics | None, spans: list[Span]) -> None:
-        if self._queued_spans - self._written_spans + len(spans) > MAX_PENDING_SPANS:
-            self.dropped_spans += len(spans)
-            spans = []
-        self._queued_spans += len(spans)
-        self._queue.put((metrics, spans))
-
-    def drain(self) -> None:
-        """Write what is pending and end the thread: metrics and spans are complete."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
-
-    def close(self, state: State, error: str | None = None) -> None:
-        """Drain, then publish the last state. A second call does nothing."""
-        self.drain()
-        if not self._closed:
-            self._closed = True
-            self.set_state(state, error)
-
-    def _write_status(self) -> None:
-        """Replace status.json. Not synced: after a power cut nobody needs the heartbeat of before."""
-        if not self._status_lock.acquire(timeout=1.0):  # an abort must not wait for a stalled disk
-            return
-        try:
-            temporary = self._path / "status.json.tmp"
-            temporary.write_text(json.dumps(self._status | {"heartbeat": time.time()}) + "\n")
-            os.replace(temporary, self._path / "status.json")
-        except OSError as error:
-            self._failure = error
-        finally:
-            self._status_lock.release()
-
-    def _work(self) -> None:
-        """The thread: lines as they come, a heartbeat every HEARTBEAT_S."""
-        metrics_file = spans_file = None
-        beat_at = time.monotonic() + HEARTBEAT_S
-        offset_s = 0.0
-        while True:
-            if time.monotonic() >= beat_at:
-                self._write_status()
-                beat_at = time.monotonic() + HEARTBEAT_S
-            try:
-                item = self._queue.get(timeout=max(0.0, beat_at - time.monotonic()))
-            except queue.Empty:
-                continue
-            if item is None:
-                break
-            metrics, spans = item
-            try:
-                if metrics_file is None or spans_file is None:
-                    offset_s = _prepare_logs(self._path, metrics.step if metrics else sys.maxsize)
-                    metrics_file = (self._path / "metrics.jsonl").open("a")
-                    spans_file = (self._path / "spans.jsonl").open("a")
-                spans_file.write(_spans_text(spans, offset_s))
-                if metrics is not None:
-                    metrics_file.write(json.dumps(_finite(dataclasses.asdict(metrics))) + "\n")
-                spans_file.flush()
-                metrics_file.flush()
-            except OSError as error:
-                self._failure = error
-            self._written_spans += len(spans)
-        for file in (metrics_file, spans_file):
-            if file is not None:
-                file.close()
-
-
-def _spans_text(spans: Iterable[Span], offset_s: float = 0.0) -> str:
-    return "".join(_span_line(span, offset_s) for span in spans)
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN or infinity: they become null."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
-
-
-def _span_line(span: Span, offset_s: float) -> str:
-    moved = span._replace(start_s=round(span.start_s + offset_s, 7), end_s=round(span.end_s + offset_s, 7))
-    return json.dumps(moved._asdict(), separators=(",", ":")) + "\n"
-
-
-def _prepare_logs(path: Path, first_step: int) -> float:
-    """Make the logs of a resumed run ready for lines from `first_step` on.
-
-    Torn last lines go, and so do metrics of steps that are done again; spans stay, since their time was spent.
-    Returns the seconds to add to the new spans' times, which start at zero, so that they follow the old ones.
-    """
-    metrics_path, spans_path = path / "metrics.jsonl", path / "spans.jsonl"
-    if metrics_path.exists():
-        kept = [line for line in read_jsonl(metrics_path) if line["step"] < first_step]
-        atomic_write(metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
-    if not spans_path.exists():
-        return 0.0
-    with spans_path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:  # back to the last newline
-            start = max(0, end - _TAIL_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            end = start + newline + 1 if newline >= 0 else start
-            if newline >= 0:
-                break
-        file.truncate(end)
-    return max((float(span["end_s"]) for span in read_tail(spans_path)), default=0.0)

@@ -82,7 +82,7 @@ def write_trace(run_path: Path, out: Path) -> int:
 def _spans_of(path: Path) -> Iterator[Span]:
     for line in read_jsonl(path):
         try:
-            yield Span(**line)
+            yield Span.of(line)
         except TypeError as error:
             raise UserError(f"{path}: a line is not a span ({error})") from None
 

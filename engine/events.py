@@ -1,9 +1,12 @@
-"""What a run tells the outside: spans of work, one line of metrics per step, plain messages."""
+"""What a run tells the outside: spans of work as they end, one line of metrics per step, plain messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+Want = Literal["run", "pause", "stop"]
+"""What is wanted of a run at its next step boundary."""
 
 
 class Span(NamedTuple):
@@ -19,6 +22,52 @@ class Span(NamedTuple):
     bytes: int
     """Payload bytes the op moved; 0 for compute."""
     step: int
+    id: int = -1
+    """The op's number in program order; -1 where it was not kept."""
+    waited: tuple[int, ...] = ()
+    """Ids of the ops that were not done when the lane reached this one; none: it ran as soon as its lane was free."""
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Span:
+        """The span of a line of spans.jsonl, which may lack `id` and `waited`. Raises TypeError for anything else."""
+        return cls(**line | {"waited": tuple(line.get("waited", ()))})
+
+
+@dataclass(slots=True)
+class LaneTotals:
+    """Work of one lane over some time: seconds in which at least one op was under way, and payload bytes."""
+
+    busy_s: float = 0.0
+    bytes: int = 0
+    _until: float = field(default=0.0, repr=False)
+
+    def add(self, span: Span) -> None:
+        """Count a span, roughly in the order of their ends; spans that overlap count their common time once."""
+        self.busy_s += max(0.0, span.end_s - max(span.start_s, self._until))
+        self._until = max(self._until, span.end_s)
+        self.bytes += span.bytes
+
+
+class UnderWay(NamedTuple):
+    """An op that is being carried out."""
+
+    lane: str
+    op: str
+    block: str
+    chunk: int
+    step: int
+    start_s: float | None
+    """None where it is not known."""
+
+
+class Progress(NamedTuple):
+    """What the lanes did since the last word of it, and what they are doing."""
+
+    spans: list[Span]
+    """Of the ops that ended meanwhile; each span of a run is told once."""
+    clock_s: float
+    """The spans' clock now."""
+    under_way: list[UnderWay]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,10 +91,33 @@ class StepMetrics:
     """Drive folder -> bytes read from it since the step before."""
     nvme_written_bytes: dict[str, int] = field(default_factory=dict)
     """Drive folder -> bytes written to it since the step before."""
+    time: float = 0.0
+    """Unix seconds at the step's end."""
+    tier_bytes: dict[str, int] = field(default_factory=dict)
+    """gpu, ram, nvme -> the most bytes held there at once so far; nvme was looked up some seconds ago at most."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationMetrics:
+    """The validation loss after one step."""
+
+    step: int
+    """It is measured with the weights as they are after this step."""
+    loss: float
+    """Mean negative log-likelihood of the target tokens of the documents held out, nats."""
+    tokens: int
+    """Those targets."""
+    seconds: float
+    """How long it took."""
+    time: float
+    """Unix seconds at its end."""
 
 
 class Observer(Protocol):
-    """Receives the events of a run on the training thread; must never block for long."""
+    """Receives the events of a run; must never block for long.
+
+    All calls come from the training thread, but for `on_progress`.
+    """
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         """The forecast (engine/forecast.py) as JSON-ready data, with its `calibration`, before the first step.
@@ -53,11 +125,14 @@ class Observer(Protocol):
         `predicted`: the spans of the forecast's step, counted from that step's start.
         """
 
-    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-        """A step's gradient is complete; `spans` finished since the last call."""
+    def on_progress(self, progress: Progress) -> None:
+        """What the lanes do: some times a second from a thread of its own, and before `on_step`; never two at once."""
 
-    def on_spans(self, spans: list[Span]) -> None:
-        """Spans that finished after the last step's."""
+    def on_step(self, metrics: StepMetrics) -> None:
+        """A step's gradient is complete; `on_progress` has had its spans."""
+
+    def on_validation(self, metrics: ValidationMetrics) -> None:
+        """The validation loss has been measured: after `on_step` of its step, or first of all on a resumed run."""
 
     def on_message(self, text: str) -> None:
         """A line worth showing to the user."""
@@ -69,6 +144,9 @@ class Observer(Protocol):
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         """A checkpoint that was asked for exists, or could not be made for the reason in `error`."""
 
-    def should_stop(self) -> bool:
-        """True asks the run to finish its step, commit and return."""
+    def wanted(self) -> Want:
+        """Asked after each step: go on, commit and wait until asked otherwise, or commit and return."""
         ...
+
+    def on_pause(self, paused: bool) -> None:
+        """The run has committed its step and waits, or goes on."""

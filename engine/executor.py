@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from engine.events import Span
+from engine.events import Span, UnderWay
 from engine.ops import LANES, Op
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
@@ -37,6 +37,15 @@ Perform = Callable[[Op], "Future[Any] | None"]
 
 class _Stopped(Exception):
     """Raised inside a lane thread that must end because another lane failed or the executor closes."""
+
+
+class _Issued(NamedTuple):
+    """An op on its way through a stream."""
+
+    op: Op
+    waited: tuple[int, ...]
+    first: torch.cuda.Event
+    last: torch.cuda.Event
 
 
 class _Ticket:
@@ -94,10 +103,10 @@ class Executor:
         """The op in which the first failure came up."""
         self._closing = False
         self._spans: list[Span] = []
-        self._on_gpu: dict[str, deque[tuple[Op, torch.cuda.Event, torch.cuda.Event]]] = {
-            lane: deque() for lane in GPU_LANES
-        }
-        """Issued ops of each stream, oldest first, with their start and end."""
+        self._on_host: dict[int, tuple[Op, float]] = {}
+        """Ops of host lanes that are being carried out, with their start by perf_counter."""
+        self._on_gpu: dict[str, deque[_Issued]] = {lane: deque() for lane in GPU_LANES}
+        """Issued ops of each stream, oldest first."""
         self._free_events: list[torch.cuda.Event] = []
         self.epoch = time.perf_counter()
         """perf_counter at which the spans' clock reads 0."""
@@ -166,11 +175,20 @@ class Executor:
             self._retire_gpu_ops()
 
     def take_spans(self) -> list[Span]:
-        """Spans of the ops that finished since the last call."""
+        """Spans of the ops that finished since the last call. Any thread may call this."""
         with self._lock:
             self._retire_gpu_ops()
             spans, self._spans = self._spans, []
         return spans
+
+    def under_way(self) -> tuple[float, list[UnderWay]]:
+        """The spans' clock now, and the ops that are being carried out. Any thread may call this."""
+        with self._lock:
+            found = [_under_way(op, start - self.epoch) for op, start in self._on_host.values()]
+            for issued in self._on_gpu.values():
+                if issued and issued[0].first.query() and not issued[0].last.query():
+                    found.append(_under_way(issued[0].op, self._gpu_time(issued[0].first)))
+            return time.perf_counter() - self.epoch, found
 
     def close(self) -> None:
         """End the lanes; ops in progress finish, queued ones are dropped.
@@ -246,8 +264,8 @@ class Executor:
                 op = queue.popleft()
                 self._busy[lane] += 1
             try:
-                self._await_dependencies(op)
-                self._carry_out(op)
+                waited = self._await_dependencies(op)
+                self._carry_out(op, waited)
             except _Stopped:
                 self._settle(op, None)
                 raise
@@ -258,11 +276,15 @@ class Executor:
     def _over(self) -> bool:
         return self._failure is not None or self._closing
 
-    def _await_dependencies(self, op: Op) -> None:
-        """Return once `op` may run: on a stream everything it waits for is ordered before it, elsewhere it is done."""
+    def _await_dependencies(self, op: Op) -> tuple[int, ...]:
+        """Return once `op` may run: on a stream everything it waits for is ordered before it, elsewhere it is done.
+
+        The ids of those that were not done at first.
+        """
         on_gpu = self._cuda and op.lane in GPU_LANES
         on_streams: list[_Ticket] = []
         with self._lock:
+            waited = tuple(dep for dep in op.deps if dep in self._tickets)
             for dep in op.deps:
                 ticket = self._tickets.get(dep)
                 if ticket is None:
@@ -289,8 +311,9 @@ class Executor:
             with self._lock:
                 for ticket in on_streams:
                     ticket.readers -= 1
+        return waited
 
-    def _carry_out(self, op: Op) -> None:
+    def _carry_out(self, op: Op, waited: tuple[int, ...]) -> None:
         if self._cuda and op.lane in GPU_LANES:
             with self._lock:
                 first, last = self._event(), self._event()
@@ -301,16 +324,18 @@ class Executor:
             with self._lock:
                 ticket = self._tickets[op.id]
                 ticket.event = last
-                self._on_gpu[op.lane].append((op, first, last))
+                self._on_gpu[op.lane].append(_Issued(op, waited, first, last))
                 self._retire_gpu_ops(op.lane)
                 self._leave(op, ticket)
             return
         start = time.perf_counter()
+        with self._lock:
+            self._on_host[op.id] = op, start
         result = self._perform(op)
         if result is None:
-            self._finish(op, start)
+            self._finish(op, start, waited)
         else:
-            result.add_done_callback(lambda future: self._finish(op, start, future))
+            result.add_done_callback(lambda future: self._finish(op, start, waited, future))
 
     def _event(self) -> torch.cuda.Event:
         return self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
@@ -319,10 +344,10 @@ class Executor:
         """Turn GPU ops whose end has passed into spans and forget their tickets; called with the lock held."""
         for lane in lanes or GPU_LANES:
             issued = self._on_gpu[lane]
-            while issued and issued[0][2].query():
-                op, first, last = issued.popleft()
-                start_s, end_s = (self._base_s + self._base_event.elapsed_time(event) / 1e3 for event in (first, last))
-                self._spans.append(_span(op, start_s, end_s))
+            while issued and issued[0].last.query():
+                op, waited, first, last = issued.popleft()
+                start_s, end_s = self._gpu_time(first), self._gpu_time(last)
+                self._spans.append(_span(op, start_s, end_s, waited))
                 free = [first]
                 if not self._tickets.pop(op.id).readers:
                     free.append(last)
@@ -330,17 +355,22 @@ class Executor:
                     free[1], self._base_event, self._base_s = self._base_event, last, end_s
                 self._free_events += free
 
-    def _finish(self, op: Op, start: float, future: Future[Any] | None = None) -> None:
+    def _gpu_time(self, event: torch.cuda.Event) -> float:
+        """When a passed event was passed, by the spans' clock."""
+        return self._base_s + float(self._base_event.elapsed_time(event)) / 1e3
+
+    def _finish(self, op: Op, start: float, waited: tuple[int, ...], future: Future[Any] | None = None) -> None:
         error = future.exception() if future is not None else None
         if error is None:
             end = time.perf_counter()
             with self._lock:
-                self._spans.append(_span(op, start - self.epoch, end - self.epoch))
+                self._spans.append(_span(op, start - self.epoch, end - self.epoch, waited))
         self._settle(op, error)
 
     def _settle(self, op: Op, error: BaseException | None) -> None:
         """An op of a host lane is done, or an op of any lane has failed or is given up."""
         with self._lock:
+            self._on_host.pop(op.id, None)
             if error is not None and self._failure is None:
                 error.add_note(
                     f"in op {op.action} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
@@ -371,5 +401,9 @@ def _settle_stream(stream: torch.cuda.Stream, deadline: float) -> None:
             time.sleep(0.001)
 
 
-def _span(op: Op, start_s: float, end_s: float) -> Span:
-    return Span(op.lane, op.action, op.block, op.index, start_s, end_s, op.nbytes, op.step)
+def _span(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
+    return Span(op.lane, op.action, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
+
+
+def _under_way(op: Op, start_s: float) -> UnderWay:
+    return UnderWay(op.lane, op.action, op.block, op.index, op.step, start_s)

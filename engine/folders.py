@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Where a run's state lies; folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.config import StorageConfig
 from storage.disk import fsync_dir, require_writable
 
 
@@ -28,3 +29,14 @@ def build_folder(folder: Path) -> Iterator[Path]:
         fsync_dir(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def state_folder(run_dir: Path) -> Path:
+    """Where a run's manifest is, and its chunk files unless the recipe names drives."""
+    return run_dir / "state"
+
+
+def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
+    """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
+    given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]
+    return given or [state_folder(run_dir)]

@@ -19,6 +19,7 @@ from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, 
 from engine.data import DataLoader, MicroBatch
 from engine.device import resolve_device, why_no_cuda
 from engine.events import Observer
+from engine.folders import drive_folders, state_folder
 from engine.forecast import forecast, predict
 from engine.model import ModelSpec, initial_constants, initialize
 from engine.optimizer import can_compile
@@ -30,12 +31,13 @@ from engine.prepare import (
     compute_dtype,
     layouts,
     make_loader,
+    make_validation,
     model_config,
     model_spec,
     prepare_data,
 )
 from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
-from engine.state import drive_folders, fill_store, state_arrays, state_folder
+from engine.state import fill_store, state_arrays
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 from storage.readers import Readers, select_readers
@@ -68,7 +70,13 @@ def open_session(
     config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     spec = model_spec(config, data)
     loader = make_loader(prepared.corpus, spec, data, train)
+    validation = make_validation(prepared.corpus, spec, data, train)
     _describe(observer, spec, prepared, loader, device)
+    if validation is not None:
+        observer.on_message(
+            f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "
+            f"{validation.num_documents:,} documents held out"
+        )
     drives = drive_folders(run_dir, storage)
     readers = select_readers(storage.reader, device, drives)
     if readers.warning:
@@ -158,6 +166,7 @@ def open_session(
         storage=storage,
         device=device,
         identity=identity,
+        validation=validation,
     )
     if session.settings.message is not None:
         observer.on_message(session.settings.message)

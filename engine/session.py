@@ -6,6 +6,7 @@ import gc
 import platform
 import re
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from engine.affinity import place_threads
-from engine.batch import BatchCarrier
+from engine.batch import BatchCarrier, ScoreData, StepData
 from engine.blocks import ModelRunner
 from engine.config import (
     DataConfig,
@@ -26,7 +27,7 @@ from engine.config import (
     TrainConfig,
     config_digest,
 )
-from engine.data import DataLoader
+from engine.data import DataLoader, MicroBatch, ValidationSet
 from engine.device import configure
 from engine.executor import Executor
 from engine.failures import explain
@@ -41,7 +42,7 @@ from engine.prepare import (
     compute_dtype,
     layouts,
 )
-from engine.runtime import Runtime, StepData
+from engine.runtime import Runtime
 from engine.schedule import ScheduleBuilder
 from engine.state import load_memory, scratch_arrays
 from storage.checkpoints import checkpoint_names, delete_checkpoint
@@ -88,8 +89,10 @@ class Session:
         storage: StorageConfig,
         device: torch.device,
         identity: dict[str, Any],
+        validation: ValidationSet | None = None,
     ) -> None:
         self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
+        self.validation = validation
         self.storage, self.device = storage, device
         self._identity = identity | {"plan": {"chunk_tokens": plan.problem.chunk_tokens, **asdict(plan.choice)}}
         self.layouts = layouts(spec)
@@ -175,6 +178,14 @@ class Session:
             cursor=self.loader.cursor,
         )
 
+    def fetch_score(self, micro_batches: Sequence[MicroBatch]) -> ScoreData:
+        """The tokens of one pass of a validation, on the compute device."""
+        return ScoreData(
+            micro_batches=micro_batches,
+            chunks=self._carrier.carry(micro_batches),
+            num_targets=sum(m.num_targets for m in micro_batches),
+        )
+
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""
         data, self._next = self._next or self.fetch(), None
@@ -237,9 +248,17 @@ class Session:
             return str(error)
         return None
 
+    def checkpoint_now(self, name: str) -> None:
+        """Make a checkpoint of the committed generation of this step; only between `finish` and the next step."""
+        assert not self.builder.uncommitted, "the step is not committed"
+        self.checkpoints.append((name, self.step, self._checkpoint(name)))
+
     def finish(self) -> None:
-        """Apply the gradient that still waits, commit the generation, and wait for all of it."""
-        if self.builder.waiting:
+        """Apply the gradient that still waits, commit the generation, and wait for all of it.
+
+        At the end of any step; training may go on afterwards.
+        """
+        if self.builder.uncommitted:
             self.executor.submit(self.builder.finish(commit=True))
         self.executor.drain()
 

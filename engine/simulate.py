@@ -80,11 +80,7 @@ def simulate(
     second = builder.step(2, documents=documents)
     clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
     end = clocks.done_at[second[-1].id]
-    spans = [
-        Span(op.lane, op.action, op.block, op.index, begin - start, finish - start, op.nbytes, op.step)
-        for op, begin, finish in clocks.times
-        if finish > start
-    ]
+    spans = clocks.spans(start)
     moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
     for op in second:
         moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
@@ -176,6 +172,24 @@ class Clocks:
                 missing[follower.id] -= 1
                 ready_at[follower.id] = max(ready_at[follower.id], now)
             todo -= 1
+
+    def spans(self, start: float) -> list[Span]:
+        """What ended after `start`, counted from there, in order of end."""
+        lane_end = dict.fromkeys(LANES, 0.0)
+        found = []
+        for op, begin, end in self.times:
+            if end > start:
+                waited: tuple[int, ...] = ()
+                if begin > lane_end[op.lane] + DISPATCH_S:
+                    waited = tuple(dep for dep in op.deps if self.done_at[dep] > lane_end[op.lane])
+                found.append(
+                    Span(
+                        op.lane, op.action, op.block, op.index, begin - start, end - start, op.nbytes, op.step,
+                        op.id, waited,
+                    )
+                )  # fmt: skip
+            lane_end[op.lane] = end
+        return found
 
 
 def _speeds(machine: Machine, mask: int) -> list[float]:

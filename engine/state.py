@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.config import StorageConfig
 from engine.memory import GpuMemory, RamMemory
 from engine.plan import STATE_KINDS, Plan
 from storage.arena import empty_aligned
@@ -93,14 +91,3 @@ def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str
     for part, (start, end) in enumerate(part_ranges(layout.numel, spec.part_numel)):
         store.read(name, "master", part, flat[start:end]).result()
     return layout.views(flat)
-
-
-def state_folder(run_dir: Path) -> Path:
-    """Where a run's manifest is, and its chunk files unless the recipe names drives."""
-    return run_dir / "state"
-
-
-def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
-    """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
-    given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]
-    return given or [state_folder(run_dir)]

@@ -8,49 +8,37 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from engine import weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.device import memory_use
-from engine.events import Observer, Span, StepMetrics
+from engine.events import Observer, StepMetrics
 from engine.failures import explain
 from engine.flops import model_flops
+from engine.folders import drive_folders, state_folder
+from engine.live import Live, memory_peaks
 from engine.model import ModelSpec
 from engine.opening import open_session
-from engine.ops import LANES, Op
+from engine.ops import Op
 from engine.prepare import layouts, model_config, prepare_data
 from engine.runtime import DivergedError
 from engine.session import CONSTANTS_FILE, Session
-from engine.state import drive_folders, read_parameters, state_folder
+from engine.state import read_parameters
 from storage.checkpoints import checkpoint_folder, read_checkpoint
 from storage.errors import UserError
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore
 from storage.wear import percentage_used
 
-
-@dataclass(slots=True)
-class LaneTotals:
-    """Work of one lane over a run: seconds in which at least one op was under way, and payload bytes."""
-
-    busy_s: float = 0.0
-    bytes: int = 0
-    _until: float = field(default=0.0, repr=False)
-
-    def add(self, span: Span) -> None:
-        """Count a span; spans that overlap count their common time once."""
-        self.busy_s += max(0.0, span.end_s - max(span.start_s, self._until))
-        self._until = max(self._until, span.end_s)
-        self.bytes += span.bytes
+POLL_S = 0.2
+"""Between two looks of a paused run at what is wanted of it."""
 
 
 @dataclass(slots=True)
@@ -180,29 +168,23 @@ def _garbage_restored() -> Iterator[None]:
 
 def _run(session: Session, observer: Observer) -> TrainResult:
     """Step until the recipe's last step or until the observer asks to stop; then commit."""
-    lanes: dict[str, LaneTotals] = defaultdict(LaneTotals)
     steps: list[StepMetrics] = []
-    stopped = False
-    while session.step < session.config.steps and not stopped:
-        metrics = train_step(session)
-        spans = session.executor.take_spans()
-        for span in spans:
-            lanes[span.lane].add(span)
-        observer.on_step(metrics, spans)
-        steps.append(metrics)
-        if len(steps) == 1:
-            # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
-            gc.freeze()
-            gc.disable()
-        stopped = observer.should_stop() and session.step < session.config.steps
-        for name in observer.checkpoint_requests():
-            session.request_checkpoint(name)
-        _report_checkpoints(session, observer)
-    session.finish()
+    with Live(session, observer) as live:
+        while session.step < session.config.steps and _goes_on(session, observer):
+            metrics = train_step(session)
+            live.tell()
+            metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
+            observer.on_step(metrics)
+            steps.append(metrics)
+            if len(steps) == 1:
+                # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
+                gc.freeze()
+                gc.disable()
+            for name in observer.checkpoint_requests():
+                session.request_checkpoint(name)
+            _report_checkpoints(session, observer)
+        session.finish()
     _report_checkpoints(session, observer)
-    observer.on_spans(tail := session.executor.take_spans())
-    for span in tail:
-        lanes[span.lane].add(span)
     timed = steps[1:] or steps
     return TrainResult(
         steps=session.step,
@@ -213,11 +195,27 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         tokens_per_s=sum(m.tokens for m in timed) / sum(m.step_s for m in timed) if timed else None,
         step_s_median=statistics.median(m.step_s for m in steps) if steps else None,
         tiers={},
-        lanes={lane: {"busy_s": lanes[lane].busy_s, "bytes": lanes[lane].bytes} for lane in LANES},
+        lanes=live.lanes,
         drives=[],
         gpu_memory=None,
-        stopped=stopped,
+        stopped=session.step < session.config.steps,
     )
+
+
+def _goes_on(session: Session, observer: Observer) -> bool:
+    """Whether another step is wanted; returns only then where the observer wants a pause, with the step committed."""
+    want = observer.wanted()
+    if want == "pause":
+        session.finish()
+        _report_checkpoints(session, observer)
+        observer.on_pause(True)
+        while (want := observer.wanted()) == "pause":
+            for name in observer.checkpoint_requests():
+                session.checkpoint_now(name)
+            _report_checkpoints(session, observer)
+            time.sleep(POLL_S)
+        observer.on_pause(False)
+    return want == "run"
 
 
 def _report_checkpoints(session: Session, observer: Observer) -> None:
@@ -240,22 +238,12 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
 
 
 def _tiers(session: Session, budgets: BudgetConfig) -> dict[str, dict[str, int]]:
-    """Budget and peak of each tier. On CPU the gpu tier is what was carved and the graphs kept; on CUDA what the
-    allocator really held."""
-    plan, store = session.plan, session.store
-    gpu_peak = session.gpu.arena.used_bytes + session.runtime.layer_ops.kept_peak_bytes
-    if session.device.type == "cuda":
-        gpu_peak = torch.cuda.max_memory_allocated(session.device)
-    nvme_peak = store.peak_disk_bytes()
+    """Budget and peak of each tier."""
+    plan, peaks = session.plan, memory_peaks(session)
+    nvme_peak = session.store.peak_disk_bytes()
     nvme_budget = nvme_peak if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
-    return {
-        "gpu": {"budget_bytes": plan.tiers["gpu"].budget_bytes, "peak_bytes": gpu_peak},
-        "ram": {
-            "budget_bytes": plan.tiers["ram"].budget_bytes,
-            "peak_bytes": session.ram.arena.used_bytes + plan.problem.reader_bytes,
-        },
-        "nvme": {"budget_bytes": nvme_budget, "peak_bytes": nvme_peak},
-    }
+    tiers = {tier: {"budget_bytes": plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}
+    return tiers | {"nvme": {"budget_bytes": nvme_budget, "peak_bytes": nvme_peak}}
 
 
 def export(

@@ -316,12 +316,15 @@ class DriveSet:
             except OSError as error:
                 raise disk_error(error, path, doing) from error
 
-    def disk_bytes(self) -> int:
-        """Bytes of disk that all folders and the manifest's take; files that share their data by links count once."""
+    def disk_bytes(self, without: Container[Path] = ()) -> int:
+        """Bytes of disk that all folders and the manifest's take, but for files in the folders `without`.
+
+        Files that share their data by links count once.
+        """
         sizes: dict[tuple[int, int], int] = {}
-        for top in {self.root, *(drive.folder for drive in self)}:
+        for top in {self.root, *(drive.folder for drive in tuple(self))}:
             for folder, _, names in os.walk(top):
-                for name in names:
+                for name in names if Path(folder) not in without else ():
                     with contextlib.suppress(FileNotFoundError):  # a commit in another thread renames its manifest
                         status = os.stat(os.path.join(folder, name))
                         sizes[status.st_dev, status.st_ino] = status.st_blocks * 512

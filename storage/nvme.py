@@ -376,8 +376,8 @@ class NvmeStore:
         return self._drives.disk_bytes()
 
     def peak_disk_bytes(self) -> int:
-        """The same with as many spilled activations as there were at once at most."""
-        return self.disk_bytes() - self._spill.live_bytes + self._spill.peak_bytes
+        """The same with as many spilled activations as there were at once at most. Any thread may ask, at any time."""
+        return self._drives.disk_bytes(without=self._spill.folders()) + self._spill.peak_bytes
 
     def close(self) -> None:
         """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash.

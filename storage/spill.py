@@ -48,10 +48,9 @@ class Spill:
         self.peak_bytes = 0
         """Most that was on the drives at once."""
 
-    @property
-    def live_bytes(self) -> int:
-        """What is on the drives now, or on its way."""
-        return self._live_bytes
+    def folders(self) -> set[Path]:
+        """Where the files are."""
+        return {drive.folder / SCRATCH / _FOLDER for drive in tuple(self._drives)}
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
         """Write `src`, uint8 [n] on the CPU, which must not change until the future is done.

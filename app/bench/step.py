@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from storage.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.events import Span, StepMetrics
+    from engine.events import Progress, Span, StepMetrics, Want
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 1024, 3072, 16, 8, 64, 8192
 ROWS, ROW_TOKENS = 2, 512
@@ -152,13 +152,13 @@ class _StepClock:
         print(json_module.dumps(plan), file=sys.stderr)
         self._last = time.perf_counter()
 
-    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
+    def on_progress(self, progress: Progress) -> None:
+        pass
+
+    def on_step(self, metrics: StepMetrics) -> None:
         now = time.perf_counter()
         self.times_s.append(now - self._last)
         self._last = now
-
-    def on_spans(self, spans: list[Span]) -> None:
-        pass
 
     def on_message(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -169,8 +169,11 @@ class _StepClock:
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         pass
 
-    def should_stop(self) -> bool:
-        return False
+    def wanted(self) -> Want:
+        return "run"
+
+    def on_pause(self, paused: bool) -> None:
+        pass
 
 
 def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:

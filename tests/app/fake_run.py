@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from engine.events import Span, StepMetrics
+from engine.events import Progress, Span, StepMetrics, UnderWay
 from storage.errors import UserError
 
 PLAN = {
@@ -46,32 +46,47 @@ def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint:
     step_s = float(os.environ.get("FAKE_STEP_S", "0.01"))
     begin = time.monotonic()
     observer.on_plan(PLAN, [])
-    stopped = False
-    for step in range(first + 1, train.steps + 1):
+    step = first
+    while step < train.steps and goes_on(observer, step):
+        step += 1
         start = time.monotonic() - begin
+        observer.on_progress(Progress([], start, [UnderWay("compute", "forward", "layers.0", 0, step, start)]))
         time.sleep(step_s)
         end = time.monotonic() - begin
         if step == int(fail_at):
             raise UserError("loss is NaN in step 3, chunk 1") if fail_how == "user" else RuntimeError("a bug")
         spans = [
-            Span("h2d", "weights", "layers.0", -1, start, (start + end) / 2, 4096, step),
-            Span("compute", "forward", "layers.0", 0, start, end, 0, step),
+            Span("h2d", "weights", "layers.0", -1, start, (start + end) / 2, 4096, step, 2 * step - 2),
+            Span("compute", "forward", "layers.0", 0, start, end, 0, step, 2 * step - 1, (2 * step - 2,)),
         ]
         metrics = StepMetrics(
             step=step, loss=8.0 / step, grad_norm=1.0, lr=1e-3, tokens=100, step_s=step_s, tokens_per_s=100 / step_s
         )
-        observer.on_step(metrics, spans)
+        observer.on_progress(Progress(spans, end, []))
+        observer.on_step(metrics)
         committed.write_text(str(step))
-        if observer.should_stop():
-            stopped = True
-            break
+        for name in observer.checkpoint_requests():
+            observer.on_checkpoint(name, step, None)
     end = time.monotonic() - begin
-    observer.on_spans([Span("nvme_write", "commit", "layers.0", -1, end, end + 0.01, 4096, train.steps)])
+    last = Span("nvme_write", "commit", "layers.0", -1, end, end + 0.01, 4096, train.steps)
+    observer.on_progress(Progress([last], end, []))
     tiers = {name: {"budget_bytes": 2**30, "peak_bytes": 2**29} for name in ("gpu", "ram", "nvme")}
     lanes = {"h2d": {"busy_s": 0.5, "bytes": 4096}, "compute": {"busy_s": 1.0, "bytes": 0}}
     return SimpleNamespace(
-        tokens_per_s=1e4, tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, stopped=stopped, steps=0
+        tokens_per_s=1e4, tiers=tiers, lanes=lanes, drives=[], gpu_memory=None, stopped=step < train.steps, steps=step
     )
+
+
+def goes_on(observer: Any, step: int) -> bool:
+    want = observer.wanted()
+    if want == "pause":
+        observer.on_pause(True)
+        while (want := observer.wanted()) == "pause":
+            for name in observer.checkpoint_requests():
+                observer.on_checkpoint(name, step, None)
+            time.sleep(0.02)
+        observer.on_pause(False)
+    return bool(want == "run")
 
 
 def export(run_dir: Path, *, out_dir: Path, **parts: Any) -> None:

@@ -80,6 +80,7 @@ def test_a_whole_run(cli: Cli) -> None:
     assert done.stderr == ""
     run = cli.folder / "out"
     assert sorted(path.name for path in run.iterdir()) == [
+        "log.jsonl",
         "metrics.jsonl",
         "plan.json",
         "predicted.jsonl",
@@ -109,7 +110,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "gpu_memory",
     }
     found = status(run)
-    assert set(found) == {"state", "pid", "step", "total_steps", "heartbeat"}
+    assert set(found) == {"state", "pid", "host", "started", "step", "total_steps", "clock_s", "heartbeat"}
     assert (found["state"], found["step"], found["total_steps"]) == ("finished", 3, 3)
     for part in ("layers.0 - 1", "step 3/3", "busiest compute", "Summary", "8.0000 -> 2.6667"):
         assert part in done.stdout
@@ -177,7 +178,7 @@ def test_a_user_error_in_training_is_told_and_kept(cli: Cli) -> None:
     done = cli.run("resume", "out")
     assert done.returncode == 0, done.stderr
     assert steps(cli.folder / "out") == [1, 2, 3, 4, 5]
-    assert set(status(cli.folder / "out")) == {"state", "pid", "step", "total_steps", "heartbeat"}
+    assert "error" not in status(cli.folder / "out")
     done = cli.run("resume", "out")
     assert (done.returncode, "nothing to resume" in done.stderr) == (2, True)
 

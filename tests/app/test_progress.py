@@ -10,9 +10,8 @@ from app.progress import (
     WARMUP_STEPS,
     Display,
     Eta,
+    StepLanes,
     activation_lines,
-    busiest_lane,
-    busy_seconds,
     bytes_text,
     duration_text,
     plan_table,
@@ -60,12 +59,18 @@ def test_duration_text(seconds: float | None, text: str) -> None:
     assert duration_text(seconds) == text
 
 
+def busiest(*spans: Span) -> tuple[str, float] | None:
+    lanes = StepLanes()
+    for item in spans:
+        lanes.add(item)
+    return lanes.busiest()
+
+
 def test_busy_time_counts_overlaps_once() -> None:
     spans = [span("a", 0, 2), span("a", 1, 3), span("a", 1.5, 2), span("a", 5, 6), span("b", 0, 1)]
-    assert busy_seconds(spans) == {"a": 4.0, "b": 1.0}
-    assert busiest_lane(spans) == ("a", 4 / 6)
-    assert busiest_lane([]) is None
-    assert busiest_lane([span("a", 1, 1)]) is None
+    assert busiest(*spans) == ("a", 4 / 6)
+    assert busiest() is None
+    assert busiest(span("a", 1, 1)) is None
 
 
 def test_eta_leaves_the_warm_up_out() -> None:
@@ -134,8 +139,8 @@ def test_plain_lines_without_a_terminal() -> None:
     display = Display(console, total_steps=5)
     display.plan(PLAN)
     display.message("[a] message with [brackets]")
-    display.step(metrics(1, 1.0), [span("compute", 0.0, 1.0), span("h2d", 0.0, 0.5)])
-    display.step(metrics(2, 1.0), [])
+    display.step(metrics(1, 1.0), ("compute", 1.0))
+    display.step(metrics(2, 1.0), None)
     display.close()
     assert out.getvalue().splitlines()[-3:] == [
         "[a] message with [brackets]",
@@ -148,7 +153,7 @@ def test_progress_bar_on_a_terminal() -> None:
     console, out = screen(terminal=True)
     display = Display(console, total_steps=5, step=2)
     display.plan(PLAN)
-    display.step(metrics(3, 1.0), [span("compute", 0.0, 1.0)])
+    display.step(metrics(3, 1.0), ("compute", 1.0))
     display.message("a message")
     display.close()
     assert "step 3/5" in out.getvalue()

@@ -9,36 +9,27 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import REPOSITORY, wait_until
+from cli_process import REPOSITORY
 
-import app.rundir
 from app.recipe import Recipe
-from app.rundir import RunDir, RunLog, find_run, is_live, list_runs, read_info, read_jsonl, read_recipe, read_tail
-from engine.events import Span, StepMetrics
+from app.run_log import RunLog
+from app.rundir import (
+    LEFT_BY_LAUNCHER,
+    STALE_S,
+    RunDir,
+    RunLock,
+    find_run,
+    is_live,
+    list_runs,
+    read_info,
+    read_jsonl,
+    read_last,
+    read_recipe,
+    read_tail,
+    state_of,
+)
+from engine.events import StepMetrics
 from storage.errors import UserError
-
-
-def metrics(step: int, loss: float = 1.0) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=0.5,
-        lr=1e-3,
-        tokens=7,
-        step_s=0.25,
-        tokens_per_s=28.0,
-        model_flops=10**15,
-        nvme_read_bytes={"/mnt/a/run": 4096},
-        nvme_written_bytes={"/mnt/a/run": 8192},
-    )
-
-
-def span(step: int, start_s: float, end_s: float) -> Span:
-    return Span("compute", "forward", "layers.0", 2, start_s, end_s, 0, step)
-
-
-def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:
@@ -80,7 +71,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from app.recipe import Recipe
-from app.rundir import RunDir, RunLog
+from app.run_log import RunLog
+from app.rundir import RunDir
 run = RunDir.create(Recipe(name="x"), Path(sys.argv[1]))
 log = RunLog(run.path, 10)
 log.set_state("running")
@@ -134,125 +126,6 @@ def test_readers_that_test_the_lock_never_keep_a_run_from_starting(tmp_path: Pat
             reader.join()
 
 
-def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, total_steps=3)
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "preparing"
-    log.set_state("running")
-    log.step(metrics(1), [span(1, 0.0, 0.5)])
-    log.step(metrics(2, loss=float("nan")), [])
-    log.spans([span(2, 0.5, 0.75)])
-    log.close("finished")
-    log.close("failed")
-    rest = {
-        "grad_norm": 0.5,
-        "lr": 1e-3,
-        "tokens": 7,
-        "step_s": 0.25,
-        "tokens_per_s": 28.0,
-        "model_flops": 10**15,
-        "nvme_read_bytes": {"/mnt/a/run": 4096},
-        "nvme_written_bytes": {"/mnt/a/run": 8192},
-    }
-    assert lines(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "loss": 1.0} | rest,
-        {"step": 2, "loss": None} | rest,
-    ]
-    assert lines(tmp_path / "spans.jsonl") == [span(1, 0.0, 0.5)._asdict(), span(2, 0.5, 0.75)._asdict()]
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert abs(status.pop("heartbeat") - time.time()) < 5
-    assert status == {"state": "finished", "pid": os.getpid(), "step": 2, "total_steps": 3}
-
-
-def test_heartbeat_goes_on_without_steps_and_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert app.rundir.HEARTBEAT_S <= 5
-    monkeypatch.setattr(app.rundir, "HEARTBEAT_S", 0.05)
-
-    def heartbeat() -> float:
-        return float(json.loads((tmp_path / "status.json").read_text())["heartbeat"])
-
-    log = RunLog(tmp_path, total_steps=3)
-    first = heartbeat()
-    wait_until(lambda: heartbeat() > first)
-    busy_until = time.monotonic() + 0.2
-    step = 0
-    before = heartbeat()
-    while time.monotonic() < busy_until:
-        step += 1
-        log.step(metrics(step), [span(step, 0.0, 1.0)] * 50)
-    assert heartbeat() > before
-    log.close("finished")
-    assert len(lines(tmp_path / "metrics.jsonl")) == step
-
-
-def test_nothing_is_lost_on_a_clean_exit_and_a_step_costs_little(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, total_steps=100)
-    spans = [span(1, 0.0, 1.0)] * 500
-    begin = time.perf_counter()
-    for step in range(1, 101):
-        log.step(metrics(step), spans)
-    handed_over_s = time.perf_counter() - begin
-    log.close("finished")
-    assert sum(1 for _ in read_jsonl(tmp_path / "spans.jsonl")) == 50_000
-    assert handed_over_s < 1.0
-
-
-def test_a_stalled_disk_drops_spans_never_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.rundir, "MAX_PENDING_SPANS", 3)
-    log = RunLog(tmp_path, total_steps=9)
-    log.step(metrics(1), [span(1, 0.0, 1.0)] * 4)
-    log.step(metrics(2), [span(2, 0.0, 1.0)] * 2)
-    log.close("finished")
-    assert log.dropped_spans == 4
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert [line["step"] for line in lines(tmp_path / "spans.jsonl")] == [2, 2]
-
-
-def test_a_log_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    log = RunLog(tmp_path, total_steps=9)
-    log.step(metrics(1), [])
-    wait_until(lambda: log._failure is not None)
-    with pytest.raises(UserError, match="log cannot be written"):
-        log.step(metrics(2), [])
-    log.close("failed")
-
-
-def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, total_steps=9)
-    for step in (1, 2, 3):
-        log.step(metrics(step, loss=10.0), [span(step, float(step), step + 1.0)])
-    log.close("failed")
-    for name in ("metrics.jsonl", "spans.jsonl"):
-        with (tmp_path / name).open("a") as file:
-            file.write('{"step": 4, "lo')
-    log = RunLog(tmp_path, total_steps=9, step=3)
-    for step in (3, 4):
-        log.step(metrics(step, loss=20.0), [span(step, step - 3.0, step - 2.0)])
-    log.close("finished")
-    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [
-        (1, 10.0),
-        (2, 10.0),
-        (3, 20.0),
-        (4, 20.0),
-    ]
-    assert [(line["step"], line["start_s"], line["end_s"]) for line in lines(tmp_path / "spans.jsonl")] == [
-        (1, 1.0, 2.0),
-        (2, 2.0, 3.0),
-        (3, 3.0, 4.0),
-        (3, 4.0, 5.0),
-        (4, 5.0, 6.0),
-    ]
-
-
-@pytest.mark.parametrize("torn_bytes", [0, 1, 65535, 65536, 65537, 200_000])
-def test_a_torn_last_line_of_any_length_is_cut_off(tmp_path: Path, torn_bytes: int) -> None:
-    for whole in ("", '{"step": 1, "end_s": 2.5}\n'):
-        (tmp_path / "spans.jsonl").write_text(whole + "x" * torn_bytes)
-        offset_s = app.rundir._prepare_logs(tmp_path, 2)
-        assert (tmp_path / "spans.jsonl").read_text() == whole
-        assert offset_s == (2.5 if whole else 0.0)
-
-
 def test_read_jsonl_stops_at_a_torn_line_and_names_a_damaged_one(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"a": 1}\n{"a": 2')
@@ -267,7 +140,7 @@ def test_read_tail_of_a_long_file(tmp_path: Path) -> None:
     assert read_tail(path) == []
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(20_000)) + '{"st')
     tail = read_tail(path)
-    assert tail[-1] == {"step": 19_999}
+    assert tail[-1] == {"step": 19_999} == read_last(path)
     assert 1000 < len(tail) < 20_000
 
 
@@ -278,12 +151,58 @@ def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "b" / "status.json").write_text("[1]")
     log = RunLog(tmp_path / "c", total_steps=4)
-    log.step(metrics(1, loss=3.5), [])
+    log.step(StepMetrics(step=1, loss=3.5, grad_norm=1.0, lr=1e-3, tokens=7, step_s=1.0, tokens_per_s=28.0))
     log.close("stopped")
     found = list_runs(tmp_path)
     assert [info.name for info in found] == ["a", "b", "c"]
     assert [info.state for info in found] == ["unknown", "unknown", "stopped"]
     assert found[2][3:6] == (1, 4, 3.5)
+    assert found[2].tokens_per_s == 28.0
+    assert found[2].heartbeat == pytest.approx(time.time(), abs=5)
+    assert found[2].metrics is not None
+    assert found[2].metrics["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"state": "stopped", "step": "x", "total_steps": None, "heartbeat": "y", "error": 3},
+        {"state": ["running"], "step": True},
+        {"state": "running", "host": 7},
+    ],
+)
+def test_a_foreign_status_breaks_nothing(tmp_path: Path, status: dict[str, object]) -> None:
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    (tmp_path / "metrics.jsonl").write_text('[1]\n{"loss": "NaN", "tokens_per_s": true}\n"x"\n')
+    info = read_info(tmp_path)
+    assert (info.step, info.total_steps, info.loss, info.tokens_per_s, info.heartbeat) == (0, 0, None, None, None)
+
+
+def test_a_silent_run_is_stale_and_another_hosts_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    now = 1000.0
+    for age, host, lock, state in [
+        (1.0, None, True, "paused"),
+        (STALE_S + 1, None, True, "stale"),
+        (1.0, None, False, "crashed"),
+        (1.0, "elsewhere", False, "paused"),
+        (STALE_S + 1, "elsewhere", False, "stale"),
+    ]:
+        status = {"state": "paused", "heartbeat": now - age} | ({} if host is None else {"host": host})
+        held = RunLock(tmp_path) if lock else None
+        assert state_of(tmp_path, status, now) == state
+        if held is not None:
+            held.release()
+    assert state_of(tmp_path, {"state": "finished"}, now) == "finished"
+
+
+def test_what_a_launcher_left_is_no_run_yet_and_a_replaced_one_leaves_nothing(tmp_path: Path) -> None:
+    for name in LEFT_BY_LAUNCHER:
+        (tmp_path / name).write_text("")
+    RunDir.create(Recipe(name="x"), tmp_path).__exit__()
+    for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):
+        (tmp_path / name).write_text("")
+    RunDir.create(Recipe(name="x"), tmp_path).__exit__()
+    assert {path.name for path in tmp_path.iterdir()} == LEFT_BY_LAUNCHER
 
 
 def test_find_run_by_path_or_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from engine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
-from engine.events import Span, StepMetrics
+from engine.events import StepMetrics
 from engine.executor import Executor
 from engine.loss import _block_
 from engine.ops import Op
@@ -170,8 +170,8 @@ class Collections(tiny.Silent):
     def seen(self, phase: str, info: dict[str, int]) -> None:
         self._count += phase == "start"
 
-    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-        super().on_step(metrics, spans)
+    def on_step(self, metrics: StepMetrics) -> None:
+        super().on_step(metrics)
         self.counts.append(self._count)
         self._count = 0
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.events import Span, StepMetrics
+from engine.events import StepMetrics
 from engine.ops import Op
 from engine.session import Session
 from engine.train import train, train_step
@@ -119,8 +119,8 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, 
 
 def test_the_message_names_file_and_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Filling(tiny.Silent):
-        def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-            super().on_step(metrics, spans)
+        def on_step(self, metrics: StepMetrics) -> None:
+            super().on_step(metrics)
             if metrics.step == 3:
                 FAULTS["disk full"][0](monkeypatch, tmp_path)
 

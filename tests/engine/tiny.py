@@ -15,11 +15,11 @@ from transformers import PretrainedConfig
 
 from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
-from engine.events import Span, StepMetrics
+from engine.events import Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.model import ModelSpec, initialize
 from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
 from engine.planning import Budgets, Task
-from engine.prepare import layouts, make_config, make_loader, model_config, prepare_data
+from engine.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
 from engine.search import dimensions
 from engine.session import Compute, Session, run_identity, run_meta
 from engine.state import fill_store, read_parameters, state_arrays
@@ -37,6 +37,7 @@ class Silent:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.metrics: list[StepMetrics] = []
+        self.validations: list[ValidationMetrics] = []
         self.spans: list[Span] = []
         self.plan: dict[str, Any] = {}
         self._stop_after = stop_after
@@ -44,12 +45,14 @@ class Silent:
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.plan = plan
 
-    def on_step(self, metrics: StepMetrics, spans: list[Span]) -> None:
-        self.metrics.append(metrics)
-        self.spans += spans
+    def on_progress(self, progress: Progress) -> None:
+        self.spans += progress.spans
 
-    def on_spans(self, spans: list[Span]) -> None:
-        self.spans += spans
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.metrics.append(metrics)
+
+    def on_validation(self, metrics: ValidationMetrics) -> None:
+        self.validations.append(metrics)
 
     def on_message(self, text: str) -> None:
         pass
@@ -60,8 +63,11 @@ class Silent:
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         pass
 
-    def should_stop(self) -> bool:
-        return self._stop_after is not None and len(self.metrics) >= self._stop_after
+    def wanted(self) -> Want:
+        return "stop" if self._stop_after is not None and len(self.metrics) >= self._stop_after else "run"
+
+    def on_pause(self, paused: bool) -> None:
+        pass
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -209,6 +215,7 @@ def session(
         storage=s,
         device=device,
         identity=identity,
+        validation=make_validation(corpus, spec, d, t),
     )
 
 

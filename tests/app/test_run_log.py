@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from cli_process import wait_until
+
+import app.run_log
+from app.run_log import RunLog, continue_spans
+from app.rundir import read_jsonl
+from engine.events import Progress, Span, StepMetrics, UnderWay
+from storage.errors import UserError
+
+
+def metrics(step: int, loss: float = 1.0) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=0.5,
+        lr=1e-3,
+        tokens=7,
+        step_s=0.25,
+        tokens_per_s=28.0,
+        model_flops=10**15,
+        nvme_read_bytes={"/mnt/a/run": 4096},
+        nvme_written_bytes={"/mnt/a/run": 8192},
+        time=1234.5,
+        tier_bytes={"gpu": 1, "ram": 2, "nvme": 3},
+    )
+
+
+def span(step: int, start_s: float, end_s: float, id: int = -1, waited: tuple[int, ...] = ()) -> Span:
+    return Span("compute", "forward", "layers.0", 2, start_s, end_s, 0, step, id, waited)
+
+
+def told(*spans: Span) -> Progress:
+    return Progress(list(spans), 0.0, [])
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def status(path: Path) -> dict[str, object]:
+    return dict(json.loads((path / "status.json").read_text()))
+
+
+def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, total_steps=3)
+    assert status(tmp_path)["state"] == "preparing"
+    log.set_state("running")
+    log.progress(told(span(1, 0.0, 0.5, 7, (3, 5))))
+    log.step(metrics(1))
+    log.step(metrics(2, loss=float("nan")))
+    log.message("a word", "warning")
+    log.progress(Progress([span(2, 0.5, 0.75)], 0.8, [UnderWay("h2d", "load", "head", -1, 2, 0.7)]))
+    log.set_state("running")
+    assert status(tmp_path)["clock_s"] == 0.8
+    assert status(tmp_path)["now"] == {"h2d": [{"op": "load", "block": "head", "chunk": -1, "step": 2, "start_s": 0.7}]}
+    log.close("finished")
+    log.close("failed")
+    rest = {
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 7,
+        "step_s": 0.25,
+        "tokens_per_s": 28.0,
+        "model_flops": 10**15,
+        "nvme_read_bytes": {"/mnt/a/run": 4096},
+        "nvme_written_bytes": {"/mnt/a/run": 8192},
+        "time": 1234.5,
+        "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
+    }
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 1.0} | rest,
+        {"step": 2, "loss": None} | rest,
+    ]
+    first, second = lines(tmp_path / "spans.jsonl")
+    assert first == span(1, 0.0, 0.5)._asdict() | {"id": 7, "waited": [3, 5]}
+    assert second == span(2, 0.5, 0.75)._asdict() | {"waited": []}
+    assert Span.of(first) == span(1, 0.0, 0.5, 7, (3, 5))
+    (message,) = lines(tmp_path / "log.jsonl")
+    assert abs(message.pop("time") - time.time()) < 5  # type: ignore[operator]
+    assert message == {"level": "warning", "text": "a word", "step": 2}
+    found = status(tmp_path)
+    for name in ("heartbeat", "started"):
+        assert abs(found.pop(name) - time.time()) < 5  # type: ignore[operator]
+    assert found == {
+        "state": "finished",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "step": 2,
+        "total_steps": 3,
+        "clock_s": 0.8,
+    }
+
+
+def test_the_drives_temperature_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.run_log, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(app.run_log, "disk_temperature", lambda disks: 41.5)
+    log = RunLog(tmp_path, total_steps=3)
+    log.watch_drives([tmp_path / "state", Path("/nowhere/at/all")])
+    wait_until(lambda: "drives" in status(tmp_path))
+    assert status(tmp_path)["drives"] == {
+        str(tmp_path / "state"): {"temperature_c": 41.5},
+        "/nowhere/at/all": {"temperature_c": 41.5},
+    }
+    log.close("finished")
+    assert "drives" not in status(tmp_path), "nobody looks at them any more"
+
+
+def test_heartbeat_goes_on_without_steps_and_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert app.run_log.HEARTBEAT_S <= 5
+    monkeypatch.setattr(app.run_log, "HEARTBEAT_S", 0.05)
+
+    def heartbeat() -> float:
+        return float(json.loads((tmp_path / "status.json").read_text())["heartbeat"])
+
+    log = RunLog(tmp_path, total_steps=3)
+    first = heartbeat()
+    wait_until(lambda: heartbeat() > first)
+    busy_until = time.monotonic() + 0.2
+    step = 0
+    before = heartbeat()
+    while time.monotonic() < busy_until:
+        step += 1
+        log.progress(told(*[span(step, 0.0, 1.0)] * 50))
+        log.step(metrics(step))
+    assert heartbeat() > before
+    log.close("finished")
+    assert len(lines(tmp_path / "metrics.jsonl")) == step
+
+
+def test_nothing_is_lost_on_a_clean_exit_and_a_step_costs_little(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, total_steps=100)
+    spans = [span(1, 0.0, 1.0)] * 500
+    begin = time.perf_counter()
+    for step in range(1, 101):
+        log.progress(told(*spans))
+        log.step(metrics(step))
+    handed_over_s = time.perf_counter() - begin
+    log.close("finished")
+    assert sum(1 for _ in read_jsonl(tmp_path / "spans.jsonl")) == 50_000
+    assert handed_over_s < 1.0
+
+
+def test_a_stalled_disk_drops_spans_never_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.run_log, "MAX_PENDING_SPANS", 3)
+    log = RunLog(tmp_path, total_steps=9)
+    for step, count in ((1, 4), (2, 2)):
+        log.progress(told(*[span(step, 0.0, 1.0)] * count))
+        log.step(metrics(step))
+    log.close("finished")
+    assert log.dropped_spans == 4
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in lines(tmp_path / "spans.jsonl")] == [2, 2]
+
+
+def test_a_log_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    log = RunLog(tmp_path, total_steps=9)
+    log.step(metrics(1))
+    wait_until(lambda: log._failure is not None)
+    with pytest.raises(UserError, match="log cannot be written"):
+        log.step(metrics(2))
+    log.close("failed")
+
+
+def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, total_steps=9)
+    for step in (1, 2, 3):
+        log.progress(told(span(step, float(step), step + 1.0, 10 - step, (3,))))
+        log.step(metrics(step, loss=10.0))
+    log.message("before")
+    log.close("failed")
+    for name in ("metrics.jsonl", "spans.jsonl", "log.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 4, "lo')
+    log = RunLog(tmp_path, total_steps=9, step=3)
+    for step in (3, 4):
+        log.progress(Progress([span(step, step - 3.0, step - 2.0, step, (0,))], 7.0, []))
+        log.step(metrics(step, loss=20.0))
+    log.message("on")
+    log.close("finished")
+    assert status(tmp_path)["clock_s"] == 11.0
+    assert [line["text"] for line in lines(tmp_path / "log.jsonl")] == ["before", "on"]
+    assert [(line["id"], line["waited"]) for line in lines(tmp_path / "spans.jsonl")] == [
+        (9, [3]),
+        (8, [3]),
+        (7, [3]),
+        (13, [10]),
+        (14, [10]),
+    ]
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [
+        (1, 10.0),
+        (2, 10.0),
+        (3, 20.0),
+        (4, 20.0),
+    ]
+    assert [(line["step"], line["start_s"], line["end_s"]) for line in lines(tmp_path / "spans.jsonl")] == [
+        (1, 1.0, 2.0),
+        (2, 2.0, 3.0),
+        (3, 3.0, 4.0),
+        (3, 4.0, 5.0),
+        (4, 5.0, 6.0),
+    ]
+
+
+@pytest.mark.parametrize("torn_bytes", [0, 1, 65535, 65536, 65537, 200_000])
+def test_a_torn_last_line_of_any_length_is_cut_off(tmp_path: Path, torn_bytes: int) -> None:
+    for whole in ("", '{"step": 1, "end_s": 2.5}\n'):
+        (tmp_path / "spans.jsonl").write_text(whole + "x" * torn_bytes)
+        offsets = continue_spans(tmp_path)
+        assert (tmp_path / "spans.jsonl").read_text() == whole
+        assert offsets == (2.5 if whole else 0.0, 0)
