@@ -5,6 +5,7 @@ A lane whose ops overlap takes further tracks, since the format allows no overla
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -68,23 +69,62 @@ def _event(span: Span, track: int) -> dict[str, Any]:
     }
 
 
-def write_trace(run_path: Path, out: Path) -> int:
+def write_trace(
+    run_path: Path, out: Path, steps: tuple[int, int] | None = None, extent: tuple[int, int] | None = None
+) -> int:
     """Write the trace of a run's spans.jsonl to `out`; returns the number of spans. Memory does not grow with it.
 
-    Raises UserError when the run has no spans yet, a line is damaged, or `out` cannot be written.
+    `steps`: the first and the last of those to write, with all that ran meanwhile; `extent`: the bytes of the file that
+    hold them, where that is known. Raises UserError when the run has no spans yet, or not these steps, a line is
+    damaged, or `out` cannot be written.
     """
     spans_path = run_path / "spans.jsonl"
     if not spans_path.exists():
         raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not done")
-    return write_spans(_spans_of(spans_path), run_path.resolve().name, out)
+    spans = _spans_of(spans_path, extent)
+    name = run_path.resolve().name
+    if steps is not None:
+        start_s, end_s = _window(spans, steps, run_path)
+        inside = (span for span in _spans_of(spans_path, extent) if span.end_s > start_s and span.start_s < end_s)
+        first, last = steps
+        return write_spans(inside, f"{name} step {first}" + (f" to {last}" if last > first else ""), out)
+    return write_spans(spans, name, out)
 
 
-def _spans_of(path: Path) -> Iterator[Span]:
-    for line in read_jsonl(path):
+def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tuple[float, float]:
+    """From the end of the step before the first to that of the last; of steps done twice the last ones count."""
+    first, last = steps
+    start_s, end_s, before_s = 0.0, -1.0, 0.0
+    for span in spans:
+        if span.op == "clip":
+            start_s = before_s if span.step == first else start_s
+            end_s = span.end_s if span.step == last else end_s
+            before_s = span.end_s
+    if not 0.0 <= start_s < end_s:
+        raise UserError(f"{run_path}: its spans do not hold the end of step {last}; choose a step that is done")
+    return start_s, end_s
+
+
+def _spans_of(path: Path, extent: tuple[int, int] | None = None) -> Iterator[Span]:
+    for line in read_jsonl(path) if extent is None else _lines_within(path, *extent):
         try:
             yield Span.of(line)
         except TypeError as error:
             raise UserError(f"{path}: a line is not a span ({error})") from None
+
+
+def _lines_within(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
+    """The lines of a part of the file that begins and ends with whole ones; damaged ones are left out."""
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, dict) and "op" in value:
+                    yield value
+            start += len(line)
+            if start >= end:
+                return
 
 
 def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:

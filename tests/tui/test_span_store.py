@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -42,7 +43,7 @@ def test_coverage_is_the_share_that_brute_force_finds(groups: list[list[dict[str
         on = np.zeros(len(ticks), bool)
         for item in mine:
             on |= (ticks > item["start_s"]) & (ticks < item["end_s"])
-        want = [on[(ticks > a) & (ticks < b)].mean() for a, b in zip(edges, edges[1:], strict=False)]
+        want = [on[(ticks > a) & (ticks < b)].mean() for a, b in itertools.pairwise(edges)]
         assert store.view.coverage(lane, edges) == pytest.approx(want, abs=1e-9)
         assert store.view.busy_s(lane, edges[0], edges[-1]) == pytest.approx(
             on[(ticks > edges[0]) & (ticks < edges[-1])].sum() / 8

@@ -255,8 +255,13 @@ class SpanView:
         return self.busy[self.lanes.index(lane)] if lane in self.lanes else IDLE
 
 
+def printable(name: str) -> str:
+    """The name in characters that any terminal shows in one cell each, and not too many."""
+    return "".join(c if " " <= c <= "~" else "?" for c in name[:_NAME_LENGTH])
+
+
 class _Names:
-    """Numbers names; ready for names that no terminal can show."""
+    """Numbers names."""
 
     def __init__(self, most: int, known: Iterable[str] = ()) -> None:
         self.names: list[str] = list(known)
@@ -266,7 +271,7 @@ class _Names:
     def number(self, name: str) -> int:
         number = self._number.get(name)
         if number is None:
-            shown = "".join(c if " " <= c <= "~" else "?" for c in name[:_NAME_LENGTH])
+            shown = printable(name)
             if len(self.names) >= self._most - 1:
                 shown = OTHER
             number = self._number.get(shown)

@@ -64,17 +64,36 @@ class StepIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._looked_at = 0
+        """Bytes in which the last step has been looked for."""
+        self._first: _Clip | None = None
+        self._last: _Clip | None = None
 
     def bounds(self) -> tuple[int, int] | None:
-        """The first and the last step whose end the file holds; None where there is none, or no file."""
+        """The first and the last step whose end the file holds; None where there is none, or no file.
+
+        Called again, it reads only what was added.
+        """
         try:
             with self.path.open("rb") as file:
                 size = _whole_lines(file)
-                first = next(_clips_after(file, 0, min(size, MAX_STEP_BYTES)), None)
-                last = _clip_before(file, size)
+                if size < self._looked_at:
+                    self._first = self._last = None
+                    self._looked_at = 0
+                if self._first is None:
+                    self._first = next(_clips_after(file, 0, min(size, MAX_STEP_BYTES)), None)
+                    self._last = _clip_before(file, size)
+                else:
+                    for clip in _clips_after(file, self._looked_at, size):
+                        self._last = clip
+                self._looked_at = size
         except OSError:
+            self._first = self._last = None
+            self._looked_at = 0
             return None
-        return (min(first.step, last.step), last.step) if first and last else None
+        if self._first is None or self._last is None:
+            return None
+        return min(self._first.step, self._last.step), self._last.step
 
     def find(self, step: int) -> StepSpans | None:
         """The spans of a step, the last time that it was done; None where the file does not hold its end.
@@ -154,7 +173,7 @@ def _read_step(file: BinaryIO, clip: _Clip) -> StepSpans | None:
         try:
             span = json.loads(line)
             ran_in_step = span["start_s"] < clip.end_s
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             num_damaged += 1
             continue
         batch.append(span)
@@ -256,5 +275,5 @@ def _parse_clip(text: bytes, at: int, offset: int) -> _Clip | None:
     try:
         line = json.loads(text[begin:end])
         return _Clip(int(line["step"]), float(line["end_s"]), offset + begin) if line["op"] == STEP_END else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -1,0 +1,410 @@
+"""The stream timeline: a row per lane, each cell showing how much of its time the lane was busy.
+
+Where ops are wide enough they become boxes with their names. Nothing is drawn busy that was not: a cell that a span
+merely touches shows the share that the span took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tui.data.spans import IDLE, LANES, Busy, Floats, SpanView, StepWindow
+from tui.glyphs import Glyphs
+from tui.render import Row
+from tui.render.lane_boxes import Canvas, draw_boxes
+from tui.render.ticks import fit, linear_ticks, rate_text, tick_texts
+
+SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
+INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer": "O", "nvme_write": "W"}
+"""A lane in one cell, for the critical path's row."""
+
+_IDLE_SHARE = 1 / 16
+"""A compute cell less busy than this, while another lane works, is shown as a stall."""
+_TILED_STEPS = 200
+_NOW_CELLS = 30
+
+
+class UnderWay(NamedTuple):
+    """An op that has begun and not ended, from status.json's `now`."""
+
+    lane: str
+    op: str
+    block: str
+    chunk: int
+    start_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneScene:
+    """All that a frame shows."""
+
+    view: SpanView
+    start_s: float
+    end_s: float
+    """The window in view, in the spans' clock."""
+    until_s: float | None = None
+    """Nothing is known behind this moment; None where all of the window has passed."""
+    origin_s: float = 0.0
+    """What the time axis calls 0."""
+    steps: Sequence[StepWindow] = ()
+    """Steps whose borders are marked, in order of time."""
+    under_way: Sequence[UnderWay] = ()
+    predicted: SpanView | None = None
+    """The forecast's step, counted from its start."""
+    critical: Mapping[str, Busy] | None = None
+    """Lane -> stretches of the critical path; None: no such row."""
+    lane: str | None = None
+    """The selected lane."""
+    row: int | None = None
+    """The selected span's row of the view."""
+    cursor_s: float | None = None
+    title: str = ""
+    status: str = ""
+    """Of the first row, at its right."""
+    info: Row = field(default_factory=list)
+    """The last row: the selected span."""
+    rates: bool = True
+    """Whether GB/s stand behind the shares where there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which rows and columns show what."""
+
+    label_cells: int
+    num_cells: int
+    """Columns of the timeline itself."""
+    share_cells: int
+    now_cells: int
+    lanes: tuple[str, ...]
+    """From the top."""
+    bar_rows: int
+    """Of each lane."""
+    predicted_row: bool
+    """Whether each lane has one more row for the forecast."""
+    path_row: bool
+    title_row: bool
+    axis_row: bool
+    info_row: bool
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of a lane."""
+        return self.bar_rows + self.predicted_row
+
+    def lane_at(self, y: int) -> str | None:
+        """The lane that row `y` belongs to."""
+        index = (y - self.title_row) // self.lane_rows
+        return self.lanes[index] if y >= self.title_row and index < len(self.lanes) else None
+
+    def cell_at(self, x: int) -> int | None:
+        """The cell of the timeline in column `x`."""
+        cell = x - self.label_cells
+        return cell if 0 <= cell < self.num_cells else None
+
+
+def layout(width: int, height: int, scene: LaneScene) -> Layout:
+    """Where things go: titles and axes first fall away, then the lanes least busy, then the timeline's margins."""
+    lanes = list(scene.view.lanes)
+    title = height >= 3
+    axis = height >= len(lanes) + 2
+    path = scene.critical is not None and height >= len(lanes) + 3
+    info = height >= len(lanes) + 3 + path
+    room = height - title - axis - path - info
+    if room < len(lanes):
+        busiest = sorted(lanes, key=lambda lane: -scene.view.busy_s(lane, scene.start_s, scene.end_s))
+        kept = {*busiest[: max(1, room)]}
+        lanes = [lane for lane in lanes if lane in kept]
+    each = max(1, room // len(lanes))
+    predicted = scene.predicted is not None and each >= 2
+    label = 11 if width >= 64 else 7 if width >= 36 else 0
+    share = 5 if width >= 16 else 0
+    if scene.predicted is not None and not predicted and width >= 60:
+        share += 6
+    bar_rows = min(4, max(1, each - predicted))
+    if scene.rates and width >= 100:
+        share = max(share, 11) if bar_rows > 1 else share + 11
+    now = _NOW_CELLS if width >= 130 and scene.under_way else 0
+    return Layout(
+        label_cells=label,
+        num_cells=max(1, width - label - share - now),
+        share_cells=share,
+        now_cells=now,
+        lanes=tuple(lanes),
+        bar_rows=bar_rows,
+        predicted_row=predicted,
+        path_row=path,
+        title_row=title,
+        axis_row=axis,
+        info_row=info,
+    )
+
+
+def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> list[Row]:
+    """At most `height` rows of exactly `width` cells."""
+    if width < 1 or height < 1:
+        return []
+    place = layout(width, height, scene)
+    edges = np.linspace(scene.start_s, scene.end_s, place.num_cells + 1)
+    known = scene.end_s if scene.until_s is None else min(scene.until_s, scene.end_s)
+    busy = {lane: _busy(scene, lane, known) for lane in place.lanes}
+    shares = {lane: _share(busy[lane], scene.start_s, known) for lane in place.lanes}
+    bound = max(shares, key=lambda lane: shares[lane])
+    moved = scene.view.bytes_by_lane(scene.start_s, known) if place.share_cells >= 11 else {}
+    in_window = scene.view.rows_between(scene.start_s, scene.end_s)
+    moving = sum(np.diff(busy[lane].until(edges)) for lane in place.lanes)
+    rows: list[Row] = []
+    if place.title_row:
+        rows.append(_title(width, scene, bound, shares))
+    for lane in place.lanes:
+        canvas = Canvas(place.bar_rows, place.num_cells)
+        token = lane_token(lane)
+        coverage = np.diff(busy[lane].until(edges)) / np.diff(edges)
+        _draw_marks(canvas, scene, edges, glyphs)
+        if lane == "compute":
+            stalled = (coverage < _IDLE_SHARE) & (moving / np.diff(edges) >= _IDLE_SHARE) & (edges[1:] <= known)
+            canvas.put(place.bar_rows - 1, stalled, "╌" if glyphs.braille else "_", "stall")
+        tokens = _tokens(scene, lane, token, edges, coverage)
+        _draw_bars(canvas, coverage, tokens, glyphs)
+        mine = in_window[scene.view.lane[in_window] == scene.view.lanes.index(lane)]
+        draw_boxes(canvas, scene.view, mine, edges, lane, tokens == "critical", glyphs)
+        _draw_selection(canvas, scene, lane, edges)
+        forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
+        margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, edges, known)
+        label = _label(place, lane, scene, bold=lane == bound)
+        for y in range(place.bar_rows):
+            first = y == 0
+            rows.append(
+                [
+                    (fit(label[0] if first else "", place.label_cells, glyphs.ellipsis), label[1]),
+                    *canvas.row(y),
+                    *exactly(margin[y] if y < len(margin) else [], place.share_cells),
+                    *(_now(place, scene, lane, glyphs) if first else []),
+                ]
+            )
+        if place.predicted_row and forecast is not None:
+            rows.append(_predicted_row(place, forecast, edges, known, glyphs))
+    if place.path_row:
+        rows.append(_path_row(place, scene, edges))
+    if place.axis_row:
+        rows.append(_axis(place, scene, edges, glyphs))
+    if place.info_row:
+        rows.append(scene.info)
+    return [exactly(row, width) for row in rows[:height]]
+
+
+def lane_token(lane: str) -> str:
+    """The token of a lane's colour."""
+    return f"lane.{lane}" if lane in LANES else "lane.other"
+
+
+def exactly(row: Row, width: int) -> Row:
+    """The row cut or padded to `width` cells."""
+    fitted: Row = []
+    room = width
+    for text, token in row:
+        if room <= 0:
+            break
+        fitted.append((text[:room], token))
+        room -= len(text)
+    if room > 0:
+        fitted.append((" " * room, "text"))
+    return [piece for piece in fitted if piece[0]]
+
+
+def _busy(scene: LaneScene, lane: str, known_s: float) -> Busy:
+    """The lane's busy time with its ops under way up to what is known."""
+    view = scene.view
+    busy = view.busy[view.lanes.index(lane)] if lane in view.lanes else IDLE
+    starts = [op.start_s for op in scene.under_way if op.lane == lane and op.start_s is not None]
+    starts = [start_s for start_s in starts if start_s < known_s]
+    return busy.merge(np.array(starts), np.full(len(starts), known_s)) if starts else busy
+
+
+def _share(busy: Busy, start_s: float, end_s: float) -> float:
+    if end_s <= start_s:
+        return 0.0
+    before, after = busy.until(np.array([start_s, end_s]))
+    return float(after - before) / (end_s - start_s)
+
+
+def _tokens(scene: LaneScene, lane: str, token: str, edges: Floats, coverage: Floats) -> NDArray[np.object_]:
+    """The token of each cell: `critical` where most of what ran is on the critical path."""
+    tokens = np.full(len(coverage), token, dtype=object)
+    path = scene.critical.get(lane) if scene.critical is not None else None
+    if path is not None:
+        critical = np.diff(path.until(edges)) / np.diff(edges)
+        tokens[(critical >= coverage / 2) & (critical > 0)] = "critical"
+    return tokens
+
+
+def _draw_marks(canvas: Canvas, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> None:
+    """Step borders and the cursor, behind everything else."""
+    cells = {cell: "axis" for cell in _borders(scene, edges)}
+    if scene.cursor_s is not None and edges[0] <= scene.cursor_s < edges[-1]:
+        cells[_cell(scene.cursor_s, edges)] = "accent"
+    for cell, token in cells.items():
+        canvas.chars[:, cell] = "┊" if glyphs.braille else ":"
+        canvas.tokens[:, cell] = token
+
+
+def _borders(scene: LaneScene, edges: Floats) -> dict[int, int]:
+    """Cell -> the step that ends in it; crowded borders are left out."""
+    ends = [step for step in scene.steps if edges[0] <= step.end_s < edges[-1]]
+    if len(ends) > (len(edges) - 1) // 6:
+        return {}
+    return {_cell(step.end_s, edges): step.step for step in ends}
+
+
+def _cell(time_s: float, edges: Floats) -> int:
+    return int(np.clip(np.searchsorted(edges, time_s, side="right") - 1, 0, len(edges) - 2))
+
+
+def _draw_bars(canvas: Canvas, coverage: Floats, tokens: NDArray[np.object_], glyphs: Glyphs) -> None:
+    """Coverage in eighths of a cell, rising over all rows of the lane."""
+    levels = np.rint(coverage * 8 * canvas.num_rows).astype(int)
+    characters = np.array(list(glyphs.eighths))
+    for y in range(canvas.num_rows):
+        eighths = np.clip(levels - 8 * (canvas.num_rows - 1 - y), 0, 8)
+        filled = eighths > 0
+        canvas.chars[y, filled] = characters[eighths[filled]]
+        canvas.tokens[y, filled] = tokens[filled]
+
+
+def _draw_selection(canvas: Canvas, scene: LaneScene, lane: str, edges: Floats) -> None:
+    """The selected op's cells in reverse."""
+    view, row = scene.view, scene.row
+    if row is None or row >= view.num_spans or view.lanes[view.lane[row]] != lane:
+        return
+    start_s, end_s = float(view.start_s[row]), float(view.end_s[row])
+    if end_s < edges[0] or start_s > edges[-1]:
+        return
+    a, b = _cell(start_s, edges), _cell(max(start_s, end_s - 1e-12), edges)
+    canvas.tokens[:, a : b + 1] = "selected"
+
+
+def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> Floats:
+    """Coverage of the forecast's step, laid from the beginning of each step in view."""
+    assert scene.predicted is not None
+    predicted = scene.predicted
+    busy = predicted.busy[predicted.lanes.index(lane)] if lane in predicted.lanes else IDLE
+    covered = np.zeros(len(edges) - 1)
+    windows = [w for w in scene.steps if w.end_s > edges[0] and w.start_s < edges[-1]][-_TILED_STEPS:]
+    spans = [(w.start_s, w.end_s) for w in windows]
+    if scene.steps and scene.steps[-1].end_s < known_s:
+        spans.append((scene.steps[-1].end_s, known_s))
+    for begin, end in spans:
+        covered += np.diff(busy.until(np.clip(edges, begin, end) - begin))
+    return covered
+
+
+def _predicted_row(place: Layout, forecast: Floats, edges: Floats, known_s: float, glyphs: Glyphs) -> Row:
+    levels = np.rint(forecast / np.diff(edges) * 8).astype(int).clip(0, 8)
+    text = "".join(glyphs.eighths[level] for level in levels)
+    label = fit("  predicted" if place.label_cells >= 11 else "  plan", place.label_cells)
+    share = f"{_forecast_share(forecast, edges, known_s):4.0%}" if place.share_cells else ""
+    return [(label, "predicted"), (text, "predicted"), (fit(f" {share}", place.share_cells, ""), "predicted")]
+
+
+def _forecast_share(forecast: Floats, edges: Floats, known_s: float) -> float:
+    return float(forecast.sum()) / max(1e-12, known_s - float(edges[0]))
+
+
+def _label(place: Layout, lane: str, scene: LaneScene, *, bold: bool) -> tuple[str, str]:
+    name = lane if place.label_cells >= 11 else SHORT.get(lane, lane)
+    token = lane_token(lane)
+    if lane == scene.lane:
+        return name, f"{token} reverse"
+    return name, f"{token} bold" if bold else token
+
+
+def _margin(
+    place: Layout,
+    scene: LaneScene,
+    share: float,
+    num_bytes: int,
+    forecast: Floats | None,
+    edges: Floats,
+    known_s: float,
+) -> list[Row]:
+    """Behind the timeline: busy share, the forecast's where it has no row of its own, GB/s while busy."""
+    row: Row = [(f" {share:4.0%}", "bold" if share >= 0.5 else "text")]
+    if forecast is not None and not place.predicted_row and place.share_cells >= 11:
+        row.append((f" {_forecast_share(forecast, edges, known_s):4.0%}p", "predicted"))
+    seconds = share * (known_s - scene.start_s)
+    if not num_bytes or seconds <= 0:
+        return [row]
+    rate: Row = [(f" {rate_text(num_bytes / seconds):>10}", "dim")]
+    return [row, rate] if place.bar_rows > 1 else [[*row, *rate]]
+
+
+def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
+    """What is under way on the lane at this moment."""
+    if not place.now_cells:
+        return []
+    ops = [op for op in scene.under_way if op.lane == lane]
+    if not ops:
+        return [(" " * place.now_cells, "text")]
+    chunk = f"[{ops[0].chunk}]" if ops[0].chunk >= 0 else ""
+    more = f" +{len(ops) - 1}" if len(ops) > 1 else ""
+    text = f" {glyphs.arrow} {ops[0].op} {ops[0].block}{chunk}{more}"
+    return [(fit(text, place.now_cells, glyphs.ellipsis), "dim")]
+
+
+def _title(width: int, scene: LaneScene, bound: str, shares: Mapping[str, float]) -> Row:
+    row: Row = [(scene.title, "title")]
+    if shares[bound] > 0:
+        row += [
+            ("  bound by ", "dim"),
+            (bound, f"{lane_token(bound)} bold"),
+            (f" {shares[bound]:.0%}", "bold"),
+        ]
+    used = sum(len(text) for text, _ in row)
+    if len(scene.status) + used + 2 <= width:
+        row += [(" " * (width - used - len(scene.status)), "text"), (scene.status, "dim")]
+    return row
+
+
+def _path_row(place: Layout, scene: LaneScene, edges: Floats) -> Row:
+    """Which lane the critical path is on, by its initial; blank where it is on none for most of the cell."""
+    assert scene.critical is not None
+    lanes = list(scene.critical)
+    canvas = Canvas(1, place.num_cells)
+    if lanes:
+        covered = np.array([np.diff(scene.critical[lane].until(edges)) for lane in lanes])
+        best = covered.argmax(axis=0)
+        some = covered.max(axis=0) > 0.25 * np.diff(edges)
+        for i, lane in enumerate(lanes):
+            initial = INITIALS.get(lane, lane[:1] or "?")
+            canvas.put(0, some & (best == i), initial, lane_token(lane))
+    label = "critical" if place.label_cells >= 11 else "path"
+    return [(fit(label, place.label_cells, ""), "critical"), *canvas.row(0)]
+
+
+def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row:
+    """Ticks in seconds from the origin, and where steps end."""
+    canvas = Canvas(1, place.num_cells)
+    low, high = scene.start_s - scene.origin_s, scene.end_s - scene.origin_s
+    ticks = linear_ticks(low, high, max(1, place.num_cells // 12))
+    scale, unit = (1.0, "s") if high - low >= 0.05 or abs(high) >= 1 else (1e3, "ms")
+    for tick, text in zip(ticks, tick_texts([tick * scale for tick in ticks]), strict=True):
+        cell = _cell(tick + scene.origin_s, edges)
+        if cell + len(text) + 2 <= place.num_cells:
+            canvas.write(0, cell, f"{glyphs.vline}{text}", "axis")
+    borders = _borders(scene, edges)
+    for cell, step in borders.items():
+        text = f"{glyphs.vline}step {step + 1}"
+        crowded = any(cell < other < cell + len(text) + 1 for other in borders)
+        if not crowded and cell + len(text) <= place.num_cells:
+            canvas.write(0, cell, text + " ", "bold")
+    if scene.cursor_s is not None and edges[0] <= scene.cursor_s < edges[-1]:
+        canvas.write(0, _cell(scene.cursor_s, edges), glyphs.up, "accent")
+    return [
+        (fit(unit.rjust(place.label_cells - 1) if place.label_cells else "", place.label_cells, ""), "axis"),
+        *canvas.row(0),
+    ]

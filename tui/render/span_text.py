@@ -1,0 +1,78 @@
+"""An op in words: its name, how long it took, what it moved, what it waited for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tui.data.spans import Span, SpanView, printable
+from tui.render import Row
+from tui.render.lanes import UnderWay, lane_token
+from tui.render.ticks import rate_text, size_text
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit: 1.91 s, 12.3 ms, 450 us."""
+    if seconds >= 60:
+        return f"{int(seconds // 60)}m{seconds % 60:04.1f}s"
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        value = seconds * scale
+        if value >= 1:
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def op_name(span: Span) -> str:
+    """Its op, block and chunk."""
+    return f"{span.op} {span.block}{f'[{span.chunk}]' if span.chunk >= 0 else ''}"
+
+
+def span_row(view: SpanView, row: int) -> Row:
+    """All that is known about an op, in one row: the most important first."""
+    span = view.span(row)
+    length_s = span.end_s - span.start_s
+    pieces: Row = [
+        (op_name(span), f"{lane_token(span.lane)} bold"),
+        (f"  {duration(length_s)}", "bold"),
+    ]
+    if span.bytes:
+        rate = f"  {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
+        pieces.append((f"  {size_text(span.bytes)}{rate}", "text"))
+    pieces.append((f"  {waited_text(view, row)}", "text"))
+    pieces.append((f"  step {span.step}, from {span.start_s:.6f} s", "dim"))
+    return pieces
+
+
+def waited_text(view: SpanView, row: int) -> str:
+    """What an op waited for: of the ops that were not done when its lane reached it, the one that ended last."""
+    waited = view.waited(row)
+    if waited is None:
+        return "what it waited for is not recorded"
+    if not waited:
+        return "ran when its lane was free"
+    rows = [found for found in map(view.row_of_id, waited) if found is not None]
+    if not rows:
+        return f"waited for {len(waited)} ops before these"
+    last = view.span(max(rows, key=lambda other: view.end_s[other]))
+    more = f" +{len(waited) - 1}" if len(waited) > 1 else ""
+    return f"waited for {op_name(last)} ({last.lane}){more}"
+
+
+def ops_under_way(now: Any, view: SpanView) -> list[UnderWay]:
+    """status.json's `now`, without ops whose span has arrived meanwhile and without what is not as it should be."""
+    found = []
+    recent = slice(max(0, view.num_spans - 4096), view.num_spans)
+    for lane, ops in now.items() if isinstance(now, Mapping) else ():
+        for op in ops if isinstance(ops, list) else ():
+            if not isinstance(op, Mapping):
+                continue
+            start_s, chunk = op.get("start_s"), op.get("chunk")
+            start_s = start_s if isinstance(start_s, float) and math.isfinite(start_s) else None
+            if start_s is not None and (np.abs(view.start_s[recent] - start_s) < 2e-6).any():
+                continue
+            name, block = (printable(str(op.get(key, ""))) for key in ("op", "block"))
+            found.append(UnderWay(str(lane), name, block, chunk if isinstance(chunk, int) else -1, start_s))
+    return found[:100]

@@ -1,0 +1,423 @@
+"""Timeline: any step of a run in full, with its critical path, idle lanes explained, and export to Perfetto."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Footer
+
+from app.trace import write_trace
+from storage.errors import UserError
+from tui.data.critical import Blockers, StepAnalysis, analyse
+from tui.data.spans import Ints, SpanStore
+from tui.data.steps import StepIndex, StepSpans
+from tui.render import Row
+from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
+from tui.screens.base import PenstockScreen
+from tui.widgets.lane_keys import LaneKeys
+from tui.widgets.lane_view import LaneView
+from tui.widgets.lines import LineWidget
+
+_LOOK_S = 0.5
+"""How often a live run is asked for new steps."""
+_MAX_PREDICTED_BYTES = 1 << 28
+
+
+class LoadedStep(NamedTuple):
+    """A step and what was found out about it."""
+
+    spans: StepSpans
+    analysis: StepAnalysis
+
+
+class IdlePane(LineWidget):
+    """The critical path, and why each lane was idle."""
+
+    def __init__(self, screen: TimelineScreen) -> None:
+        super().__init__(id="idle", classes="pane")
+        self._timeline = screen
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """LineWidget's hook."""
+        step = self._timeline.step
+        if step is None:
+            return [[(self._timeline.said, "dim")]]
+        return idle_rows(step.spans.view, step.analysis, width, height, self._timeline.lane_view.lane, self.glyphs)
+
+
+class OpsPane(LineWidget):
+    """The ops of the lane, or those that were searched for."""
+
+    def __init__(self, screen: TimelineScreen) -> None:
+        super().__init__(id="ops", classes="pane")
+        self._timeline = screen
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """LineWidget's hook."""
+        step = self._timeline.step
+        if step is None:
+            return []
+        return op_rows(
+            step.spans.view,
+            self._timeline.listed_rows(),
+            self._timeline.lane_view.row_of_selected(),
+            set(step.analysis.path_rows),
+            step.spans.window.start_s,
+            width,
+            height,
+            self.glyphs,
+        )
+
+
+class InspectorPane(LineWidget):
+    """The selected op in full."""
+
+    def __init__(self, screen: TimelineScreen) -> None:
+        super().__init__(id="inspector", classes="pane")
+        self._timeline = screen
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """LineWidget's hook."""
+        step = self._timeline.step
+        if step is None:
+            return []
+        row = self._timeline.lane_view.row_of_selected()
+        return inspector_rows(step.spans.view, row, step.analysis, width)
+
+
+class TimelineScreen(LaneKeys, PenstockScreen):
+    """A step of a run; `step` None: its last one."""
+
+    SCOPE = "timeline"
+    DEFAULT_CSS = """
+    TimelineScreen #lanes { height: 3fr; }
+    TimelineScreen #idle { height: auto; min-height: 10; max-height: 14; }
+    TimelineScreen #below { height: 2fr; }
+    TimelineScreen #ops { width: 3fr; }
+    TimelineScreen #inspector { width: 2fr; }
+    TimelineScreen.-short #below, TimelineScreen.-tiny #below { display: none; }
+    TimelineScreen.-tiny #idle { display: none; }
+    TimelineScreen.-narrow #inspector { display: none; }
+    """
+
+    def __init__(self, run_path: Path, step: int | None = None) -> None:
+        super().__init__()
+        self.run_path = run_path
+        self.step: LoadedStep | None = None
+        """What is on show."""
+        self.said = "looking for steps"
+        """In the place of a step."""
+        self.lane_view = LaneView(live=False, id="lanes", classes="pane")
+        self.found: Ints | None = None
+        """Rows of a search."""
+        self._search = ""
+        self._wanted = step
+        self._index = StepIndex(run_path / "spans.jsonl")
+        self._bounds: tuple[int, int] | None = None
+        self._loading: int | None = None
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        with Vertical():
+            yield self.lane_view
+            yield IdlePane(self)
+            with Horizontal(id="below"):
+                yield OpsPane(self)
+                yield InspectorPane(self)
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        self.query_one("#idle").border_title = "idle time"
+        self.query_one("#inspector").border_title = "op"
+        self._draw_titles()
+        self.lane_view.focus()
+        self.start_feed(self._look, self._take_bounds, every_s=_LOOK_S)
+
+    # ------------------------------------------------------------------ steps, found in threads
+
+    def _look(self) -> tuple[tuple[int, int] | None] | None:
+        bounds = self._index.bounds()
+        return (bounds,) if bounds != self._bounds or (bounds is None and self.step is None) else None
+
+    def _take_bounds(self, found: tuple[tuple[int, int] | None]) -> None:
+        self._bounds = found[0]
+        if self._bounds is None:
+            self.said = self._why_nothing()
+            self._redraw()
+        elif self.step is None and self._loading is None:
+            self._load(self._bounds[1] if self._wanted is None else self._wanted)
+        self._draw_titles()
+
+    def _why_nothing(self) -> str:
+        if not self.run_path.is_dir():
+            return f"{self.run_path.name}: the run directory is gone"
+        if not (self.run_path / "spans.jsonl").exists():
+            return "no spans yet: the first step's ops show here once it is done"
+        return "no step has ended yet"
+
+    def _load(self, step: int) -> None:
+        self._loading = step
+        self.said = f"reading step {step}"
+        self._draw_titles()
+        self.run_worker(lambda: self._find(step), thread=True, group="step", exclusive=True, exit_on_error=False)
+
+    def _find(self, step: int) -> None:
+        """In a thread."""
+        predicted = self.lane_view.predicted or read_predicted(self.run_path)
+        found = self._index_of_its_own().find(step)
+        loaded = LoadedStep(found, analyse(found.view, found.window)) if found is not None else None
+        self.penstock.from_thread(self._take_step, step, loaded, predicted)
+
+    def _index_of_its_own(self) -> StepIndex:
+        return StepIndex(self.run_path / "spans.jsonl")
+
+    def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore) -> None:
+        if step != self._loading:
+            return  # another was asked for meanwhile
+        self._loading = None
+        self.lane_view.predicted = predicted
+        if loaded is None:
+            self.said = f"step {step} is not in this run's spans"
+            self.notify(self.said, severity="warning")
+        else:
+            self.step = loaded
+            self.found, self._search = None, ""
+            self.lane_view.show_step(loaded.spans.view, loaded.spans.window, loaded.analysis)
+            if loaded.spans.num_damaged:
+                self.notify(f"{loaded.spans.num_damaged} damaged lines are left out", severity="warning")
+            if not loaded.spans.whole:
+                self.notify("more ops than are kept: the beginning of the step is missing", severity="warning")
+        self._redraw()
+
+    # ------------------------------------------------------------------ drawing
+
+    def _redraw(self) -> None:
+        self._draw_titles()
+        for pane in self.query(LineWidget):
+            pane.redraw()
+
+    def _draw_titles(self) -> None:
+        last = f" of {self._bounds[1]}" if self._bounds else ""
+        shown = f"step {self.step.spans.window.step}{last}" if self.step else self.said
+        if self._loading is not None and self.step is not None:
+            shown += f"  {self.said}"
+        self.lane_view.border_title = f"{self.run_path.name}  {shown}"
+        self.lane_view.border_subtitle = (
+            "" if self.step is None or self.step.analysis.recorded else "no dependencies recorded"
+        )
+        ops = self.query("#ops")
+        if ops:
+            listed = f"{len(self.listed_rows()):,}" if self.step else ""
+            ops.first().border_title = (
+                f"found: {self._search} ({listed})"
+                if self.found is not None
+                else f"ops of {self.lane_view.lane or 'all lanes'} ({listed})"
+            )
+
+    def listed_rows(self) -> Ints:
+        """Rows of the list: those found, those of the selected lane, or all of the step."""
+        if self.step is None:
+            return np.zeros(0, np.int64)
+        if self.found is not None:
+            return self.found
+        view, window = self.step.spans.view, self.step.spans.window
+        rows = view.rows_between(window.start_s, window.end_s)
+        lane = self.lane_view.lane
+        return rows[view.lane[rows] == view.lanes.index(lane)] if lane in view.lanes else rows
+
+    def on_lane_view_selected(self) -> None:
+        """Textual's hook."""
+        self._redraw()
+
+    # ------------------------------------------------------------------ actions
+
+    def action_previous_step(self) -> None:
+        """The step before."""
+        self._go(-1)
+
+    def action_next_step(self) -> None:
+        """The next step."""
+        self._go(1)
+
+    def _go(self, by: int) -> None:
+        shown = self._loading if self._loading is not None else self.step.spans.window.step if self.step else None
+        if shown is None or self._bounds is None:
+            return
+        step = shown + by
+        if self._bounds[0] <= step <= self._bounds[1]:
+            self._load(step)
+        else:
+            self.notify(f"the run has steps {self._bounds[0]} to {self._bounds[1]}")
+
+    def action_choose_step(self) -> None:
+        """Ask for a step's number."""
+        self.run_worker(self._choose_step(), group="question", exclusive=True)
+
+    async def _choose_step(self) -> None:
+        if self._bounds is None:
+            return
+        first, last = self._bounds
+        answer = await self.penstock.ask_text("Go to step", f"A step from {first} to {last}, or `last`", str(last))
+        if answer is None:
+            return
+        if answer.lower() == "last":
+            answer = str(self._bounds[1])
+        if not answer.isdecimal() or not first <= int(answer) <= self._bounds[1]:
+            self.notify(f"{answer}: the run has steps {first} to {self._bounds[1]}", severity="error")
+            return
+        self._load(int(answer))
+
+    def action_search(self) -> None:
+        """Ask for words, and list the ops that have them."""
+        self.run_worker(self._ask_search(), group="question", exclusive=True)
+
+    async def _ask_search(self) -> None:
+        if self.step is None:
+            return
+        text = await self.penstock.ask_text(
+            "Find ops", "Words of op, block, lane or chunk; nothing ends the search", self._search
+        )
+        if text is None or self.step is None:
+            self.found, self._search = None, ""
+            self._redraw()
+            return
+        view, window = self.step.spans.view, self.step.spans.window
+        self.found = matching_rows(view, view.rows_between(window.start_s, window.end_s), text)
+        self._search = text
+        if len(self.found):
+            self.lane_view.select(view.span(int(self.found[0])))
+        else:
+            self.notify(f"no op of this step has {text}")
+        self._redraw()
+
+    def action_next_span(self) -> None:
+        """The next op found, or of the lane."""
+        self._move_span(1)
+
+    def action_previous_span(self) -> None:
+        """The op before among those found, or of the lane."""
+        self._move_span(-1)
+
+    def _move_span(self, by: int) -> None:
+        if self.step is None:
+            return
+        if self.found is None or not len(self.found):
+            (self.lane_view.next_span if by > 0 else self.lane_view.previous_span)()
+        else:
+            self._select_among(self.found, by)
+        self._redraw()
+
+    def _select_among(self, rows: Ints, by: int) -> None:
+        """The row behind or before the selected one, by place in the list, else by time."""
+        assert self.step is not None
+        view = self.step.spans.view
+        row = self.lane_view.row_of_selected()
+        places = np.flatnonzero(rows == row) if row is not None else np.zeros(0, np.int64)
+        if len(places):
+            place = int(places[0]) + by
+        elif row is not None:
+            place = int(np.searchsorted(view.start_s[rows], view.start_s[row])) - (by < 0)
+        else:
+            place = 0 if by > 0 else len(rows) - 1
+        self.lane_view.select(view.span(int(rows[min(max(place, 0), len(rows) - 1)])))
+
+    def action_blocker(self) -> None:
+        """Select the op after which the selected one could begin."""
+        row = self.lane_view.row_of_selected()
+        if self.step is None or row is None:
+            self.notify("select an op first:  .  and  ,")
+            return
+        if not self.step.analysis.recorded:
+            self.notify("this run did not record what its ops waited for", severity="warning")
+            return
+        blocker = Blockers(self.step.spans.view).blocker(row)
+        if blocker is None:
+            self.notify("nothing held this op, as far as is known")
+            return
+        self.lane_view.select(self.step.spans.view.span(blocker))
+        self._redraw()
+
+    def action_next_critical(self) -> None:
+        """Select the next op of the critical path."""
+        rows = np.array(self.step.analysis.path_rows if self.step else [], dtype=np.int64)
+        if len(rows):
+            self._select_among(rows, 1)
+            self._redraw()
+        elif self.step is not None:
+            self.notify("this run did not record what its ops waited for", severity="warning")
+
+    def action_lane_up(self) -> None:
+        """Select the lane above."""
+        super().action_lane_up()
+        self._redraw()
+
+    def action_lane_down(self) -> None:
+        """Select the lane below."""
+        super().action_lane_down()
+        self._redraw()
+
+    def action_predicted(self) -> None:
+        """Show the forecast, or do not."""
+        predicted = self.lane_view.predicted
+        if predicted is None or not predicted.view.num_spans:
+            self.notify("this run has no predicted.jsonl to compare with", severity="warning")
+            return
+        self.lane_view.toggle_predicted()
+
+    def action_export(self) -> None:
+        """Write the step's trace."""
+        if self.step is not None:
+            self.run_worker(self._export(self.step.spans), group="question", exclusive=True)
+
+    def action_export_run(self) -> None:
+        """Write the run's trace."""
+        self.run_worker(self._export(None), group="question", exclusive=True)
+
+    async def _export(self, step: StepSpans | None) -> None:
+        what = f"step-{step.window.step}" if step else "run"
+        value = str(self.penstock.root / f"{self.run_path.name}-{what}.trace.json")
+        answer = await self.penstock.ask_text("Export", f"Write {what.replace('-', ' ')} for ui.perfetto.dev to", value)
+        if answer is None:
+            return
+        out = Path(answer).expanduser()
+        out = out if out.is_absolute() else self.penstock.root / out
+        if out.exists() and not await self.penstock.ask("Replace", f"{out} exists", yes="Replace"):
+            return
+        self.run_worker(lambda: self._write(step, out), thread=True, group="export", exit_on_error=False)
+
+    def _write(self, step: StepSpans | None, out: Path) -> None:
+        """In a thread."""
+        try:
+            if step is None:
+                count = write_trace(self.run_path, out)
+            else:
+                number = step.window.step
+                count = write_trace(self.run_path, out, (number, number), (step.first_byte, step.end_byte))
+        except (UserError, OSError) as error:
+            self.penstock.from_thread(self.notify, str(error), severity="error")
+            return
+        self.penstock.from_thread(self.notify, f"{count:,} ops written to {out}; open it at https://ui.perfetto.dev")
+
+
+def read_predicted(run_path: Path) -> SpanStore:
+    """The forecast's spans; an empty store where the run has none."""
+    store = SpanStore(capacity=200_000)
+    try:
+        with (run_path / "predicted.jsonl").open("rb") as file:
+            text = file.read(_MAX_PREDICTED_BYTES)
+    except OSError:
+        return store
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except (ValueError, RecursionError):
+            store.num_rejected += 1
+    store.add(lines)
+    return store

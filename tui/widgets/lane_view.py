@@ -1,0 +1,510 @@
+"""The stream timeline as a widget: follows a running run, or shows a step of a past one; zoom, pan, select."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from textual import events
+from textual.message import Message
+
+from tui.data.critical import StepAnalysis
+from tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
+from tui.render import Row
+from tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
+from tui.render.span_text import duration, ops_under_way, span_row
+from tui.widgets.lines import LineWidget
+
+LAG_S = 1.0
+"""Live, the right edge is so long ago: by then the spans of all lanes have arrived, and no cell changes any more."""
+
+_SHORTEST_S = 2e-5
+_ZOOM = 0.5
+_PAN = 0.25
+_NO_STEP_S = 5.0
+"""Seconds in view before a step has ended."""
+
+
+class LaneView(LineWidget, can_focus=True):
+    """Lanes of a SpanStore: `live` follows the run's last seconds, `step` fits a step, `free` holds what was chosen."""
+
+    class Selected(Message):
+        """Another span, or none, is selected."""
+
+        def __init__(self, lane_view: LaneView, span: Span | None) -> None:
+            super().__init__()
+            self.lane_view = lane_view
+            self.span = span
+
+        @property
+        def control(self) -> LaneView:
+            """Textual's hook."""
+            return self.lane_view
+
+    def __init__(
+        self,
+        store: SpanStore | None = None,
+        predicted: SpanStore | None = None,
+        *,
+        live: bool = True,
+        id: str | None = None,
+        classes: str | None = None,
+    ) -> None:
+        super().__init__(id=id, classes=classes)
+        self.store = store or SpanStore(capacity=1)
+        self.predicted = predicted
+        """The forecast's step, from predicted.jsonl."""
+        self.show_predicted = False
+        self.frozen = False
+        """Holds the display while more arrives."""
+        self.selected: Span | None = None
+        self._mode = "live" if live else "step"
+        self._held: SpanView | None = None
+        """What is shown instead of the store's newest: while frozen, or a step that was looked up."""
+        self._step: StepWindow | None = None
+        """A step that was looked up."""
+        self._analysis: StepAnalysis | None = None
+        self._critical: dict[str, Busy] | None = None
+        self._lane: str | None = None
+        self._cursor_s: float | None = None
+        self._live_s: float | None = None
+        """Seconds in view while live; None: as long as a step takes."""
+        self._auto_s = _NO_STEP_S
+        self._window = (0.0, 1.0)
+        self._until_s = -math.inf
+        self._running = False
+        self._under_way: list[UnderWay] = []
+        self._drag: tuple[int, float, float] | None = None
+        self._info: tuple[Span, Row] | None = None
+
+    # ------------------------------------------------------------------ what is shown
+
+    @property
+    def view(self) -> SpanView:
+        """The spans on show."""
+        return self._held if self._held is not None else self.store.view
+
+    @property
+    def mode(self) -> str:
+        """`live`, `step` or `free`."""
+        return self._mode
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """Start and end of what is in view, in the spans' clock."""
+        return self._window
+
+    @property
+    def lane(self) -> str | None:
+        """The selected lane."""
+        return self._lane
+
+    def update_live(self, clock_s: float | None, now: Any = None, running: bool = False) -> None:
+        """Take `clock_s` and `now` of status.json; more spans may be there as well."""
+        if self._step is not None:
+            return
+        if self.frozen:
+            self._held = self._held or self.store.view
+            return
+        self._held = None
+        view = self.store.view
+        self._running = running
+        frontier = view.last_end_s
+        if running and clock_s is not None and math.isfinite(clock_s):
+            frontier = min(max(clock_s - LAG_S, 0.0), max(view.last_end_s, clock_s))
+            if self._until_s - 10 * LAG_S < frontier < self._until_s:
+                frontier = self._until_s
+        self._until_s = frontier
+        self._under_way = ops_under_way(now, view) if running else []
+        if not self.is_mounted or self.size.width:
+            self.redraw()
+
+    def show_step(self, view: SpanView, window: StepWindow, analysis: StepAnalysis | None) -> None:
+        """Show a step that was looked up, with its critical path."""
+        self._held, self._step, self._analysis = view, window, analysis
+        self._critical = critical_busy(view, analysis) if analysis is not None and analysis.recorded else None
+        self._mode = "step"
+        self._running = False
+        self._under_way = []
+        self._until_s = math.inf
+        self.clear_selection()
+
+    def freeze(self, frozen: bool) -> None:
+        """Hold the display, or go on."""
+        self.frozen = frozen
+        self._held = self.store.view if frozen and self._step is None else self._held if self._step else None
+        self.redraw()
+
+    def toggle_predicted(self) -> None:
+        """Show the forecast, or do not."""
+        self.show_predicted = not self.show_predicted
+        self.redraw()
+
+    # ------------------------------------------------------------------ moving
+
+    def zoom_in(self) -> None:
+        """Half as long a time."""
+        self.zoom(_ZOOM)
+
+    def zoom_out(self) -> None:
+        """Twice as long a time."""
+        self.zoom(1 / _ZOOM)
+
+    def pan_left(self) -> None:
+        """Back by a quarter of what is in view."""
+        self.pan(-_PAN)
+
+    def pan_right(self) -> None:
+        """On by a quarter of what is in view."""
+        self.pan(_PAN)
+
+    def zoom(self, factor: float, at_s: float | None = None) -> None:
+        """Show `factor` times as long; `at_s` (the cursor, else the middle; live, the right edge) stays where it is."""
+        start_s, end_s = self._window
+        length = min(max((end_s - start_s) * factor, _SHORTEST_S), self._longest_s())
+        if self._mode == "live" and at_s is None:
+            self._live_s = length
+            self.redraw()
+            return
+        if at_s is None:
+            inside = self._cursor_s is not None and start_s <= self._cursor_s <= end_s
+            at_s = self._cursor_s if inside and self._cursor_s is not None else (start_s + end_s) / 2
+        begin = at_s - (at_s - start_s) * length / (end_s - start_s)
+        self._hold(begin, begin + length)
+
+    def pan(self, share: float) -> None:
+        """Move by a share of what is in view; live, past the right edge, it follows again."""
+        start_s, end_s = self._window
+        moved = (end_s - start_s) * share
+        if self._mode == "live" and share > 0:
+            return
+        if self._follows and share > 0 and end_s + moved >= self._known_s:
+            self._live_s = end_s - start_s
+            self._set_mode("live")
+            return
+        self._hold(start_s + moved, end_s + moved)
+
+    def fit(self) -> None:
+        """Fit the step; once more: follow the run again."""
+        self._live_s = None
+        self._set_mode("live" if self._mode == "step" and self._follows else "step")
+
+    def lane_up(self) -> None:
+        """Select the lane above."""
+        self._move_lane(-1)
+
+    def lane_down(self) -> None:
+        """Select the lane below."""
+        self._move_lane(1)
+
+    def next_span(self) -> None:
+        """Select the lane's next span."""
+        self._move_span(1)
+
+    def previous_span(self) -> None:
+        """Select the lane's span before."""
+        self._move_span(-1)
+
+    def clear_selection(self) -> None:
+        """Select nothing."""
+        self._cursor_s = None
+        self._select(None)
+
+    def select(self, span: Span) -> None:
+        """Select a span, and bring it into view."""
+        self._lane = span.lane
+        start_s, end_s = self._window
+        self._cursor_s = span.start_s
+        if self._mode == "live" or span.end_s <= start_s or span.start_s >= end_s:
+            length = end_s - start_s
+            inside = span.end_s > start_s and span.start_s < end_s
+            begin = start_s if inside else (span.start_s + span.end_s - length) / 2
+            self._hold(begin, begin + length)
+        self._select(span)
+
+    def row_of_selected(self) -> int | None:
+        """The row of the selected span; None where there is none, or it is not held any more."""
+        span, view = self.selected, self.view
+        if span is None or span.lane not in view.lanes:
+            return None
+        rows = view.rows_of(span.lane)
+        first = int(np.searchsorted(view.start_s[rows], span.start_s, side="left"))
+        for row in rows[first : first + 64]:
+            if view.start_s[row] > span.start_s:
+                break
+            if view.end_s[row] == span.end_s and view.id[row] == span.id:
+                return int(row)
+        return None
+
+    # ------------------------------------------------------------------ drawing
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """LineWidget's hook."""
+        view = self.view
+        scene = self._scene(view, width, height)
+        return lanes_rows(width, height, scene, self.glyphs)
+
+    def _scene(self, view: SpanView, width: int, height: int) -> LaneScene:
+        steps = [self._step] if self._step is not None else view.steps()
+        self._place_window(view, steps, width, height)
+        start_s, end_s = self._window
+        step = self._step or (steps[-1] if steps else None)
+        row = self.row_of_selected()
+        return LaneScene(
+            view=view,
+            start_s=start_s,
+            end_s=end_s,
+            until_s=self._known_s if self._step is None else None,
+            origin_s=self._step.start_s if self._step else 0.0,
+            steps=steps,
+            under_way=self._under_way,
+            predicted=self._predicted_view(),
+            critical=self._critical,
+            lane=self._lane if self.has_focus or self.selected is not None else None,
+            row=row,
+            cursor_s=self._cursor_s,
+            title=self._title(step),
+            status=self._status(end_s - start_s),
+            info=self._info_row(view, row),
+        )
+
+    def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
+        """Where the mode puts the window now."""
+        if self._mode == "free":
+            return
+        step = self._step or (steps[-1] if steps else None)
+        if step is not None and (self._mode == "step" or (not self._running and self._live_s is None)):
+            self._window = (step.start_s, step.end_s)
+            return
+        if step is not None and not 0.7 < (step.end_s - step.start_s) / self._auto_s < 1.2:
+            self._auto_s = step.end_s - step.start_s
+        length = self._live_s or self._auto_s
+        known_s = self._known_s
+        # Cells keep their borders while the window moves: it moves by whole cells, and none flickers.
+        scene = LaneScene(
+            view=view,
+            start_s=known_s - length,
+            end_s=known_s,
+            under_way=self._under_way,
+            predicted=self._predicted_view(),
+        )
+        place = layout(width, height, scene)
+        cell_s = length / place.num_cells
+        end_s = math.ceil(known_s / cell_s) * cell_s
+        self._window = (end_s - length, end_s)
+
+    def _predicted_view(self) -> SpanView | None:
+        return self.predicted.view if self.predicted is not None and self.show_predicted else None
+
+    @property
+    def _known_s(self) -> float:
+        """Up to where anything is known."""
+        return self._until_s if math.isfinite(self._until_s) else self.view.last_end_s
+
+    @property
+    def _follows(self) -> bool:
+        return self._step is None
+
+    def _longest_s(self) -> float:
+        if self._step is not None:
+            return 1.2 * (self._step.end_s - self._step.start_s)
+        view = self.view
+        return max(1.0, self._known_s - max(view.complete_from_s, view.first_start_s))
+
+    def _hold(self, start_s: float, end_s: float) -> None:
+        """Show a window, kept where there is something."""
+        first_s, last_s = self._limits()
+        length = end_s - start_s
+        start_s = max(min(start_s, last_s - length), first_s)
+        self._window = (start_s, start_s + length)
+        self._set_mode("free")
+
+    def _limits(self) -> tuple[float, float]:
+        if self._step is not None:
+            margin = 0.1 * (self._step.end_s - self._step.start_s)
+            return self._step.start_s - margin, self._step.end_s + margin
+        view = self.view
+        return max(view.complete_from_s, view.first_start_s), max(self._known_s, view.last_end_s)
+
+    def _set_mode(self, mode: str) -> None:
+        self._mode = mode
+        self.redraw()
+
+    def _title(self, step: StepWindow | None) -> str:
+        if step is None:
+            return "lanes"
+        which = f"step {step.step}" if self._step is not None else "last step"
+        return f"lanes  {which} {duration(step.end_s - step.start_s)}"
+
+    def _status(self, length_s: float) -> str:
+        if self.frozen:
+            return f"held, {duration(length_s)} in view"
+        if self._mode == "live" and self._running:
+            return f"live, {duration(length_s)} in view"
+        return f"{duration(length_s)} in view"
+
+    def _info_row(self, view: SpanView, row: int | None) -> Row:
+        if self.selected is None:
+            return self._hint()
+        if row is None:
+            return [("the selected op is not among the spans kept", "dim")]
+        if self._info is None or self._info[0] != self.selected:
+            self._info = (self.selected, span_row(view, row))
+        return self._info[1]
+
+    def _hint(self) -> Row:
+        if not self.view.num_spans:
+            return [("no spans yet: the first step's ops show here as they end", "dim")]
+        if self._cursor_s is not None:
+            return [(f"nothing under way on {self._lane} at {self._cursor_s:.6f} s", "dim")]
+        if self.has_focus:
+            return [(". , op   up down lane   w s zoom   a d pan   f fit", "dim")]
+        return []
+
+    # ------------------------------------------------------------------ selecting
+
+    def _select(self, span: Span | None) -> None:
+        changed = span != self.selected
+        self.selected = span
+        self.redraw()
+        if changed and self.is_mounted:
+            self.post_message(self.Selected(self, span))
+
+    def _move_lane(self, by: int) -> None:
+        lanes = self.view.lanes
+        index = lanes.index(self._lane) + by if self._lane in lanes else 0 if by > 0 else len(lanes) - 1
+        self._lane = lanes[min(max(index, 0), len(lanes) - 1)]
+        if self._cursor_s is not None:
+            self._select(self._span_near(self._lane, self._cursor_s))
+        self.redraw()
+
+    def _busiest(self) -> str:
+        view = self.view
+        return max(view.lanes, key=lambda lane: view.busy_s(lane, *self._window))
+
+    def _span_near(self, lane: str, time_s: float) -> Span | None:
+        """The lane's span at a moment, or the nearest."""
+        view = self.view
+        rows = view.rows_at(lane, time_s)
+        if not len(rows):
+            rows = view.rows_of(lane)
+            if not len(rows):
+                return None
+            away = np.minimum(np.abs(view.start_s[rows] - time_s), np.abs(view.end_s[rows] - time_s))
+            rows = rows[[int(away.argmin())]]
+        return view.span(int(rows[0]))
+
+    def _move_span(self, by: int) -> None:
+        view = self.view
+        if self._lane not in view.lanes:
+            self._lane = self._busiest()
+        rows = view.rows_of(self._lane)
+        if not len(rows):
+            self._cursor_s = None
+            self._select(None)
+            return
+        row = self.row_of_selected()
+        if row is None or self.selected is None or self.selected.lane != self._lane:
+            at_s = self._cursor_s
+            if at_s is None:
+                start_s, end_s = self._window
+                at_s = min(end_s, self._known_s) if self._mode == "live" else start_s if by > 0 else end_s
+            span = self._span_near(self._lane, at_s)
+            assert span is not None
+            self.select(span)
+            return
+        at = int(np.flatnonzero(rows == row)[0]) + by
+        if 0 <= at < len(rows):
+            self.select(view.span(int(rows[at])))
+
+    # ------------------------------------------------------------------ mouse
+
+    def _time_at(self, x: int) -> float:
+        place = self._place()
+        start_s, end_s = self._window
+        cell = min(max(x - place.label_cells, 0), place.num_cells - 1)
+        return start_s + (cell + 0.5) * (end_s - start_s) / place.num_cells
+
+    def _place(self) -> Layout:
+        width, height = self.size
+        return layout(width, height, self._scene(self.view, width, height))
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Zoom in where the pointer is; with shift or ctrl, back."""
+        self._wheel(event, _ZOOM, -_PAN / 2)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Zoom out; with shift or ctrl, on."""
+        self._wheel(event, 1 / _ZOOM, _PAN / 2)
+
+    def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
+        """Go back."""
+        event.stop()
+        self.pan(-_PAN / 2)
+
+    def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
+        """Go on."""
+        event.stop()
+        self.pan(_PAN / 2)
+
+    def _wheel(self, event: events.MouseEvent, factor: float, share: float) -> None:
+        event.stop()
+        if event.shift or event.ctrl:
+            self.pan(share)
+        else:
+            self.zoom(factor, None if self._mode == "live" else self._time_at(event.x))
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        """Begin a click or a drag."""
+        self.capture_mouse()
+        self._drag = (event.x, *self._window)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Drag what is in view."""
+        if self._drag is None or event.x == self._drag[0]:
+            return
+        x, start_s, end_s = self._drag
+        moved = (x - event.x) * (end_s - start_s) / self._place().num_cells
+        self._hold(start_s + moved, end_s + moved)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        """A click selects the lane and the op under the pointer; a further one there, the next op beneath it."""
+        self.release_mouse()
+        drag, self._drag = self._drag, None
+        place = self._place()
+        lane = place.lane_at(event.y)
+        if drag is None or drag[0] != event.x or lane is None or place.cell_at(event.x) is None:
+            return
+        self._lane = lane
+        time_s = self._time_at(event.x)
+        half = (self._window[1] - self._window[0]) / place.num_cells / 2
+        rows = [int(row) for row in self.view.rows_between(time_s - half, time_s + half)]
+        rows = [row for row in rows if self.view.lanes[self.view.lane[row]] == lane]
+        if not rows:
+            self._cursor_s = time_s
+            self._select(None)
+            return
+        before = self.row_of_selected()
+        self.select(self.view.span(rows[(rows.index(before) + 1) % len(rows)] if before in rows else rows[0]))
+
+    def on_focus(self) -> None:
+        """Textual's hook."""
+        self.redraw()
+
+    def on_blur(self) -> None:
+        """Textual's hook."""
+        self.redraw()
+
+
+def critical_busy(view: SpanView, analysis: StepAnalysis) -> dict[str, Busy]:
+    """Lane -> the critical path's stretches on it."""
+    parts: dict[str, list[tuple[float, float]]] = {lane: [] for lane in view.lanes}
+    for part in analysis.path:
+        if part.row is not None:
+            parts[view.lanes[view.lane[part.row]]].append((part.start_s, part.end_s))
+    empty = Busy(np.zeros(0), np.zeros(0), np.zeros(0))
+    return {
+        lane: empty.merge(np.array([start for start, _ in found]), np.array([end for _, end in found]))
+        for lane, found in parts.items()
+    }
