@@ -142,8 +142,9 @@ ACTIONS: tuple[Action, ...] = (
 
 
 def actions(scope: str) -> list[Action]:
-    """The actions of a screen, and those that every screen has."""
-    return [action for action in ACTIONS if action.scope in (scope, "global")]
+    """The actions of a screen, and those that every screen has and this one has not made its own."""
+    own = {action.id for action in ACTIONS if action.scope == scope}
+    return [a for a in ACTIONS if a.scope == scope or (a.scope == "global" and a.id not in own)]
 
 
 def bindings(scope: str) -> list[Binding]:
