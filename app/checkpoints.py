@@ -105,6 +105,33 @@ def delete_checkpoint_of(run_path: Path, name: str) -> None:
         delete_checkpoint(run.path / "state", name)
 
 
+def checkpoint_steps(run_path: Path) -> list[tuple[str, int]]:
+    """(name, step) of a run's checkpoints, by step; whatever cannot be read is left out.
+
+    Reads whole manifests, some megabytes of a large model: ask again when the folder has changed.
+    """
+    found = []
+    for manifest in (run_path / "state" / "checkpoints").glob("*/manifest.json"):
+        step = _step_of(manifest)
+        if step is not None:
+            found.append((manifest.parent.name, step))
+    return sorted(found, key=lambda item: (item[1], item[0]))
+
+
+def committed_step(run_path: Path) -> int | None:
+    """The step of a run's committed generation; None where there is none, or none that can be read."""
+    return _step_of(run_path / "state" / "manifest.json")
+
+
+def _step_of(manifest: Path) -> int | None:
+    """Without checking the checksum, which takes a library that loads slowly: for showing only."""
+    try:
+        step = json.loads(manifest.read_bytes())["meta"]["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 def scrub_run(run_path: Path) -> str:
     """Read the committed generation and every checkpoint of a run; a line saying how much and how fast.
 

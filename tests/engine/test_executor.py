@@ -152,6 +152,47 @@ def test_closing_raises_nothing_when_the_gpu_is_gone(monkeypatch: pytest.MonkeyP
         release.set()
 
 
+def an_op(number: int, lane: Any, *deps: int) -> Op:
+    return Op(id=number, lane=lane, action="noop", block="b", index=number, step=1, reads=(), writes=(), deps=deps)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> None:
+    hold, held = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        held.set()
+        assert hold.wait(20)
+
+    def perform(op: Op) -> None:
+        if op.id == 1:
+            if device == "cuda":
+                current_stream().put(wait)
+            else:
+                wait()
+
+    with streams_on_cpu():
+        executor = Executor(perform, torch.device(device))
+        executor.submit([an_op(0, "nvme_read")])
+        executor.wait(0)
+        executor.submit([an_op(1, "compute", 0), an_op(2, "optimizer", 0, 1), an_op(3, "compute", 1)])
+        assert held.wait(20)
+        clock_s, now = executor.under_way()
+        assert [(op.lane, op.chunk) for op in now] == [("compute", 1)]
+        assert now[0].start_s is not None
+        assert 0 <= now[0].start_s <= clock_s + 1e-3
+        time.sleep(0.05)  # the optimizer's lane gets to its op meanwhile
+        hold.set()
+        executor.drain()
+        spans = {span.id: span for span in executor.take_spans()}
+        assert executor.under_way()[1] == []
+        executor.close()
+    assert sorted(spans) == [0, 1, 2, 3]
+    assert spans[1].waited == ()
+    assert spans[2].waited == (1,)
+    assert spans[3].waited == ((1,) if device == "cuda" else ()), "the op before on its own lane: only known to be done"
+
+
 def test_a_lane_that_cannot_start_is_a_failure() -> None:
     def refuse(lane: str) -> None:
         if lane == "h2d":

@@ -73,6 +73,21 @@ def test_a_lane_keeps_program_order() -> None:
     assert times(ops, [2, 1, 1]) == near([(0, 2), (2, 3), (3 + D, 4 + D)])
 
 
+def test_spans_tell_what_was_waited_for() -> None:
+    ops = [
+        an_op(0, "h2d"),
+        an_op(1, "compute", 0),
+        an_op(2, "h2d", 0),
+        an_op(3, "compute", 1, 2),
+        an_op(4, "d2h", 0, 3),
+    ]
+    clocks = Clocks(ROUND)
+    clocks.run(ops, Given(dict.fromkeys(range(5), 1.0)))  # type: ignore[arg-type]
+    waited = {span.id: span.waited for span in clocks.spans(0.0)}
+    # Op 2 follows op 0 on its own lane at once; op 3 finds op 1 done by its lane, and op 2 D later.
+    assert waited == {0: (), 1: (0,), 2: (), 3: (), 4: (0, 3)}
+
+
 def test_both_directions_of_a_link_share_it() -> None:
     ops = [an_op(0, "h2d"), an_op(1, "d2h")]
     # Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s are left, at full speed.

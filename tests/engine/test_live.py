@@ -1,0 +1,213 @@
+"""What a run tells while it runs: spans within a step, each once; pauses that change nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+import engine.live
+import engine.train
+from engine.events import LaneTotals, Progress, StepMetrics, Want
+from engine.live import Live
+from engine.ops import LANES, Op
+from engine.session import Session
+from engine.train import TrainResult, train, train_step
+from storage.checkpoints import list_checkpoints
+from storage.nvme import NvmeStore
+
+BUDGETS = {"roomy": ("1GiB", "1GiB"), "tight": ("1100000", "750000")}
+
+
+def run(folder: Path, observer: tiny.Silent, budgets: str = "tight", **changes: Any) -> TrainResult:
+    gpu, ram = BUDGETS[budgets]
+    return train(
+        model=tiny.model(),
+        data=tiny.data(),
+        train=tiny.training(**({"steps": 6} | changes)),
+        budgets=tiny.BudgetConfig(gpu=gpu, ram=ram),
+        storage=tiny.storage(checkpoint_every=2),
+        run_dir=folder,
+        observer=observer,
+        resume=False,
+    )
+
+
+def digest(folder: Path) -> str:
+    store = NvmeStore.open(folder / "state")
+    try:
+        return tiny.digest(store)
+    finally:
+        store.close()
+
+
+class Pausing(tiny.Silent):
+    """Pauses at some steps for a few looks, each time for a checkpoint, and may stop out of the last pause."""
+
+    def __init__(self, at: tuple[int, ...], then: Want = "run") -> None:
+        super().__init__()
+        self.at, self._then = list(at), then
+        self.pauses: list[tuple[bool, int]] = []
+        self.checkpoints: list[tuple[str, int, str | None]] = []
+        self._looks = 0
+
+    def wanted(self) -> Want:
+        step = self.metrics[-1].step if self.metrics else 0
+        if not self.at or step < self.at[0]:
+            return "run"
+        self._looks += 1
+        if self._looks < 4:
+            return "pause"
+        self._looks = 0
+        self.at.pop(0)
+        return "run" if self.at else self._then
+
+    def on_pause(self, paused: bool) -> None:
+        self.pauses.append((paused, self.metrics[-1].step if self.metrics else 0))
+
+    def checkpoint_requests(self) -> list[str]:
+        return [f"looked-{self.metrics[-1].step}"] if self._looks == 2 else []
+
+    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+        self.checkpoints.append((name, step, error))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.train, "POLL_S", 0.001)
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_a_pause_changes_no_bit(tmp_path: Path, budgets: str) -> None:
+    straight, pausing = tiny.Silent(), Pausing(at=(1, 2, 5))
+    run(tmp_path / "straight", straight, budgets)
+    result = run(tmp_path / "pausing", pausing, budgets)
+    assert pausing.pauses == [(True, 1), (False, 1), (True, 2), (False, 2), (True, 5), (False, 5)]
+    assert [(m.step, m.loss, m.grad_norm) for m in pausing.metrics] == [
+        (m.step, m.loss, m.grad_norm) for m in straight.metrics
+    ]
+    assert digest(tmp_path / "pausing") == digest(tmp_path / "straight")
+    assert not result.stopped
+    assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
+    made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "pausing" / "state")}
+    assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5}
+
+
+def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path) -> None:
+    observer = Pausing(at=(3,), then="stop")
+    result = run(tmp_path, observer)
+    assert (result.stopped, result.steps) == (True, 3)
+    store = NvmeStore.open(tmp_path / "state")
+    assert store.meta["step"] == 3
+    store.close()
+
+
+def test_a_stop_before_the_first_step_is_honoured(tmp_path: Path) -> None:
+    result = run(tmp_path, tiny.Silent(stop_after=0))
+    assert (result.stopped, result.steps, result.steps_done, result.tokens_per_s) == (True, 0, 0, None)
+
+
+def test_every_span_is_told_once_with_what_it_waited_for(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+    result = run(tmp_path, observer)
+    ids = [span.id for span in observer.spans]
+    assert len(set(ids)) == len(ids)
+    assert sorted(ids) == list(range(len(ids)))
+    assert all(dep < span.id for span in observer.spans for dep in span.waited)
+    ends = {span.id: span.end_s for span in observer.spans}
+    for span in observer.spans:
+        assert all(ends[dep] <= span.start_s for dep in span.waited), "it started before what it waited for had ended"
+    assert any(span.waited for span in observer.spans)
+    totals = {lane: LaneTotals() for lane in LANES}
+    for span in observer.spans:
+        totals[span.lane].add(span)  # type: ignore[index]
+    assert result.lanes == {lane: {"busy_s": t.busy_s, "bytes": t.bytes} for lane, t in totals.items()}
+
+
+def test_metrics_tell_the_time_and_what_the_tiers_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    observer = tiny.Silent()
+    result = run(tmp_path, observer)
+    assert all(abs(m.time - time.time()) < 60 for m in observer.metrics)
+    held = [m.tier_bytes for m in observer.metrics]
+    for tier in ("gpu", "ram", "nvme"):
+        peaks = [tiers[tier] for tiers in held]
+        assert peaks == sorted(peaks)
+        assert 0 < peaks[-1] <= result.tiers[tier]["peak_bytes"]
+    assert held[-1]["ram"] == result.tiers["ram"]["peak_bytes"]
+
+
+class Waiting(tiny.Silent):
+    """Says when a span has been told, and what was under way then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+        self.progress: list[Progress] = []
+
+    def on_progress(self, progress: Progress) -> None:
+        super().on_progress(progress)
+        self.progress.append(progress)
+        if self.spans and progress.under_way:
+            self.told.set()
+
+
+def blocked(session: Session, action: str, until: threading.Event) -> None:
+    """Let the first op of `action` wait until something has happened, or fail after a while."""
+    inner, once = session.runtime.perform, threading.Event()
+
+    def perform(op: Op) -> Any:
+        if op.action == action and not once.is_set():
+            once.set()
+            assert until.wait(20), "nothing was told within the step"
+        return inner(op)
+
+    session.runtime.perform = perform  # type: ignore[method-assign]
+
+
+def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.live, "TELL_S", 0.01)
+    observer = Waiting()
+    with tiny.session(tmp_path) as session, Live(session, observer):
+        blocked(session, "head", observer.told)
+        train_step(session)
+    seen = next(p for p in observer.progress if p.under_way and p.spans)
+    assert all(span.end_s <= seen.clock_s for span in seen.spans)
+    now = [op for p in observer.progress for op in p.under_way if op.op == "head"]
+    assert now
+    assert now[0].lane == "compute"
+    assert now[0].start_s is not None
+
+
+def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+
+    with tiny.session(tmp_path) as session:
+        inner = session.runtime.perform
+
+        def perform(op: Op) -> Any:
+            if op.action == "clip":
+                raise RuntimeError("broken")
+            return inner(op)
+
+        session.runtime.perform = perform  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="broken"), Live(session, observer):
+            train_step(session)
+    assert {span.op for span in observer.spans} >= {"layer_forward", "layer_backward"}
+
+
+def test_a_failure_to_tell_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.live, "TELL_S", 0.001)
+
+    class Broken(tiny.Silent):
+        def on_progress(self, progress: Progress) -> None:
+            raise OSError("no room")
+
+        def on_step(self, metrics: StepMetrics) -> None:
+            raise AssertionError("came after a failure")
+
+    with pytest.raises(OSError, match="no room"):
+        run(tmp_path, Broken())
