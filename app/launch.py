@@ -23,7 +23,7 @@ from app.progress import Display, StepLanes, print_summary, run_console
 from app.recipe import Recipe
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info, read_jsonl
-from engine.events import Progress, Span, StepMetrics, Want
+from engine.events import Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.folders import drive_folders
 from storage.errors import UserError
 
@@ -136,6 +136,10 @@ class _RunObserver:
         self._log.step(metrics)
         self._display.step(metrics, self._step_spans.busiest())
         self._step_spans = StepLanes()
+
+    def on_validation(self, metrics: ValidationMetrics) -> None:
+        self._log.validation(metrics)
+        self.tell(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
 
     def on_message(self, text: str) -> None:
         self.tell(text)
@@ -303,6 +307,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "tokens": sum(line["tokens"] for line in lines),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
+        "validation_loss": _validation(path),
         "tokens_per_s": result.tokens_per_s,
         "model_tflops_per_s": sum(timed_flops) / sum(timed_s) / 1e12 if any(timed_flops) else None,
         "step_s_median": statistics.median(line["step_s"] for line in lines) if lines else None,
@@ -312,6 +317,16 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "gpu_memory": result.gpu_memory,
     }
     return summary, losses[-_LAST_STEPS:]
+
+
+def _validation(path: Path) -> dict[str, Any] | None:
+    """The last and the best validation loss; None where none was measured."""
+    file = path / "validation.jsonl"
+    lines = [line for line in read_jsonl(file) if line["loss"] is not None] if file.exists() else []
+    if not lines:
+        return None
+    best = min(lines, key=lambda line: line["loss"])
+    return {"last": lines[-1]["loss"], "best": best["loss"], "best_step": best["step"]}
 
 
 def export_run(run: RunDir, folder: Path, checkpoint: str | None = None) -> None:

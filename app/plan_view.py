@@ -235,6 +235,8 @@ def _run(forecast: dict[str, Any], width: int) -> list[Text]:
     tokens = forecast.get("compute_bound_tokens")
     bound = "n/a" if tokens is None else f"{tokens:,} tokens a step"
     whole = f"whole run: {forecast['steps']:,} steps in {duration_text(run['seconds'])}"
+    if run.get("validations"):
+        whole += f", {run['validations']:,} validations of {seconds_text(run['validation_s'])} in it"
     lines = _packed([whole, f"compute-bound from: {bound}"], "; ", width)
     for text, alike in itertools.groupby(map(_drive, run["drives"])):
         count = len(list(alike))

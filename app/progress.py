@@ -230,6 +230,9 @@ def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequen
     head.add_row("loss, first and last", f"{_number(summary['first_loss'])} -> {_number(summary['last_loss'])} nats")
     if len(last_losses) > 1:
         head.add_row(f"loss, mean of last {len(last_losses)}", f"{statistics.fmean(last_losses):.4f} nats")
+    if (measured := summary.get("validation_loss")) is not None:
+        best = f"best {_number(measured['best'])} after step {measured['best_step']:,}"
+        head.add_row("validation loss", f"{_number(measured['last'])} nats, {best}")
     speed, step_s = summary["tokens_per_s"], summary["step_s_median"]
     head.add_row("speed", f"{_number(speed, ',.0f')} tokens/s, median step {_number(step_s, '.2f')} s")
     head.add_row("model FLOPs", f"{_number(summary['model_tflops_per_s'], '.3g')} TFLOP/s, recomputing not counted")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
 from app.rundir import State, read_jsonl, read_tail, spans_text
-from engine.events import Progress, Span, StepMetrics
+from engine.events import Progress, Span, StepMetrics, ValidationMetrics
 from storage.disk import atomic_write
 from storage.errors import UserError
 from storage.temperature import disk_temperature
@@ -48,6 +48,9 @@ class _Message(NamedTuple):
     step: int
 
 
+_Item = StepMetrics | ValidationMetrics | list[Span] | _Message
+
+
 class RunLog:
     """Writes what a run tells. Everything is on disk when `drain` or `close` returns.
 
@@ -58,7 +61,7 @@ class RunLog:
         self._path = path
         self._status: dict[str, Any] = {"state": "preparing", "pid": os.getpid(), "host": socket.gethostname()}
         self._status |= {"started": time.time(), "step": step, "total_steps": total_steps}
-        self._queue: queue.SimpleQueue[StepMetrics | list[Span] | _Message | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._status_lock = threading.Lock()
         self._disks: dict[str, Sequence[str]] = {}
         self._queued_spans = 0
@@ -69,6 +72,8 @@ class RunLog:
         self._closed = False
         self.dropped_spans = 0
         self._files: dict[str, TextIO] = {}
+        self._dropped = False
+        """Whether the lines of steps that are done again have gone."""
         self._offset_s, self._offset_id = continue_spans(path)
         self._write_status()
         self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
@@ -97,6 +102,10 @@ class RunLog:
         if self._failure is not None:
             raise UserError(f"{self._path}: the run's log cannot be written ({self._failure}); free space and resume")
         self._status["step"] = metrics.step
+        self._queue.put(metrics)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        """Hand over a validation's loss."""
         self._queue.put(metrics)
 
     def progress(self, progress: Progress) -> None:
@@ -164,12 +173,16 @@ class RunLog:
         for file in self._files.values():
             file.close()
 
-    def _write(self, item: StepMetrics | list[Span] | _Message) -> None:
-        if isinstance(item, StepMetrics):
-            file = self._files.get("metrics.jsonl")
-            if file is None:
-                drop_metrics(self._path, item.step)
-                file = self._open("metrics.jsonl")
+    def _write(self, item: _Item) -> None:
+        file: TextIO | None
+        if isinstance(item, StepMetrics | ValidationMetrics):
+            name = "metrics.jsonl" if isinstance(item, StepMetrics) else "validation.jsonl"
+            if not self._dropped:
+                # A validation is of the step before the one that this process begins with.
+                drop_steps(self._path / "metrics.jsonl", item.step + (name == "validation.jsonl"))
+                drop_steps(self._path / "validation.jsonl", item.step)
+                self._dropped = True
+            file = self._files.get(name) or self._open(name)
             file.write(json.dumps(_finite(dataclasses.asdict(item))) + "\n")
         elif isinstance(item, _Message):
             file = self._files.get("log.jsonl")
@@ -209,12 +222,11 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
-def drop_metrics(path: Path, first_step: int) -> None:
-    """Drop the metrics of a resumed run's steps that are done again, from `first_step` on, and a torn last line."""
-    metrics_path = path / "metrics.jsonl"
-    if metrics_path.exists():
-        kept = [line for line in read_jsonl(metrics_path) if line["step"] < first_step]
-        atomic_write(metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
+def drop_steps(file: Path, first_step: int) -> None:
+    """Drop the lines of a resumed run's steps that are done again, from `first_step` on, and a torn last line."""
+    if file.exists():
+        kept = [line for line in read_jsonl(file) if line["step"] < first_step]
+        atomic_write(file, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def continue_spans(path: Path) -> tuple[float, int]:

@@ -8,7 +8,7 @@ replaces them, for the ops that it measured, by their times on the real device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.machine import AttentionRate, Machine
@@ -83,6 +83,16 @@ def op_kind(op: Op, representative: str) -> str:
     return f"{representative} {op.action}{flags}"
 
 
+def _twins(op: Op) -> tuple[Op, ...]:
+    """Ops that are measured and do what `op` does, or as good as; the likest first."""
+    if op.action == "head_score":
+        return (replace(op, action="head"),)
+    if op.action in ("embed_score", "layer_score"):
+        forward = replace(op, action=op.action.replace("score", "forward"))
+        return forward, replace(forward, flags=op.flags | {"kept"})
+    return (op,)
+
+
 class Costs:
     """Seconds of any op of a plan on a machine, while nothing else shares what it uses.
 
@@ -125,7 +135,7 @@ class Costs:
                 return COPY_S + 2 * op.nbytes / machine.gpu_copy_bytes_per_s
             return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
         if op.lane == "optimizer":
-            if op.action == "clip":
+            if op.action in ("clip", "score"):
                 return CLIP_S
             start, end = self._plan.buffers[op.block].part(op.index)
             return COPY_S + (end - start) / self._update
@@ -182,8 +192,11 @@ class Costs:
     def _measured(self, op: Op) -> float | None:
         """From the samples of its kind: a time per token and one per pair where there are samples to tell them apart,
         else the formula, corrected by what it missed."""
-        samples = self._calibration.samples.get(op_kind(op, self._same[op.block]), ())
-        if not samples:
+        for twin in _twins(op):
+            samples = self._calibration.samples.get(op_kind(twin, self._same[op.block]), ())
+            if samples:
+                break
+        else:
             return None
         tokens, pairs = self.tokens(op), self.pairs(op)
         least, most = min(samples, key=lambda s: s.pairs), max(samples, key=lambda s: s.pairs)
@@ -191,7 +204,7 @@ class Costs:
             slope = max(0.0, (most.seconds - least.seconds) / (most.pairs - least.pairs))
             base = max(0.0, least.seconds - slope * least.pairs)
             return base * tokens / least.tokens + slope * pairs
-        return most.seconds * self._formula(op) / self._formula(op, most.tokens, most.pairs)
+        return most.seconds * self._formula(op) / self._formula(twin, most.tokens, most.pairs)
 
     def _mean_correction(self) -> float:
         """Measured over computed time of all samples: how far the formulas are from this device."""
@@ -235,16 +248,16 @@ class Costs:
         # Few tokens: reading the weights takes longer than multiplying by them.
         weights = times * self._numel[block.name] * p.compute_bytes * passes[1] / machine.gpu_copy_bytes_per_s
         seconds = max(seconds, weights)
-        if op.action == "head":
+        if block.role == "head":
             vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)
-            moved = HEAD_BYTES * vocabulary * tokens + 8 * hidden
+            moved = HEAD_BYTES * vocabulary * tokens + (8 if op.action == "head" else 2) * hidden
         else:
             graph = block.graph_bytes_per_token or 30 * p.hidden_size * p.compute_bytes
             moved = round(passes[1] * tokens * graph)
         if op.action == "head" or (op.action.startswith("layer_backward") and "attended" not in op.flags):
             # Gradients leave the products in the compute dtype and are added to float32 sums.
             moved += times * self._numel[block.name] * (p.compute_bytes + 2 * FP32)
-        if op.action in ("layer_forward", "layer_again", "attend"):
+        if op.action in ("layer_forward", "layer_score", "layer_again", "attend"):
             seconds += self._attention(op, pairs, 2, 2)
         elif op.action in ("layer_backward", "attend_backward"):
             seconds += self._attention(op, pairs, 6, 4)
@@ -257,6 +270,7 @@ class Costs:
         again = 0 if "kept" in op.flags else matmul - block.unread_flops_per_token
         flops: int = {
             "layer_forward": matmul,
+            "layer_score": matmul,
             "layer_again": projection,
             "layer_project": projection,
             "attend": 0,
@@ -264,6 +278,7 @@ class Costs:
             "layer_backward_top": again + 2 * (matmul - projection),
             "layer_backward": 2 * projection if "attended" in op.flags else again + 2 * matmul,
             "head": 3 * matmul,
+            "head_score": matmul,
         }[op.action]
         attends = op.action in ("attend", "attend_backward")
         return flops, flops / matmul if matmul else 0.0 if attends else 1.0

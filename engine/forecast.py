@@ -14,7 +14,7 @@ from engine.machine import Machine
 from engine.ops import LANES
 from engine.plan import FP32, STATE_KINDS, Choice, Plan
 from engine.planning import Task
-from engine.reduce import estimate, num_ops
+from engine.reduce import estimate, estimate_score, num_ops
 from engine.search import Found, promised_s
 from engine.simulate import Simulation
 from storage.chunk import ChunkFormat
@@ -38,8 +38,10 @@ def forecast(
     `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
     """
     plan, train = found.plan, task.train
+    documents = None if batch is None else [m.documents for m in batch]
     if simulation is None:
-        simulation = predict(plan, machine, calibration, None if batch is None else [m.documents for m in batch])
+        simulation = predict(plan, machine, calibration, documents)
+    validation_s = validation_seconds(task, machine, plan, calibration, documents)
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
     step_s = promised_s(simulation.step_s)
     tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
@@ -68,7 +70,7 @@ def forecast(
         "executed_flops": done,
         "mfu": mfu(wanted, step_s, peak),
         "hfu": hfu(done, step_s, peak),
-        "run": whole_run(task, machine, plan, simulation),
+        "run": whole_run(task, machine, plan, simulation, validation_s),
         "budgets": task.budgets.why,
         "reasons": reasons(found),
         "calibrated": calibration is not None,
@@ -83,6 +85,21 @@ def predict(
 ) -> Simulation:
     """The step that the forecast promises."""
     return estimate(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
+
+
+def validation_seconds(
+    task: Task,
+    machine: Machine,
+    plan: Plan,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+) -> float:
+    """Seconds that a validation adds to the run; 0 where the recipe asks for none."""
+    train = task.train
+    if train.validate_every is None:
+        return 0.0
+    passes = -(-(train.validation_sequences or train.sequences_per_step) // train.sequences_per_step)
+    return passes * estimate_score(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
 
 
 def refusal(task: Task, machine: Machine, error: BudgetError) -> dict[str, Any]:
@@ -128,8 +145,10 @@ def model_json(task: Task) -> dict[str, Any]:
     }
 
 
-def whole_run(task: Task, machine: Machine, plan: Plan, simulation: Simulation) -> dict[str, Any]:
-    """Seconds of all steps with their commits, and what is written to each drive by the end.
+def whole_run(
+    task: Task, machine: Machine, plan: Plan, simulation: Simulation, validation_s: float = 0.0
+) -> dict[str, Any]:
+    """Seconds of all steps with their commits and validations, and what is written to each drive by the end.
 
     A commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that
     it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
@@ -139,6 +158,7 @@ def whole_run(task: Task, machine: Machine, plan: Plan, simulation: Simulation) 
     through = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in resident)
     whole = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in plan.buffers.values())
     commits = -(-steps // every)
+    validations = 0 if task.train.validate_every is None else -(-steps // task.train.validate_every)
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
     held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
     per_step = simulation.bytes["nvme_write"]
@@ -159,8 +179,10 @@ def whole_run(task: Task, machine: Machine, plan: Plan, simulation: Simulation) 
             }
         )
     return {
-        "seconds": steps * promised_s(simulation.step_s) + commits * held_up_s,
+        "seconds": steps * promised_s(simulation.step_s) + commits * held_up_s + validations * validation_s,
         "commits": commits,
+        "validations": validations,
+        "validation_s": validation_s,
         "drives": shares,
     }
 

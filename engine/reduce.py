@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from engine.costs import Calibration, Costs, representatives
 from engine.machine import Machine
 from engine.plan import BufferPlan, Chunk, Plan
-from engine.simulate import Simulation, simulate
+from engine.schedule import ScheduleBuilder
+from engine.simulate import Clocks, Simulation, simulate
 
 FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""
@@ -54,14 +55,51 @@ def estimate(
     """
     if full or num_ops(plan) <= FULL_OPS:
         return simulate(plan, Costs(plan, machine, calibration, documents), machine, documents)
+    runs, small, joined, costs = _small(plan, machine, calibration, documents)
+    found = simulate(small, costs, machine, joined, settled=False)
+    return _extended(plan, runs, found)
+
+
+def estimate_score(
+    plan: Plan,
+    machine: Machine,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    *,
+    full: bool = False,
+) -> float:
+    """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
+    runs: list[_Run] = []
+    small, joined = plan, plan.row_documents if documents is None else documents
+    if full or num_ops(plan) <= FULL_OPS:
+        costs = Costs(plan, machine, calibration, documents)
+    else:
+        runs, small, joined, costs = _small(plan, machine, calibration, documents)
+    clocks = Clocks(machine)
+    clocks.run([op for ops in ScheduleBuilder(small).score(1, 1, documents=joined) for op in ops], costs)
+    ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
+    dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
+    return clocks.times[-1][2] + dropped_s
+
+
+def _small(
+    plan: Plan, machine: Machine, calibration: Calibration | None, documents: Sequence[Sequence[int]] | None
+) -> tuple[list[_Run], Plan, list[list[int]], Costs]:
+    """The plan with a few layers of each run, chunks and parts; its documents, and what its ops cost."""
     runs = _runs(plan)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
     times = -(-len(plan.chunks) // MOST_CHUNKS)
     small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, documents, times)
     merged = round(len(plan.chunks) / len(small.chunks))
-    costs = Costs(small, machine, calibration, joined, merged=merged)
-    found = simulate(small, costs, machine, joined, settled=False)
-    return _extended(plan, runs, found)
+    return runs, small, joined, Costs(small, machine, calibration, joined, merged=merged)
+
+
+def _pace(ends: Sequence[float], run: _Run) -> float:
+    """Time from one layer, or pattern, of a run to the next in forward, of the ends of those simulated.
+
+    Those at either end are hurried or held up by their other neighbours.
+    """
+    return (ends[4 * run.period - 1] - ends[2 * run.period - 1]) / 2 if run.dropped else 0.0
 
 
 def num_ops(plan: Plan) -> int:
@@ -218,9 +256,7 @@ def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
         if not run.dropped:
             continue
         names = [plan.blocks[i].name for i in run.blocks]
-        # Those at either end are hurried or held up by their other neighbours.
-        first, last = 2 * run.period - 1, 4 * run.period - 1
-        pace = (ends[names[last], True] - ends[names[first], True]) / 2
+        pace = _pace([ends[name, True] for name in names], run)
         first, last = run.period, 3 * run.period
         pace += (ends[names[first], False] - ends[names[last], False]) / 2
         step_s += run.dropped * pace

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from engine import weights
+from engine import validation, weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.device import memory_use
 from engine.events import Observer, StepMetrics
@@ -171,6 +171,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
     steps: list[StepMetrics] = []
     with Live(session, observer) as live:
         while session.step < session.config.steps and _goes_on(session, observer):
+            _validate(session, observer)
             metrics = train_step(session)
             live.tell()
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
@@ -183,6 +184,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             for name in observer.checkpoint_requests():
                 session.request_checkpoint(name)
             _report_checkpoints(session, observer)
+        if session.step == session.config.steps:
+            _validate(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
     timed = steps[1:] or steps
@@ -200,6 +203,15 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         gpu_memory=None,
         stopped=session.step < session.config.steps,
     )
+
+
+def _validate(session: Session, observer: Observer) -> None:
+    """Measure the validation loss of the step that has ended, if it is due.
+
+    Right before the next step: a stop or a pause does not wait for it, and a resumed run makes up for it.
+    """
+    if validation.due(session):
+        observer.on_validation(validation.validate(session))
 
 
 def _goes_on(session: Session, observer: Observer) -> bool:

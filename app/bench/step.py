@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from storage.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.events import Progress, Span, StepMetrics, Want
+    from engine.events import Progress, Span, StepMetrics, ValidationMetrics, Want
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 1024, 3072, 16, 8, 64, 8192
 ROWS, ROW_TOKENS = 2, 512
@@ -159,6 +159,9 @@ class _StepClock:
         now = time.perf_counter()
         self.times_s.append(now - self._last)
         self._last = now
+
+    def on_validation(self, metrics: ValidationMetrics) -> None:
+        pass
 
     def on_message(self, text: str) -> None:
         print(text, file=sys.stderr)

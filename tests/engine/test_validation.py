@@ -1,0 +1,314 @@
+"""The validation loss: what plain transformers finds for the same tokens, on any tier; training does not notice it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.events import ValidationMetrics, Want
+from engine.ops import Op
+from engine.plan import Plan
+from engine.session import Session, run_identity
+from engine.train import train, train_step
+from engine.validation import due, validate
+from storage.errors import UserError
+
+OLD_DIGEST = "b7bf3216577a4d4c75a71dd3121c5dd8d76b8b04ee9eb2c569a2bfa8e0d547bf"
+HELD_OUT = tiny.data(validation_documents=7, sequence_length=48)
+
+STREAMED = {"kv_window": "streamed", "chunk_tokens": 7}
+FLOORS = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpu": ({}, {}),
+    "ram": ({}, {"gpu": tiny.FLOOR}),
+    "nvme-spilled": ({}, FLOORS),
+    "ram-two-rows": ({"chunk_tokens": 7, "sequences_per_micro_batch": 2}, {"gpu": tiny.FLOOR}),
+    "nvme-held": ({}, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
+    "nvme-recomputed": ({"save": "input"}, FLOORS),
+    "gpu-kept": ({"save": "everything"}, {}),
+    "mixed": ({"save": "auto", "kv_window": "auto"}, FLOORS | {"gpu": 1_100_000}),
+    "ram-streamed": (STREAMED, {"gpu": tiny.FLOOR}),
+    "nvme-streamed-spilled": (STREAMED, FLOORS),
+    "nvme-streamed-held": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
+    "nvme-streamed-recomputed": (STREAMED | {"save": "input"}, FLOORS),
+    "gpu-streamed-kept": (STREAMED | {"save": "everything"}, {}),
+}
+"""Settings and budgets by what they come to: every way to save activations, the state on every tier."""
+
+
+def features(plan: Plan) -> set[str]:
+    """The words of PLANS that are true of a plan."""
+    found = {name for name in ("spilled", "held", "recomputed", "kept", "streamed") if getattr(plan, name)}
+    return found | {buffer.state for buffer in plan.buffers.values()}
+
+
+def run(session: Session) -> tuple[list[tuple[float, float]], dict[int, float], str]:
+    """All steps with the validations that are due: loss and gradient norm, validation losses, the end's digest."""
+    steps, losses = [], {}
+    while session.step < session.config.steps:
+        metrics = train_step(session)
+        steps.append((metrics.loss, metrics.grad_norm))
+        if due(session):
+            losses[session.step] = validate(session).loss
+    session.finish()
+    return steps, losses, tiny.digest(session.store)
+
+
+def plain_loss(session: Session, weights: dict[str, Tensor]) -> tuple[float, int]:
+    """Mean negative log-likelihood by transformers' model, document by document, and the number of targets."""
+    config = session.spec.config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    total, targets = 0.0, 0
+    assert session.validation is not None
+    with torch.no_grad():
+        for m in itertools.chain.from_iterable(session.validation.passes()):
+            for first, last in itertools.pairwise([*m.documents, len(m.ids)]):
+                logits = model(input_ids=m.ids[None, first:last]).logits[0].double()
+                labels = m.labels[first:last]
+                total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+                targets += int((labels != -100).sum())
+    return total / targets, targets
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("sequences", [2, 6], ids=["one-pass", "passes"])
+def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: str, sequences: int) -> None:
+    policy, budgets = PLANS[name]
+    with tiny.session(tmp_path / "off", t=tiny.training(**policy), d=HELD_OUT, **budgets) as session:
+        expected = run(session)
+    t = tiny.training(validate_every=2, validation_sequences=sequences, **policy)
+    with tiny.session(tmp_path / "on", t=t, d=HELD_OUT, **budgets) as session:
+        assert set(name.split("-")) - {"mixed", "two", "rows"} <= features(session.plan)
+        peak = session.ram.arena.used_bytes, session.gpu.arena.used_bytes
+        found = run(session)
+        assert (session.ram.arena.used_bytes, session.gpu.arena.used_bytes) == peak
+        weights = tiny.parameters(session.store, session.spec)
+        loss, targets = plain_loss(session, weights)
+        assert session.validation is not None
+        assert session.validation.num_targets == targets == sequences * 47
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+    assert expected[1] == {}
+    assert list(found[1]) == [2, 4]
+    assert found[1][4] == pytest.approx(loss, rel=1e-6)
+    assert found[1][2] != found[1][4]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_delays_change_nothing(tmp_path: Path, name: str) -> None:
+    """Five runs of two steps and a validation of two passes, with the ops of every lane delayed at random."""
+    policy, budgets = PLANS[name]
+    found = set()
+    t = tiny.training(steps=2, validate_every=1, validation_sequences=4, **policy)
+    for seed in range(5):
+        with tiny.session(tmp_path / str(seed), t=t, d=HELD_OUT, **budgets) as session:
+            delay(session, random.Random(f"{name} {seed}"))
+            steps, losses, digest = run(session)
+            found.add((*steps, *losses.items(), digest))
+    assert len(found) == 1
+
+
+def delay(session: Session, chance: random.Random) -> None:
+    perform = session.runtime.perform
+    slow_lane = chance.choice(["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"])
+
+    def delayed(op: Op) -> Any:
+        if chance.random() < (0.3 if op.lane == slow_lane else 0.03):
+            time.sleep(chance.random() * 2e-3)
+        return perform(op)
+
+    session.executor._perform = delayed
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_mixed_precision_and_shared_embeddings(tmp_path: Path, tied: bool) -> None:
+    t = tiny.training(compute_dtype="bfloat16", validate_every=4)
+    with tiny.session(tmp_path, m=tiny.model(tie_embeddings=tied), t=t, d=HELD_OUT, ram=tiny.FLOOR) as session:
+        _, losses, _ = run(session)
+        weights = {name: w.bfloat16().float() for name, w in tiny.parameters(session.store, session.spec).items()}
+        loss, _ = plain_loss(session, weights)
+    assert losses[4] == pytest.approx(loss, rel=5e-3)
+
+
+@pytest.mark.parametrize(("gpu", "ram"), [("1GiB", "1GiB"), (tiny.FLOOR, tiny.FLOOR)])
+def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
+    tmp_path: Path, gpu: str | int, ram: str | int
+) -> None:
+    """The state on disk is the one that training without validations commits at the same step."""
+    digests: dict[int, set[str]] = {2: set(), 3: set()}
+    for every in (None, 1, 2):
+        for end in (2, 3):
+            t, s = tiny.training(validate_every=every), tiny.storage(checkpoint_every=2)
+            folder = tmp_path / f"{every}-{end}"
+            with tiny.session(folder, t=t, s=s, d=HELD_OUT, gpu=gpu, ram=ram) as session:
+                for _ in range(end):
+                    train_step(session)
+                    if due(session):
+                        validate(session)
+                session.finish()
+                assert session.store.meta["step"] == end
+                assert not session.builder.uncommitted
+                generation = session.store.generation
+                session.finish()
+                assert session.store.generation == generation, "there is nothing left to commit"
+                digests[end].add(tiny.digest(session.store))
+    assert [len(found) for found in digests.values()] == [1, 1]
+
+
+def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
+    parts: dict[str, Any] = {
+        "model": tiny.model(),
+        "data": HELD_OUT,
+        "train": tiny.training(steps=5, validate_every=2, validation_sequences=4),
+        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
+        "storage": tiny.storage(),
+    }
+    return train(run_dir=folder, observer=observer, resume=resume, **(parts | changes))
+
+
+def test_a_run_is_validated_every_so_many_steps_and_at_its_end(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+    train_run(tmp_path, observer)
+    assert [v.step for v in observer.validations] == [2, 4, 5]
+    assert {v.tokens for v in observer.validations} == {4 * 47}
+    assert all(v.seconds > 0 for v in observer.validations)
+    with tiny.session(tmp_path, d=HELD_OUT, t=tiny.training(validate_every=2, validation_sequences=4)) as session:
+        assert session.step == 5
+        loss, _ = plain_loss(session, tiny.parameters(session.store, session.spec))
+    assert observer.validations[-1].loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_a_resumed_run_is_validated_at_the_same_steps(tmp_path: Path, stop_after: int) -> None:
+    """A stop after a step that is due does not wait for the validation: the resumed run makes up for it."""
+    straight, first, second = tiny.Silent(), tiny.Silent(stop_after), tiny.Silent()
+    train_run(tmp_path / "straight", straight)
+    train_run(tmp_path / "parts", first)
+    train_run(tmp_path / "parts", second, resume=True)
+    expected = [(v.step, v.loss, v.tokens) for v in straight.validations]
+    assert [(v.step, v.loss, v.tokens) for v in first.validations + second.validations] == expected
+    assert [m.loss for m in first.metrics + second.metrics] == [m.loss for m in straight.metrics]
+    assert [v.step for v in first.validations] == [step for step in (2,) if step < stop_after]
+
+
+def test_a_checkpoint_asked_for_before_a_validation_is_of_that_step(tmp_path: Path) -> None:
+    class Asking(tiny.Silent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.checkpoints: list[tuple[str, int, str | None]] = []
+
+        def checkpoint_requests(self) -> list[str]:
+            step = self.metrics[-1].step
+            return [f"at-{step}"] if step in (2, 5) else []
+
+        def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
+            self.checkpoints.append((name, step, error))
+
+    observer, twin = Asking(), tiny.Silent()
+    train_run(tmp_path / "asked", observer)
+    assert observer.checkpoints == [("at-2", 2, None), ("at-5", 5, None)]
+    train_run(tmp_path / "asked", twin, resume=True, checkpoint="at-2")
+    assert [(v.step, v.loss) for v in twin.validations] == [(v.step, v.loss) for v in observer.validations]
+
+
+def test_a_paused_run_is_validated_when_it_goes_on(tmp_path: Path) -> None:
+    class Pausing(tiny.Silent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[str] = []
+
+        def wanted(self) -> Want:
+            steps, paused = len(self.metrics), self.told.count("paused")
+            return "pause" if steps == 2 and paused == len(self.told) == 0 else "run"
+
+        def on_pause(self, paused: bool) -> None:
+            self.told.append("paused" if paused else "going on")
+
+        def on_validation(self, metrics: ValidationMetrics) -> None:
+            super().on_validation(metrics)
+            self.told.append(f"validated {metrics.step}")
+
+    straight, pausing = tiny.Silent(), Pausing()
+    train_run(tmp_path / "straight", straight)
+    train_run(tmp_path / "paused", pausing)
+    assert pausing.told[:3] == ["paused", "going on", "validated 2"]
+    assert [v.loss for v in pausing.validations] == [v.loss for v in straight.validations]
+    assert [m.loss for m in pausing.metrics] == [m.loss for m in straight.metrics]
+
+
+def test_weights_that_are_not_finite_are_told_and_not_raised(tmp_path: Path) -> None:
+    with tiny.session(tmp_path, t=tiny.training(validate_every=1), d=HELD_OUT) as session:
+        train_step(session)
+        for memory in session.gpu.buffers.values():
+            assert memory.state is not None
+            memory.state[0].fill_(float("nan"))
+        assert math.isnan(validate(session).loss)
+
+
+def test_older_runs_keep_their_digest_and_their_place_in_the_data(tmp_path: Path) -> None:
+    """The digest was written down before there were any of the fields; cursors had no word of documents held out."""
+    assert run_identity(tiny.model(), tiny.data(), tiny.training())["recipe"] == OLD_DIGEST
+    cursors = []
+    for steps in (1, 3):
+        with tiny.session(tmp_path, t=tiny.training(steps=steps)) as session:
+            while session.step < steps:
+                train_step(session)
+            session.finish()
+            cursor = dict(session.store.meta["cursor"])
+            assert cursor.pop("held_out") == 0
+            cursors.append(cursor)
+            session.loader.seek(cursor)
+            assert session.loader.cursor == cursor | {"held_out": 0}
+    assert cursors[0] != cursors[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": tiny.data()}, r"train\.validate_every: 2, but no documents are held out.*data\.validation_documents"),
+        (
+            {"data": tiny.data(validation_documents=500, max_documents=None)},
+            r"data\.validation_documents: 500, but the corpus has 64 documents",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train_run(tmp_path, tiny.Silent(), **changes)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tiny.training(validate_every=0), r"train\.validate_every: 0 must be at least 1"),
+        (lambda: tiny.training(validation_sequences=2), r"train\.validation_sequences: 2 is never used"),
+        (
+            lambda: tiny.training(validate_every=1, validation_sequences=3, sequences_per_micro_batch=2),
+            r"train\.validation_sequences: 3 is not a multiple of train\.sequences_per_micro_batch 2",
+        ),
+        (lambda: tiny.data(validation_documents=0), r"data\.validation_documents: 0 must be at least 1"),
+        (lambda: tiny.data(validation_documents=40), r"40 leaves nothing of data\.max_documents 40"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_what_is_held_out_cannot_change_with_the_run_under_way(tmp_path: Path) -> None:
+    train_run(tmp_path, tiny.Silent(stop_after=1))
+    with pytest.raises(UserError, match=r"data\.validation_documents: 8, but the run so far held out 7; set it back"):
+        train_run(tmp_path, tiny.Silent(), resume=True, data=tiny.data(validation_documents=8))
