@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from tui.data.spans import Floats, Ints, SpanView
+from tui.data.spans import LANES, Floats, Ints, SpanView
 from tui.glyphs import Glyphs
 from tui.render import Row
 
@@ -69,10 +69,11 @@ def draw_boxes(
         a, b = int(first[i]), int(last[i])
         top = int(tracks[i]) * each
         bottom = canvas.num_rows if depth == 1 else top + each
-        style = "critical reverse" if critical[a] and depth == 1 else f"box.{lane}"
+        style = f"box.{lane}" if lane in LANES else "box.other"
         for y in range(top, bottom):
             canvas.write(y, a, " " * (b - a), style)
-        name = box_name(view, int(rows[i]), b - a - 1)
+        mark = (glyphs.diamond if glyphs.braille else glyphs.dot) if critical[a:b].all() else ""
+        name = mark + box_name(view, int(rows[i]), b - a - 1 - len(mark))
         canvas.write(top + (bottom - top - 1) // 2, a, ("▏" if glyphs.braille else "|") + name, style)
     if depth > 1:
         _clear_between_tracks(canvas, tracks, first, last, each, edges)

@@ -26,6 +26,10 @@ INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer
 _IDLE_SHARE = 1 / 16
 """A compute cell less busy than this, while another lane works, is shown as a stall."""
 _TILED_STEPS = 200
+_TALLEST = 4
+"""Rows of a lane, at most."""
+_PRIORITY = ("compute", "h2d", "nvme_read", "d2h", "optimizer", "nvme_write")
+"""Lanes that are taller where rows are left over."""
 _NOW_CELLS = 30
 
 
@@ -83,7 +87,7 @@ class Layout:
     now_cells: int
     lanes: tuple[str, ...]
     """From the top."""
-    bar_rows: int
+    bar_rows: tuple[int, ...]
     """Of each lane."""
     predicted_row: bool
     """Whether each lane has one more row for the forecast."""
@@ -92,15 +96,14 @@ class Layout:
     axis_row: bool
     info_row: bool
 
-    @property
-    def lane_rows(self) -> int:
-        """Rows of a lane."""
-        return self.bar_rows + self.predicted_row
-
     def lane_at(self, y: int) -> str | None:
         """The lane that row `y` belongs to."""
-        index = (y - self.title_row) // self.lane_rows
-        return self.lanes[index] if y >= self.title_row and index < len(self.lanes) else None
+        end = int(self.title_row)
+        for lane, bar_rows in zip(self.lanes, self.bar_rows, strict=True):
+            begin, end = end, end + bar_rows + self.predicted_row
+            if begin <= y < end:
+                return lane
+        return None
 
     def cell_at(self, x: int) -> int | None:
         """The cell of the timeline in column `x`."""
@@ -126,9 +129,11 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
     share = 5 if width >= 16 else 0
     if scene.predicted is not None and not predicted and width >= 60:
         share += 6
-    bar_rows = min(4, max(1, each - predicted))
+    each = min(_TALLEST, max(1, each - predicted))
+    left = max(0, room - len(lanes) * (each + predicted)) if each < _TALLEST else 0
+    tall = set(sorted(lanes, key=_priority)[:left])
     if scene.rates and width >= 100:
-        share = max(share, 11) if bar_rows > 1 else share + 11
+        share = max(share, 11) if each > 1 else share + 11
     now = _NOW_CELLS if width >= 130 and scene.under_way else 0
     return Layout(
         label_cells=label,
@@ -136,7 +141,7 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
         share_cells=share,
         now_cells=now,
         lanes=tuple(lanes),
-        bar_rows=bar_rows,
+        bar_rows=tuple(each + (lane in tall) for lane in lanes),
         predicted_row=predicted,
         path_row=path,
         title_row=title,
@@ -161,27 +166,26 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     rows: list[Row] = []
     if place.title_row:
         rows.append(_title(width, scene, bound, shares))
-    for lane in place.lanes:
-        canvas = Canvas(place.bar_rows, place.num_cells)
+    for lane, bar_rows in zip(place.lanes, place.bar_rows, strict=True):
+        canvas = Canvas(bar_rows, place.num_cells)
         token = lane_token(lane)
         coverage = np.diff(busy[lane].until(edges)) / np.diff(edges)
         _draw_marks(canvas, scene, edges, glyphs)
         if lane == "compute":
             stalled = (coverage < _IDLE_SHARE) & (moving / np.diff(edges) >= _IDLE_SHARE) & (edges[1:] <= known)
-            canvas.put(place.bar_rows - 1, stalled, "╌" if glyphs.braille else "_", "stall")
-        tokens = _tokens(scene, lane, token, edges, coverage)
-        _draw_bars(canvas, coverage, tokens, glyphs)
+            canvas.put(bar_rows - 1, stalled, "╌" if glyphs.braille else "_", "stall")
+        _draw_bars(canvas, coverage, token, glyphs)
         mine = in_window[scene.view.lane[in_window] == scene.view.lanes.index(lane)]
-        draw_boxes(canvas, scene.view, mine, edges, lane, tokens == "critical", glyphs)
+        draw_boxes(canvas, scene.view, mine, edges, lane, _critical_cells(scene, lane, edges, coverage), glyphs)
         _draw_selection(canvas, scene, lane, edges)
         forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
         margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, edges, known)
         label = _label(place, lane, scene, bold=lane == bound)
-        for y in range(place.bar_rows):
+        for y in range(bar_rows):
             first = y == 0
             rows.append(
                 [
-                    (fit(label[0] if first else "", place.label_cells, glyphs.ellipsis), label[1]),
+                    (fit(label[0] if first else "", place.label_cells, glyphs.ellipsis), label[1] if first else "text"),
                     *canvas.row(y),
                     *exactly(margin[y] if y < len(margin) else [], place.share_cells),
                     *(_now(place, scene, lane, glyphs) if first else []),
@@ -196,6 +200,10 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     if place.info_row:
         rows.append(scene.info)
     return [exactly(row, width) for row in rows[:height]]
+
+
+def _priority(lane: str) -> int:
+    return _PRIORITY.index(lane) if lane in _PRIORITY else len(_PRIORITY)
 
 
 def lane_token(lane: str) -> str:
@@ -233,14 +241,13 @@ def _share(busy: Busy, start_s: float, end_s: float) -> float:
     return float(after - before) / (end_s - start_s)
 
 
-def _tokens(scene: LaneScene, lane: str, token: str, edges: Floats, coverage: Floats) -> NDArray[np.object_]:
-    """The token of each cell: `critical` where most of what ran is on the critical path."""
-    tokens = np.full(len(coverage), token, dtype=object)
+def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats) -> NDArray[np.bool_]:
+    """Cells in which most of what ran is on the critical path."""
     path = scene.critical.get(lane) if scene.critical is not None else None
-    if path is not None:
-        critical = np.diff(path.until(edges)) / np.diff(edges)
-        tokens[(critical >= coverage / 2) & (critical > 0)] = "critical"
-    return tokens
+    if path is None:
+        return np.zeros(len(coverage), bool)
+    critical = np.diff(path.until(edges)) / np.diff(edges)
+    return np.asarray((critical >= coverage / 2) & (critical > 0))
 
 
 def _draw_marks(canvas: Canvas, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> None:
@@ -265,7 +272,7 @@ def _cell(time_s: float, edges: Floats) -> int:
     return int(np.clip(np.searchsorted(edges, time_s, side="right") - 1, 0, len(edges) - 2))
 
 
-def _draw_bars(canvas: Canvas, coverage: Floats, tokens: NDArray[np.object_], glyphs: Glyphs) -> None:
+def _draw_bars(canvas: Canvas, coverage: Floats, token: str, glyphs: Glyphs) -> None:
     """Coverage in eighths of a cell, rising over all rows of the lane."""
     levels = np.rint(coverage * 8 * canvas.num_rows).astype(int)
     characters = np.array(list(glyphs.eighths))
@@ -273,7 +280,7 @@ def _draw_bars(canvas: Canvas, coverage: Floats, tokens: NDArray[np.object_], gl
         eighths = np.clip(levels - 8 * (canvas.num_rows - 1 - y), 0, 8)
         filled = eighths > 0
         canvas.chars[y, filled] = characters[eighths[filled]]
-        canvas.tokens[y, filled] = tokens[filled]
+        canvas.tokens[y, filled] = token
 
 
 def _draw_selection(canvas: Canvas, scene: LaneScene, lane: str, edges: Floats) -> None:
@@ -340,7 +347,7 @@ def _margin(
     if not num_bytes or seconds <= 0:
         return [row]
     rate: Row = [(f" {rate_text(num_bytes / seconds):>10}", "dim")]
-    return [row, rate] if place.bar_rows > 1 else [[*row, *rate]]
+    return [row, rate] if min(place.bar_rows) > 1 else [[*row, *rate]]
 
 
 def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
@@ -381,7 +388,7 @@ def _path_row(place: Layout, scene: LaneScene, edges: Floats) -> Row:
         some = covered.max(axis=0) > 0.25 * np.diff(edges)
         for i, lane in enumerate(lanes):
             initial = INITIALS.get(lane, lane[:1] or "?")
-            canvas.put(0, some & (best == i), initial, lane_token(lane))
+            canvas.put(0, some & (best == i), initial, f"box.{lane}" if lane in LANES else "box.other")
     label = "critical" if place.label_cells >= 11 else "path"
     return [(fit(label, place.label_cells, ""), "critical"), *canvas.row(0)]
 

@@ -72,7 +72,7 @@ def cause_text(total: IdleTotal) -> str:
         where = blocks[0] if len(blocks) == 1 else f"{blocks[0]} and {len(blocks) - 1} more"
         return f"waiting for {total.op} of {where}"
     return {
-        "starting": "until it started, nothing missing",
+        "starting": "starting, with nothing missing",
         "not queued": "its next op was not queued yet",
         "no more work": "no more work",
     }[total.kind]

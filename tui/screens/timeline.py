@@ -96,13 +96,16 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     SCOPE = "timeline"
     DEFAULT_CSS = """
     TimelineScreen #lanes { height: 3fr; }
-    TimelineScreen #idle { height: auto; min-height: 10; max-height: 14; }
+    TimelineScreen #idle { height: 9; }
+    TimelineScreen.-tall #idle { height: 13; }
+    TimelineScreen.-very-tall #idle { height: 15; }
     TimelineScreen #below { height: 2fr; }
     TimelineScreen #ops { width: 3fr; }
     TimelineScreen #inspector { width: 2fr; }
     TimelineScreen.-short #below, TimelineScreen.-tiny #below { display: none; }
     TimelineScreen.-tiny #idle { display: none; }
     TimelineScreen.-narrow #inspector { display: none; }
+    TimelineScreen.-tall.-predicted #below, TimelineScreen.-short.-predicted #idle { display: none; }
     """
 
     def __init__(self, run_path: Path, step: int | None = None) -> None:
@@ -369,6 +372,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.notify("this run has no predicted.jsonl to compare with", severity="warning")
             return
         self.lane_view.toggle_predicted()
+        self.set_class(self.lane_view.show_predicted, "-predicted")
 
     def action_export(self) -> None:
         """Write the step's trace."""

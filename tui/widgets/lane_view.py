@@ -215,7 +215,7 @@ class LaneView(LineWidget, can_focus=True):
         """Select a span, and bring it into view."""
         self._lane = span.lane
         start_s, end_s = self._window
-        self._cursor_s = span.start_s
+        self._cursor_s = max(span.start_s, start_s) if span.end_s > start_s else span.start_s
         if self._mode == "live" or span.end_s <= start_s or span.start_s >= end_s:
             length = end_s - start_s
             inside = span.end_s > start_s and span.start_s < end_s
@@ -406,17 +406,21 @@ class LaneView(LineWidget, can_focus=True):
             return
         row = self.row_of_selected()
         if row is None or self.selected is None or self.selected.lane != self._lane:
-            at_s = self._cursor_s
-            if at_s is None:
-                start_s, end_s = self._window
-                at_s = min(end_s, self._known_s) if self._mode == "live" else start_s if by > 0 else end_s
-            span = self._span_near(self._lane, at_s)
+            span = self._span_near(self._lane, self._entry_s(by) if self._cursor_s is None else self._cursor_s)
             assert span is not None
             self.select(span)
             return
         at = int(np.flatnonzero(rows == row)[0]) + by
         if 0 <= at < len(rows):
             self.select(view.span(int(rows[at])))
+
+    def _entry_s(self, by: int) -> float:
+        """Where selecting begins: live, with what ended last; else at the edge of what is in view."""
+        start_s, end_s = self._window
+        if self._mode == "live":
+            return min(end_s, self._known_s)
+        inside_s = (end_s - start_s) / 1e4
+        return start_s + inside_s if by > 0 else end_s - inside_s
 
     # ------------------------------------------------------------------ mouse
 

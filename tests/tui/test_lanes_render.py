@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tui.data.spans import LANES, Busy, SpanStore, SpanView, StepWindow
+from tui.glyphs import ASCII, UNICODE, Glyphs
+from tui.render import plain
+from tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
+
+
+def span(lane: str, start: float, end: float, **more: Any) -> dict[str, Any]:
+    fields = {"lane": lane, "op": "o", "block": "b", "chunk": -1, "start_s": start, "end_s": end, "bytes": 0, "step": 1}
+    return fields | more
+
+
+def view_of(*spans: dict[str, Any]) -> SpanView:
+    store = SpanStore(10_000)
+    store.add(spans)
+    return store.view
+
+
+def test_a_cell_shows_how_much_of_it_was_busy() -> None:
+    """The cells are 1 s wide: a lane that is busy for an eighth of each must not look busy throughout."""
+    quarter = [span("h2d", cell, cell + 0.25) for cell in range(20)]
+    half = [span("nvme_read", cell + 0.25, cell + 0.75) for cell in range(20)]
+    full = [span("compute", cell, cell + 1) for cell in range(20)]
+    scene = LaneScene(view=view_of(*quarter, *half, *full), start_s=0, end_s=20, title="lanes")
+    assert plain(lanes_rows(32, 8, scene, UNICODE)).startswith("lanes  bound by compute 100%")
+    place = layout(32, 8, scene)
+    assert (place.label_cells, place.num_cells) == (0, 27)
+    scene = replace(scene, end_s=27.0)
+    lines = plain(lanes_rows(32, 8, scene, UNICODE)).splitlines()
+    assert lines[1] == "▄" * 20 + " " * 7 + "  37%"
+    assert lines[2] == "▂" * 20 + " " * 7 + "  19%"
+    assert lines[3] == "█" * 20 + " " * 7 + "  74%"
+    assert lines[4].strip() == "0%"
+    lines = plain(lanes_rows(32, 8, scene, ASCII)).splitlines()
+    assert lines[1] == "=" * 20 + " " * 7 + "  37%"
+    assert all(line.isascii() for line in lines)
+
+
+def test_whole_frame_as_text() -> None:
+    view = view_of(
+        span("nvme_read", 0.0, 0.5, op="read_state", block="layers.0", bytes=500_000_000),
+        span("h2d", 0.5, 1.0, op="load_weights", block="layers.0", bytes=100_000_000),
+        span("compute", 1.0, 2.5, op="layer_forward", block="layers.0", chunk=2),
+        span("compute", 3.0, 4.0, op="head", block="head"),
+        span("d2h", 2.5, 3.0, op="store_x", block="layers.0"),
+        span("optimizer", 3.9, 4.0, op="clip", block="all"),
+    )
+    scene = LaneScene(view=view, start_s=0, end_s=4, steps=view.steps(), title="lanes  last step 4.00 s", status="held")
+    assert plain(lanes_rows(64, 9, scene, UNICODE)).splitlines() == [
+        "lanes  last step 4.00 s  bound by compute 62%               held",
+        "nvme_read  ▏L0                                               12%",
+        "h2d              ▏L0                                         12%",
+        "compute    ╌╌╌╌╌╌╌╌╌╌╌╌▏layer_forward L0 ╌╌╌╌╌╌▏head head    62%",
+        "d2h                                      ▏L0                 12%",
+        "optimizer                                                ▂█   3%",
+        "nvme_write                                                    0%",
+        "         s │0                      │2                           ",
+        " " * 64,
+    ]
+    rated = plain(lanes_rows(100, 9, scene, UNICODE)).splitlines()
+    assert rated[1].endswith(" 12%   1.0 GB/s")
+    assert rated[2].endswith(" 12%   200 MB/s")
+
+
+def test_ops_of_a_zoomed_view_carry_their_names() -> None:
+    ops = [span("compute", i, i + 1, op="layer_forward", block=f"layers.{i}", chunk=i) for i in range(4)]
+    scene = LaneScene(view=view_of(*ops), start_s=0, end_s=4)
+    [line] = [line for line in plain(lanes_rows(116, 9, scene, UNICODE)).splitlines() if line.startswith("compute")]
+    for i in range(4):
+        assert f"▏layer_forward L{i}[{i}]" in line
+    narrow = plain(lanes_rows(64, 9, scene, UNICODE))
+    assert "▏layer_forwar" not in narrow.replace("▏layer_forward", "")
+    tokens = {token for row in lanes_rows(116, 9, scene, UNICODE) for text, token in row if "layer" in text}
+    assert tokens == {"box.compute"}
+
+
+def test_overlapping_ops_lie_in_tracks_where_there_is_room_and_have_no_names_elsewhere() -> None:
+    view = view_of(
+        span("nvme_read", 0, 3, op="read_state", block="layers.0"),
+        span("nvme_read", 1, 4, op="read_state", block="layers.1"),
+    )
+    scene = LaneScene(view=view, start_s=0, end_s=4)
+    flat = plain(lanes_rows(100, 9, scene, UNICODE))
+    assert "read_state" not in flat
+    tall = [line for line in plain(lanes_rows(100, 22, scene, UNICODE)).splitlines() if "read_state" in line]
+    assert len(tall) == 2
+    assert "L0" in tall[0] or "layers.0" in tall[0]
+    assert tall[1].index("read_state") > tall[0].index("read_state") + 15
+
+
+def test_tall_lanes_rise_over_their_rows() -> None:
+    view = view_of(*[span("h2d", cell, cell + 0.5) for cell in range(60)])
+    scene = LaneScene(view=view, start_s=0, end_s=60)
+    place = layout(70, 21, scene)
+    assert set(place.bar_rows) == {3}
+    rows = plain(lanes_rows(70, 21, scene, UNICODE)).splitlines()
+    top, middle, bottom = rows[4:7]
+    assert top[11:].strip() == "50%"
+    assert set(middle[12:60]) <= set("▄▃▅")
+    assert set(bottom[12:60]) == {"█"}
+    for y in range(21):
+        lane = place.lane_at(y)
+        assert (lane == "h2d") == (4 <= y < 7)
+
+
+def test_the_forecast_stands_beneath_each_step() -> None:
+    view = view_of(
+        span("compute", 0, 2), span("optimizer", 2, 3, op="clip"), span("compute", 3, 5, step=2),
+        span("optimizer", 5, 6, op="clip", step=2),
+    )  # fmt: skip
+    predicted = view_of(span("compute", 0, 1.5), span("h2d", 2, 99))
+    scene = LaneScene(view=view, start_s=0, end_s=6, steps=view.steps(), predicted=predicted)
+    rows = plain(lanes_rows(64, 16, scene, UNICODE)).splitlines()
+    compute = next(i for i, row in enumerate(rows) if row.startswith("compute"))
+    beneath = next(row for row in rows[compute:] if row.startswith("  predicted"))
+    assert beneath[11:59].rstrip() == "█" * 12 + " " * 12 + "█" * 12
+    assert beneath.endswith(" 50%")
+    beside = plain(lanes_rows(64, 9, scene, UNICODE)).splitlines()
+    assert beside[3].endswith(" 67%  50%p")
+
+
+def test_only_what_is_known_counts() -> None:
+    """Live: behind `until_s` nothing has arrived; an op under way is busy up to there."""
+    view = view_of(span("compute", 0, 1), span("h2d", 0, 1))
+    scene = LaneScene(
+        view=view,
+        start_s=0,
+        end_s=10,
+        until_s=2.0,
+        under_way=[UnderWay("compute", "head", "head", 3, 1.0), UnderWay("d2h", "x", "y", -1, None)],
+    )
+    lines = {line[:11].strip(): line[11:] for line in plain(lanes_rows(66, 9, scene, UNICODE)).splitlines()}
+    assert lines["compute"].endswith("100%")
+    assert lines["compute"][12:50].strip() == ""
+    assert lines["h2d"].endswith(" 50%")
+    assert lines["d2h"].endswith("  0%")
+    wide = plain(lanes_rows(150, 9, scene, UNICODE))
+    assert "→ head head[3]" in wide
+    assert "→ x y" in wide
+
+
+def test_step_borders_cursor_and_critical_path() -> None:
+    view = view_of(span("compute", 0, 4), span("optimizer", 4, 5, op="clip"), span("h2d", 5, 8, step=2))
+    critical = {lane: Busy(np.zeros(0), np.zeros(0), np.zeros(0)) for lane in LANES}
+    critical["compute"] = critical["compute"].merge(np.array([0.0]), np.array([4.0]))
+    scene = LaneScene(
+        view=view, start_s=0, end_s=8, steps=[StepWindow(1, 0, 5)], critical=critical, cursor_s=1.0, lane="h2d", row=0
+    )
+    rows = lanes_rows(64, 10, scene, UNICODE)
+    lines = plain(rows).splitlines()
+    assert lines[7].startswith("critical   CCCCCCCCCCCCCCCCCCCCCCCC ")
+    assert "│step 2" in lines[8]
+    assert "▲" in lines[8]
+    assert "┊" in lines[1]
+    assert "◆" in lines[3]
+    assert ("h2d        ", "lane.h2d reverse") in rows[2]
+    assert any(token == "selected" for _, token in rows[3])
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("predicted", [False, True])
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 220),
+    st.integers(1, 40),
+    st.floats(0, 50),
+    st.floats(1e-6, 100),
+    st.lists(st.tuples(st.sampled_from([*LANES, "alien"]), st.floats(0, 60), st.floats(0, 20)), max_size=30),
+)
+def test_any_size_and_window_fits(
+    glyphs: Glyphs, predicted: bool, width: int, height: int, start: float, length: float, pieces: list[Any]
+) -> None:
+    spans = [span(lane, begin, begin + took, op="clip", step=i, id=i) for i, (lane, begin, took) in enumerate(pieces)]
+    view = view_of(*spans)
+    scene = LaneScene(
+        view=view,
+        start_s=start,
+        end_s=start + length,
+        until_s=start + length / 2,
+        steps=view.steps(),
+        predicted=view if predicted else None,
+        critical={lane: busy for lane, busy in zip(view.lanes, view.busy, strict=True)} if predicted else None,
+        under_way=[UnderWay("h2d", "op", "block", 1, start)],
+        cursor_s=start,
+        row=0 if spans else None,
+        title="lanes",
+        status="live",
+        info=[("x" * 300, "text")],
+    )
+    rows = lanes_rows(width, height, scene, glyphs)
+    assert 1 <= len(rows) <= height
+    for row in rows:
+        assert sum(len(text) for text, _ in row) == width
+    if glyphs is ASCII:
+        assert plain(rows).isascii()
+
+
+@pytest.mark.parametrize("height", range(1, 12))
+def test_compact_forms_keep_the_busiest_lanes(height: int) -> None:
+    busy = {"nvme_read": 1, "h2d": 6, "compute": 9, "d2h": 4, "optimizer": 3, "nvme_write": 2}
+    scene = LaneScene(view=view_of(*[span(lane, 0, end) for lane, end in busy.items()]), start_s=0, end_s=10, title="t")
+    place = layout(80, height, scene)
+    shown = height - place.title_row - place.axis_row - place.info_row
+    assert len(place.lanes) == min(6, shown)
+    assert set(place.lanes) == set(sorted(busy, key=lambda lane: -busy[lane])[: len(place.lanes)])
+    assert list(place.lanes) == [lane for lane in LANES if lane in place.lanes]
+    assert place.title_row == (height >= 3)
+    assert len(lanes_rows(80, height, scene, UNICODE)) <= height
