@@ -373,7 +373,7 @@ def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
         text.append(f"   step {run.step:,} of {run.total_steps:,}")
     if run.loss is not None:
         text.append(f"   loss {run.loss:.4f}")
-    text.append(f"\n{run.path}\n", style("dim", dark))
+    text.append(f"\n{_short(run.path)}\n", style("dim", dark))
     if run.error:
         text.append(f"\n{run.error}\n", style("bad", dark))
     if len(run.losses) > 1:
@@ -406,7 +406,7 @@ def _recipe_text(recipe: RecipeEntry, dark: bool) -> Text:
         for label, value in found.items():
             text.append(f"\n{label:<8} ", style("dim", dark))
             text.append(value)
-    text.append(f"\n\n{recipe.path}", style("dim", dark))
+    text.append(f"\n\n{_short(recipe.path)}", style("dim", dark))
     return text
 
 
