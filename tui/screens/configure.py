@@ -1,0 +1,464 @@
+"""Configure: the recipe's form, and beside it the plan that follows it as one types."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.widgets import Footer, Input, Static
+
+from app.recipe import Recipe, from_dict, from_json, load_recipe, resolve_paths
+from app.recipe_file import save_recipe
+from storage.errors import UserError
+from tui.data.draft import PATHS, Draft, error_field, kind_of
+from tui.data.plan_client import PlanClient, PlanState
+from tui.render.plan import fixes
+from tui.screens.base import PenstockScreen
+from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
+from tui.widgets.form import Form
+from tui.widgets.plan_panel import PlanPanel, PlanSummary
+
+THIS_MACHINE = "this machine"
+
+
+class _Panes(Horizontal):
+    """Form and plan. The number keys are bound here, as an action of the table cannot say which of its keys it was."""
+
+    BINDINGS = [Binding(str(number), f"screen.fix({number})", show=False) for number in range(1, 10)]
+
+
+class ConfigureScreen(PenstockScreen):
+    """A recipe being edited; nothing is written until it is saved or launched."""
+
+    SCOPE = "configure"
+    DEFAULT_CSS = """
+    ConfigureScreen #form { width: 1fr; }
+    ConfigureScreen #plan { width: 1fr; }
+    ConfigureScreen #summary { height: 1; display: none; }
+    ConfigureScreen #broken { padding: 1 2; height: 1fr; }
+    ConfigureScreen.-narrow #plan { display: none; }
+    ConfigureScreen.-narrow #summary { display: block; padding: 0 1; }
+    ConfigureScreen.-narrow.-planning #form { display: none; }
+    ConfigureScreen.-narrow.-planning #plan { display: block; }
+    ConfigureScreen.-narrow.-planning #summary { display: none; }
+    ConfigureScreen.-very-wide #form { width: 4fr; }
+    ConfigureScreen.-very-wide #plan { width: 5fr; }
+    ConfigureScreen.-tiny .pane { border: none; }
+    """
+
+    def __init__(self, recipe_path: Path) -> None:
+        super().__init__()
+        self.recipe_path = recipe_path
+        self.draft: Draft | None = None
+        self.machine: str | None = None
+        """What is planned for: a preset or profile, empty for this machine, None for what the recipe says."""
+        self.client: PlanClient | None = None
+        self._broken = ""
+        self._saved: list[Any] = []
+        try:
+            self.draft = Draft(_read(recipe_path))
+        except UserError as error:
+            self._broken = str(error)
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        if self.draft is None:
+            yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
+        else:
+            with _Panes():
+                yield Form(self.draft, id="form", classes="pane")
+                yield PlanPanel(id="plan", classes="pane")
+            yield PlanSummary(id="summary")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        if self.draft is None:
+            return
+        self.client = PlanClient(self.penstock.root, self._show_plan)
+        self._titles()
+        self._ask_plan()
+
+    async def on_unmount(self) -> None:  # type: ignore[override]
+        """Textual's hook."""
+        if self.client is not None:
+            await self.client.close()
+
+    # ------------------------------------------------------------------ what is shown
+
+    @property
+    def form(self) -> Form:
+        """The form."""
+        return self.query_one(Form)
+
+    @property
+    def machine_name(self) -> str:
+        """What is planned for, in words."""
+        if self.machine is not None:
+            return self.machine or THIS_MACHINE
+        recipe = self.draft.recipe if self.draft is not None else None
+        return (recipe.machine if recipe is not None else "") or THIS_MACHINE
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether leaving would lose edits."""
+        return self.draft is not None and bool(self.draft.differences) and self.draft.differences != self._saved
+
+    def _titles(self) -> None:
+        assert self.draft is not None
+        changed = len(self.draft.differences)
+        name = self.draft.text("name")
+        self.form.border_title = f"{name}: {changed} changed" if changed else name
+        self.form.border_subtitle = self._base_name
+        self.query_one(PlanPanel).border_title = f"plan for {Path(self.machine_name).name}"
+
+    @property
+    def _base_name(self) -> str:
+        with suppress(ValueError):
+            return str(self.recipe_path.resolve().relative_to(self.penstock.root))
+        return str(self.recipe_path)
+
+    def _show_plan(self) -> None:
+        """The planner's state is another."""
+        if self.client is None or not self.is_attached or not self.query(PlanPanel):
+            return
+        state = self.client.state
+        self.query_one(PlanPanel).show(state, self.machine_name)
+        self.query_one(PlanSummary).show(state, self.machine_name)
+        field = error_field(state.error) if state.error is not None else None
+        found = {} if field is None or state.error is None else {field: state.error.removeprefix(f"{field}: ")}
+        if found != self.form.planner_errors:
+            self.form.planner_errors = found
+            self.form.update_rows()
+        self.refresh_bindings()
+
+    def on_form_edited(self, event: Form.Edited) -> None:
+        """Textual's hook."""
+        event.stop()
+        self._titles()
+        self._ask_plan()
+
+    def _ask_plan(self) -> None:
+        """Of the recipe as it is now; of none while something is wrong with it."""
+        assert self.draft is not None
+        assert self.client is not None
+        if self.draft.recipe is None:
+            self.client.forget()
+            return
+        machine = self.machine_name
+        self.client.request(self._for_machine(self.draft.recipe), None if machine == THIS_MACHINE else machine)
+
+    def _for_machine(self, recipe: Recipe) -> Recipe:
+        """The recipe with absolute paths; without its own machine where this one was chosen."""
+        return resolve_paths(_without_machine(recipe) if self.machine == "" else recipe, self.penstock.root)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Textual's hook."""
+        if self.draft is None:
+            return action in ("back", "quit") or not hasattr(self, f"action_{action}")
+        return True
+
+    # ------------------------------------------------------------------ fields
+
+    def action_edit(self) -> None:
+        """Enter."""
+        if kind_of(self.form.current.key) == "text":
+            self.form.current.begin_edit()
+        else:
+            self.form.cycle(1)
+
+    def action_next_choice(self) -> None:
+        """Right, or space."""
+        self.form.cycle(1)
+
+    def action_previous_choice(self) -> None:
+        """Left."""
+        self.form.cycle(-1)
+
+    def action_reset(self) -> None:
+        """The field as the recipe had it."""
+        self.form.reset()
+
+    @work
+    async def action_reset_all(self) -> None:
+        """Every field as the recipe had it."""
+        assert self.draft is not None
+        changed = len(self.draft.differences)
+        if changed and await self.penstock.ask("Reset all", f"Undo {changed} changed fields?", "Undo", "Keep"):
+            self.draft.reset_all()
+            self._changed()
+
+    def action_filter(self) -> None:
+        """Ask for words."""
+        self.remove_class("-planning")
+        self.form.begin_filter()
+
+    def action_next_section(self) -> None:
+        """The next part of the recipe."""
+        self.form.move_section(1)
+
+    def action_previous_section(self) -> None:
+        """The part before."""
+        self.form.move_section(-1)
+
+    @work
+    async def action_browse(self) -> None:
+        """Pick a file or folder for the current field."""
+        assert self.draft is not None
+        key = self.form.current.key
+        if key not in PATHS:
+            self.notify(f"{key} names no file; browse at {', '.join(PATHS)}")
+            return
+        folders = key in ("model.path", "storage.nvme")
+        picker = PathPicker(key, self.draft.text(key), self.penstock.root, folders_only=folders)
+        found = await self.app.push_screen_wait(picker)
+        if found is not None:
+            self.form.set_text(key, found)
+
+    # ------------------------------------------------------------------ plan
+
+    def action_switch(self) -> None:
+        """Between form and plan."""
+        panel = self.query_one(PlanPanel)
+        to_plan = not panel.has_focus
+        self.set_class(to_plan, "-planning")
+        if to_plan:
+            panel.focus()
+        else:
+            self.form.focus_fields()
+
+    def action_fix(self, number: int = 1) -> None:
+        """Take a change that makes the recipe fit."""
+        state = self._current_plan()
+        found = fixes(state.forecast) if state is not None else []
+        if number > len(found):
+            self.notify("no such change: the plan lists those that it tried", severity="warning")
+        else:
+            self._apply(found[number - 1]["set"])
+
+    def action_best(self) -> None:
+        """Take the change that helps most."""
+        state = self._current_plan()
+        best = (state.forecast or {}).get("best_change") if state is not None else None
+        if best is None or not best["set"]:
+            self.notify("there is no such change of the recipe", severity="warning")
+        else:
+            self._apply(best["set"])
+
+    def _current_plan(self) -> PlanState | None:
+        """The plan of what the form says now; None while there is none."""
+        state = self.client.state if self.client is not None else None
+        return None if state is None or state.stale or state.error is not None else state
+
+    def _apply(self, settings: list[str]) -> None:
+        assert self.draft is not None
+        try:
+            self.draft.apply(settings)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+            return
+        self.form.go(settings[0].partition("=")[0].strip())
+        self._changed()
+        self.notify(f"applied {', '.join(settings)}")
+
+    def _changed(self) -> None:
+        self.form.update_rows()
+        self._titles()
+        self._ask_plan()
+
+    def action_replan(self) -> None:
+        """Ask the planner once more."""
+        if self.client is not None and self.draft is not None and self.draft.recipe is not None:
+            self._ask_plan()
+            self.client.retry()
+
+    @work
+    async def action_machine(self) -> None:
+        """Plan for this machine or another."""
+        assert self.draft is not None
+        recipe = self.draft.recipe or self.draft.base
+        found = await self.app.push_screen_wait(MachinePicker(recipe.machine if self.machine is None else self.machine))
+        if found is not None:
+            self._set_machine(found)
+
+    def _set_machine(self, machine: str | None) -> None:
+        self.machine = machine
+        self._titles()
+        self._ask_plan()
+
+    def action_differences(self) -> None:
+        """What is not as the recipe had it."""
+        assert self.draft is not None
+        self.app.push_screen(ChangesDialog(self._base_name, self.draft.differences))
+
+    # ------------------------------------------------------------------ save
+
+    @work
+    async def action_save(self) -> None:
+        """Write the recipe to a file."""
+        await self._save()
+
+    async def _save(self) -> bool:
+        """Whether it was written."""
+        recipe = self._valid()
+        if recipe is None or self.draft is None:
+            return False
+        default = f"recipes/{recipe.name.replace('-', '_')}.py"
+        answer = await self.penstock.ask_text("Save as", "A Python file, run by `penstock train FILE`:", default)
+        if answer is None:
+            return False
+        path = self.penstock.root / Path(answer).expanduser()
+        overwrite = path.exists() and await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it")
+        if path.exists() and not overwrite:
+            return False
+        keys = [item.key for item in self.draft.differences]
+        doc = f"{self._base_name}, {'with other ' + ', '.join(keys) if keys else 'unchanged'}."
+        try:
+            save_recipe(path, recipe, doc, overwrite=overwrite)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+            return False
+        self._saved = self.draft.differences
+        self.notify(f"saved as {path}")
+        return True
+
+    def _valid(self) -> Recipe | None:
+        """The recipe; None, and the first field that is wrong, where there is none."""
+        assert self.draft is not None
+        if self.draft.recipe is not None:
+            return self.draft.recipe
+        key, message = next(iter(self.draft.errors.items()))
+        self.remove_class("-planning")
+        if self.form.is_filtered:
+            self.form.end_filter()
+        self.form.go(key)
+        self.notify(f"{key}: {message}", title="not yet", severity="error")
+        return None
+
+    # ------------------------------------------------------------------ launch
+
+    @work(exclusive=True, group="launch")
+    async def action_launch(self) -> None:
+        """Start a run of this recipe on this machine, after a question that says how it is planned here."""
+        recipe = self._valid()
+        if recipe is None or self.client is None:
+            return
+        scratch = False
+        recipe = resolve_paths(recipe, self.penstock.root)
+        if (missing := _missing_weights(recipe)) is not None:
+            if not await self.penstock.ask(
+                "No weights", f"{missing}\n\nBegin with random weights of the same shape?", "Random weights", "Cancel"
+            ):
+                return
+            scratch = True
+        before, self.machine = self.machine, ""
+        self._titles()
+        self.notify("planning for this machine", timeout=2)
+        state = await self.client.plan(_without_machine(recipe), None, from_scratch=scratch)
+        if state is None:
+            return  # the recipe was edited meanwhile
+        if scratch and state.recipe is not None:
+            recipe = from_dict(state.recipe)
+        title, text = f"Launch {recipe.name}", _launch_text(state)
+        if state.error is not None or not await self.penstock.ask(title, text, "Launch", "Not yet"):
+            if state.error is not None:
+                self.notify(state.error, title="not launched", severity="error")
+            self._set_machine(before)
+            return
+        await self.client.close()
+        await self._start(recipe)
+
+    async def _start(self, recipe: Recipe) -> None:
+        from app.launcher import start
+
+        worker = self.run_worker(lambda: start(recipe, self.penstock.root), thread=True, exit_on_error=False)
+        try:
+            run_path = await worker.wait()
+        except Exception as error:
+            reason = error.__cause__ or error
+            self.notify(str(reason), title="not launched", severity="error")
+            return
+        self.penstock.open_run(run_path)
+
+    # ------------------------------------------------------------------ leaving
+
+    async def action_back(self) -> None:
+        """Out of the filter, out of the plan, out of the screen."""
+        if self.draft is not None and self.form.is_filtered:
+            self.form.end_filter()
+        elif self.draft is not None and self.query_one(PlanPanel).has_focus:
+            self.action_switch()
+        else:
+            self._leave(self.penstock.action_back)
+
+    def action_quit(self) -> None:
+        """Close the application."""
+        self._leave(self.app.action_quit)
+
+    @work(exclusive=True, group="leave")
+    async def _leave(self, go: Callable[[], Awaitable[Any]]) -> None:
+        if self.is_unsaved:
+            assert self.draft is not None
+            changed = len(self.draft.differences)
+            text = f"{changed} changed field{'' if changed == 1 else 's'} will be lost; ctrl+s saves them."
+            if not await self.penstock.ask("Leave", text, "Leave", "Stay"):
+                return
+        self.app.call_later(go)  # by the application: this screen cannot wait for its own end
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Textual's hook: nothing of a field's input goes further."""
+        event.stop()
+
+
+def _read(path: Path) -> Recipe:
+    """The recipe of a Python file, or of a run's recipe.json. Raises UserError."""
+    if path.suffix == ".json":
+        try:
+            return from_json(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError, RecursionError) as error:
+            raise UserError(f"{path}: cannot be read ({error})") from None
+    try:
+        return load_recipe(path)
+    except (SystemExit, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _without_machine(recipe: Recipe) -> Recipe:
+    from app.recipe import apply_overrides
+
+    return apply_overrides(recipe, ["machine="])
+
+
+def _missing_weights(recipe: Recipe) -> str | None:
+    """Why the recipe's model folder cannot be trained from; None where it can."""
+    from app.launch import require_weights
+
+    try:
+        require_weights(recipe)
+    except UserError as error:
+        return str(error).partition("; put")[0]
+    return None
+
+
+def _launch_text(state: PlanState) -> str:
+    """What the question says of the plan here."""
+    from app.plan_view import seconds_text
+    from app.progress import duration_text
+
+    where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."
+    forecast = state.forecast
+    if state.trouble is not None or forecast is None:
+        return f"{where}\n\nIt was not planned: {state.trouble or state.error or 'no answer'}"
+    if not forecast["fits"]:
+        return f"{where}\n\nIT DOES NOT FIT HERE: {forecast['refusal']['message']}\nThe run will refuse to start."
+    run = duration_text((forecast.get("run") or {}).get("seconds"))
+    return (
+        f"{where}\n\nIt fits: {seconds_text(forecast['step_s'])} a step, {forecast['tokens_per_s']:,.0f} tokens/s, "
+        f"{forecast['steps']:,} steps in {run}, bound by {forecast['bound_by']}."
+    )

@@ -1,0 +1,268 @@
+"""Dialogs of the Configure screen: a machine, a file or folder, and what has been changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from rich.style import Style
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import DirectoryTree, Input, Label, OptionList, Static
+from textual.widgets._directory_tree import DirEntry
+from textual.widgets.option_list import Option
+from textual.widgets.tree import TreeNode
+
+from app.machines import MachineInfo, machine_infos, profile_info
+from app.progress import bytes_text
+from storage.errors import UserError
+from tui.data.draft import Difference
+from tui.theme import style
+
+_CONFIG_BYTES = 1 << 20
+"""A config.json that is larger is none."""
+
+
+class MachinePicker(ModalScreen[str | None]):
+    """Which machine to plan for; the answer is its name, empty for this one, None for no answer."""
+
+    DEFAULT_CSS = """
+    MachinePicker .box { width: 96; }
+    MachinePicker OptionList { height: auto; max-height: 22; background: $surface; border: none; padding: 0; }
+    MachinePicker Input { width: 1fr; margin-bottom: 1; }
+    """
+    BINDINGS = [
+        Binding("escape", "dismiss(None)", "Cancel"),
+        Binding("down", "cursor(1)", show=False),
+        Binding("up", "cursor(-1)", show=False),
+    ]
+
+    def __init__(self, current: str) -> None:
+        super().__init__(classes="dialog")
+        self._current = current
+        self._infos = machine_infos()
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        with Vertical(classes="box") as box:
+            box.border_title = "plan for which machine"
+            yield Input(placeholder="filter, or the file of a profile that `penstock probe --save` made", compact=True)
+            yield OptionList(id="machines")
+            yield Label("enter chooses, esc leaves it as it is; a run always starts on this machine", classes="hint")
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        self._fill("")
+        names = [info.name for info in self._infos]
+        if self._current in names:
+            self.query_one(OptionList).highlighted = names.index(self._current)
+        self.query_one(Input).focus()
+
+    def _fill(self, words: str) -> None:
+        machines = self.query_one(OptionList)
+        found = [info for info in self._infos if all(word in _searched(info) for word in words.lower().split())]
+        machines.set_options(Option(self._text(info), id=info.name or "this") for info in found)
+        machines.highlighted = 0 if found else None
+
+    def _text(self, info: MachineInfo) -> Text:
+        dark = self.app.current_theme.dark
+        text = Text(f"{info.title:<15}", style("accent" if info.name == self._current else "title", dark), no_wrap=True)
+        text.append(f" {info.text}\n", style("text", dark))
+        return text.append(f"{'':<15} {info.source}", style("dim", dark))
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Textual's hook."""
+        event.stop()
+        self._fill(event.value)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Textual's hook: the machine under the cursor, or the profile that was typed."""
+        event.stop()
+        machines = self.query_one(OptionList)
+        option = machines.highlighted_option
+        if option is not None:
+            self.dismiss("" if option.id == "this" else option.id)
+            return
+        try:
+            self.dismiss(profile_info(Path(event.value.strip())).name)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Textual's hook."""
+        event.stop()
+        self.dismiss("" if event.option.id == "this" else event.option.id)
+
+    def action_cursor(self, by: int) -> None:
+        """Up or down while one types."""
+        machines = self.query_one(OptionList)
+        if by > 0:
+            machines.action_cursor_down()
+        else:
+            machines.action_cursor_up()
+
+
+def _searched(info: MachineInfo) -> str:
+    return f"{info.title} {info.text} {info.source}".lower()
+
+
+def model_mark(folder: Path) -> str:
+    """`qwen3, 15.2 GiB` for a Hugging Face folder; empty for any other."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            config = json.loads(file.read(_CONFIG_BYTES))
+        size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(".safetensors"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str):
+        return ""
+    return f"{kind}, {bytes_text(size) if size else 'no weights'}"
+
+
+class _Tree(DirectoryTree):
+    """Folders and files, those hidden left out, with what is known of each."""
+
+    def __init__(self, path: Path, *, folders_only: bool) -> None:
+        super().__init__(path)
+        self._folders_only = folders_only
+        self._notes: dict[Path, str] = {}
+
+    def filter_paths(self, paths: Iterable[Path]) -> Iterable[Path]:
+        """Textual's hook, called in the thread that reads a folder: look at what is shown."""
+        kept = []
+        for path in paths:
+            try:
+                is_folder = path.is_dir()
+                if path.name.startswith(".") or (self._folders_only and not is_folder):
+                    continue
+                self._notes[path] = model_mark(path) if is_folder else bytes_text(path.stat().st_size)
+            except OSError:
+                continue
+            kept.append(path)
+        return kept
+
+    def render_label(self, node: TreeNode[DirEntry], base_style: Style, style: Style) -> Text:
+        """Textual's hook."""
+        label = super().render_label(node, base_style, style)
+        note = self._notes.get(node.data.path, "") if node.data is not None else ""
+        return label.append(f"  {note}", self._note_style) if note else label
+
+    @property
+    def _note_style(self) -> Style:
+        return style("good", self.app.current_theme.dark)
+
+
+class PathPicker(ModalScreen[str | None]):
+    """A file or folder from a tree, or typed."""
+
+    DEFAULT_CSS = """
+    PathPicker .box { width: 90; height: 80%; }
+    PathPicker _Tree { height: 1fr; background: $surface; margin-top: 1; padding: 0; }
+    PathPicker Input { width: 1fr; }
+    """
+    BINDINGS = [
+        Binding("escape", "dismiss(None)", "Cancel"),
+        Binding("u", "up", "Folder above"),
+        Binding("space", "take", "Choose"),
+        Binding("tab,shift+tab", "switch", show=False),
+    ]
+
+    def __init__(self, title: str, value: str, start: Path, *, folders_only: bool) -> None:
+        super().__init__(classes="dialog")
+        self._title, self._value, self._start, self._folders_only = title, value, start, folders_only
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        with Vertical(classes="box") as box:
+            box.border_title = self._title
+            yield Input(self._value, placeholder="a path; empty for none", compact=True)
+            yield _Tree(first_folder(self._value, self._start), folders_only=self._folders_only)
+            text = "space chooses, enter opens, u goes up, tab to the text above, esc leaves it as it is"
+            yield Label(text, classes="hint")
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        self.query_one(_Tree).focus()
+
+    def on_directory_tree_file_selected(self, event: DirectoryTree.FileSelected) -> None:
+        """Textual's hook."""
+        event.stop()
+        self.dismiss(self._written(event.path))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Textual's hook."""
+        event.stop()
+        self.dismiss(event.value.strip())
+
+    def action_take(self) -> None:
+        """The file or folder under the cursor."""
+        node = self.query_one(_Tree).cursor_node
+        if node is not None and node.data is not None:
+            self.dismiss(self._written(node.data.path))
+
+    def action_up(self) -> None:
+        """Show the folder above."""
+        tree = self.query_one(_Tree)
+        tree.path = Path(tree.path).resolve().parent
+
+    def action_switch(self) -> None:
+        """Between the tree and the text."""
+        entry, tree = self.query_one(Input), self.query_one(_Tree)
+        (tree if entry.has_focus else entry).focus()
+
+    def _written(self, path: Path) -> str:
+        """Relative where it lies below the start, as recipes write it."""
+        try:
+            return str(path.resolve().relative_to(self._start.resolve()))
+        except ValueError:
+            return str(path)
+
+
+def first_folder(value: str, start: Path) -> Path:
+    """Where to begin: the nearest folder that exists above `value`, else `start`."""
+    if not value or value.startswith("["):
+        return start
+    path = (start / Path(value).expanduser()).resolve()
+    return next((folder for folder in path.parents if folder.is_dir()), start)
+
+
+class ChangesDialog(ModalScreen[None]):
+    """What is not as the recipe had it."""
+
+    DEFAULT_CSS = """
+    ChangesDialog .box { width: 100; }
+    ChangesDialog VerticalScroll { height: auto; max-height: 30; }
+    """
+    BINDINGS: ClassVar = [Binding("escape,q,d,enter", "dismiss", "Close")]
+
+    def __init__(self, base: str, differences: Sequence[Difference]) -> None:
+        super().__init__(classes="dialog")
+        self._base, self._differences = base, differences
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        with Vertical(classes="box") as box:
+            box.border_title = f"changes to {self._base}"
+            box.border_subtitle = "esc closes"
+            with VerticalScroll():
+                yield Static(self._text(), markup=False)
+
+    def _text(self) -> Text:
+        dark = self.app.current_theme.dark
+        if not self._differences:
+            return Text("nothing is changed", style("dim", dark))
+        name = max(len(item.key) for item in self._differences)
+        lines = []
+        for item in self._differences:
+            line = Text(f"{item.key:<{name}}  ", style("title", dark))
+            line.append(f"{item.before or 'none'}", style("dim", dark))
+            line.append(f" {getattr(self.app, 'glyphs').arrow} ", style("axis", dark))  # noqa: B009
+            lines.append(line.append(item.after or "none", style("good", dark)))
+        return Text("\n").join(lines)

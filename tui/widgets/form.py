@@ -1,0 +1,469 @@
+"""The form of a recipe: a row per field, edited in place, with what is wrong below the row it stands in."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from typing import Any, cast
+
+from rich.cells import cell_len, set_cell_size
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical, VerticalScroll
+from textual.geometry import Size
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Input, Static
+
+from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
+from tui.glyphs import Glyphs
+from tui.theme import style
+
+MARK_CELLS = 2
+NAME_CELLS = 26
+SECTIONS = {
+    "recipe": "which run this is",
+    "model": "which model",
+    "data": "which text, how it is packed",
+    "train": "steps, batch, optimizer, precision",
+    "budgets": "how much of each tier the run may use",
+    "storage": "where the state lives, how often it is committed",
+    "after": "what happens after the last step",
+}
+
+
+def section_of(key: str) -> str:
+    """The part of the recipe that a field belongs to."""
+    return key.partition(".")[0] if "." in key else "recipe"
+
+
+class ValueInput(Input):
+    """The text of the row that is being edited."""
+
+    BINDINGS = [Binding("escape", "undo", "Undo", show=False)]
+
+    def action_undo(self) -> None:
+        """The text as it was before."""
+        row = cast(FieldRow, self.parent)
+        row.end_edit(undo=True)
+
+
+class FieldRow(Widget):
+    """One field. A text is edited in an input that is mounted for as long as one types.
+
+    The focus stays with the list of rows: moving it from row to row would style the whole form again for each key.
+    """
+
+    class Changed(Message):
+        """The user gave the field another text."""
+
+        def __init__(self, row: FieldRow, text: str) -> None:
+            super().__init__()
+            self.row, self.text = row, text
+
+    class Pointed(Message):
+        """The user clicked on the row."""
+
+        def __init__(self, row: FieldRow) -> None:
+            super().__init__()
+            self.row = row
+
+    def __init__(self, key: str) -> None:
+        super().__init__(classes="field")
+        self.key = key
+        self.kind: Kind = kind_of(key)
+        self._shown: tuple[str, str, bool, str] = ("", "", False, "")
+        self._is_current = False
+        self._before = ""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the cursor is here."""
+        return self._is_current
+
+    @is_current.setter
+    def is_current(self, value: bool) -> None:
+        if value != self._is_current:
+            self._is_current = value
+            self.refresh()
+
+    @property
+    def value(self) -> str:
+        """The field's text."""
+        return self._shown[0]
+
+    @property
+    def error(self) -> str:
+        """What is wrong with it; empty for nothing."""
+        return self._shown[3]
+
+    @property
+    def is_editing(self) -> bool:
+        """Whether one types into it."""
+        return bool(self.children)
+
+    def show(self, text: str, base: str, changed: bool, error: str) -> None:
+        """What the draft says of the field."""
+        shown = (text, base, changed, error)
+        if shown == self._shown:
+            return
+        error_was, self._shown = self.error, shown
+        self.set_class(bool(error), "-wrong")
+        if self.is_editing and cast(Input, self.children[0]).value != text:
+            cast(Input, self.children[0]).value = text
+        self.refresh(layout=error != error_was)
+
+    # ------------------------------------------------------------------ drawing
+
+    def get_content_width(self, container: Size, viewport: Size) -> int:
+        """Textual's hook."""
+        return container.width
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Textual's hook: a line, and those of the message."""
+        return 1 + len(self._message(width))
+
+    def _message(self, width: int) -> list[str]:
+        return textwrap.wrap(self.error, max(20, width - MARK_CELLS - 2)) if self.error else []
+
+    def render(self) -> Text:
+        """Textual's hook."""
+        glyphs: Glyphs = cast(Any, self.app).glyphs
+        dark = self.app.current_theme.dark
+        text, base, changed, error = self._shown
+        width = self.size.width
+        mark = (glyphs.cross, "bad") if error else (glyphs.diamond, "warn") if changed else (" ", "text")
+        name = self.key.rpartition(".")[2]
+        parts = [
+            (f"{mark[0]} ", mark[1]),
+            (set_cell_size(name, NAME_CELLS), "bad" if error else "bold" if changed or self._is_current else "text"),
+        ]
+        room = max(4, width - MARK_CELLS - NAME_CELLS)
+        parts += self._value(text, room, glyphs)
+        left = room - sum(cell_len(part) for part, _ in parts[2:])
+        was = f"  was {base or 'none'}"
+        if changed and cell_len(was) <= left:
+            parts.append((was, "dim"))
+        line = Text.assemble(*((part, style(token, dark)) for part, token in parts), no_wrap=True, overflow="ellipsis")
+        for message in self._message(width):
+            line.append("\n" + set_cell_size(" " * MARK_CELLS + message, width), style("bad", dark))
+        if self._is_current:
+            first = line.split("\n")[0]
+            line.pad_right(max(0, width - first.cell_len)) if "\n" not in line.plain else None
+            line.stylize(Style(bgcolor=style("selected", dark).bgcolor))
+        return line
+
+    def _value(self, text: str, room: int, glyphs: Glyphs) -> list[tuple[str, str]]:
+        """The value in at most `room` cells; of a choice that has the focus, what else it may be."""
+        token = "bad" if self.error else "text"
+        on, off = (glyphs.dot, "○") if glyphs.braille else ("*", "-")
+        if self.kind == "switch":
+            is_on = text == "true"
+            return [(f"{on if is_on else off} ", "good" if is_on else "dim"), ("on" if is_on else "off", token)]
+        if self.kind == "choice":
+            choices = choices_of(self.key)
+            whole = sum(len(choice) + 4 for choice in choices) - 2
+            if self._is_current and whole <= room:
+                parts: list[tuple[str, str]] = []
+                for choice in choices:
+                    mine = choice == text
+                    parts += [
+                        (f"{on if mine else off} ", "accent" if mine else "dim"),
+                        (choice, "bold" if mine else "dim"),
+                    ]
+                    parts.append(("  ", "text"))
+                return parts[:-1]
+            return [(set_cell_size(text, room) if cell_len(text) > room else text, token)]
+        if not text:
+            return [("none" if may_be_none(self.key) else "empty", "dim")]
+        if cell_len(text) > room:
+            text = set_cell_size(text, room - 1) + glyphs.ellipsis
+        return [(text, token)]
+
+    # ------------------------------------------------------------------ editing
+
+    def begin_edit(self) -> None:
+        """Mount the input with the field's text."""
+        if self.kind != "text" or self.is_editing:
+            return
+        self._before = self.value
+        placeholder = "none" if may_be_none(self.key) else ""
+        entry = ValueInput(self.value, placeholder=placeholder, compact=True, select_on_focus=True)
+        self.mount(entry)
+        entry.focus()
+
+    def end_edit(self, *, undo: bool = False) -> None:
+        """Take the input away; what was typed stands unless it is undone."""
+        if not self.is_editing:
+            return
+        if undo:
+            self.post_message(self.Changed(self, self._before))
+        entry = self.children[0]
+        had_focus = entry.has_focus
+        entry.remove()
+        if had_focus and isinstance(self.parent, FieldList):
+            self.parent.focus(scroll_visible=False)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Textual's hook."""
+        event.stop()
+        if event.value != self.value:
+            self.post_message(self.Changed(self, event.value))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Textual's hook."""
+        event.stop()
+        self.end_edit()
+
+    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
+        """Textual's hook: leaving the input takes what was typed."""
+        if self.app.screen is self.screen:  # a dialog above, or another window, leaves it as it is
+            self.end_edit()
+
+    def on_click(self, event: events.Click) -> None:
+        """Textual's hook: the first click takes the focus, a double click edits."""
+        self.post_message(self.Pointed(self))
+        if event.chain == 2:
+            self.begin_edit()
+
+
+class FieldList(VerticalScroll, can_focus=True):
+    """The rows, and the cursor among them."""
+
+    BINDINGS = [
+        Binding("down,j", "move(1)", show=False),
+        Binding("up,k", "move(-1)", show=False),
+        Binding("pagedown", "move(10)", show=False),
+        Binding("pageup", "move(-10)", show=False),
+        Binding("home", "move(-1000)", show=False),
+        Binding("end", "move(1000)", show=False),
+    ]
+
+    def action_move(self, by: int) -> None:
+        """Up or down; leaving a row takes what was typed."""
+        form = cast(Form, self.parent)
+        form.move(by)
+
+
+class Form(Vertical):
+    """All fields of a draft, in parts, with a filter above and the focused field's help below."""
+
+    DEFAULT_CSS = f"""
+    Form #fields {{ height: 1fr; scrollbar-size-vertical: 1; }}
+    Form #filter {{ display: none; height: 1; margin-bottom: 1; }}
+    Form #filter.-shown {{ display: block; }}
+    Form #hint {{ height: 5; border-top: solid $border; color: $text-muted; padding: 0 1; }}
+    Form .section {{ height: 1; margin-top: 1; }}
+    Form .section.-first {{ margin-top: 0; }}
+    Form FieldRow {{ height: auto; }}
+    Form FieldRow ValueInput {{
+        margin-left: {MARK_CELLS + NAME_CELLS}; width: 1fr; height: 1; border: none; padding: 0;
+        background: $primary 25%;
+    }}
+    .-short Form #hint {{ height: 4; }}
+    .-tiny Form #hint {{ display: none; }}
+    .-ascii Form #hint {{ border-top: ascii $border; }}
+    """
+
+    class Edited(Message):
+        """The draft is another."""
+
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.key = key
+
+    def __init__(self, draft: Draft, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self.draft = draft
+        self.planner_errors: dict[str, str] = {}
+        """What the planner found wrong with single fields."""
+        self.rows = {key: FieldRow(key) for key in field_table()}
+        self._words: list[str] = []
+        self._current = next(iter(self.rows))
+
+    def compose(self) -> ComposeResult:
+        """Textual's hook."""
+        yield Input(placeholder="words of a field's name or help", id="filter", compact=True)
+        with FieldList(id="fields"):
+            last = ""
+            for key, row in self.rows.items():
+                section = section_of(key)
+                if section != last:
+                    yield Static(" ", id=f"section-{section}", classes="section" if last else "section -first")
+                last = section
+                yield row
+        yield Static(id="hint", markup=False)
+
+    def on_mount(self) -> None:
+        """Textual's hook."""
+        self.update_rows()
+        self.current.is_current = True
+        self.query_one(FieldList).focus()
+
+    # ------------------------------------------------------------------ what is shown
+
+    @property
+    def current(self) -> FieldRow:
+        """The row with the cursor."""
+        return self.rows[self._current]
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Field -> what is wrong with it, by the draft's own word or the planner's."""
+        return self.planner_errors | self.draft.errors
+
+    def update_rows(self) -> None:
+        """Show the draft; only rows that say something else are drawn again."""
+        errors = self.errors
+        for key, row in self.rows.items():
+            row.show(self.draft.text(key), self.draft.base_text(key), self.draft.is_changed(key), errors.get(key, ""))
+        changed = [item.key for item in self.draft.differences]
+        for section, about in SECTIONS.items():
+            self._title(section, about, sum(section_of(key) == section for key in changed))
+        self._hint()
+
+    def _title(self, section: str, about: str, num_changed: int) -> None:
+        dark = self.app.current_theme.dark
+        title = Text.assemble((section, style("title", dark)))
+        title.append(f"  {about}", style("dim", dark))
+        if num_changed:
+            title.append(f"  {num_changed} changed", style("warn", dark))
+        self.query_one(f"#section-{section}", Static).update(title, layout=False)
+
+    def _hint(self) -> None:
+        key = self._current
+        item, dark = field_table()[key], self.app.current_theme.dark
+        line = Text.assemble((key, style("title", dark)))
+        keys = {"text": "enter edits", "choice": "left, right choose", "switch": "space switches"}[kind_of(key)]
+        keys += ", o browses" if key in PATHS else ""
+        line.append(f"  {keys}", style("accent", dark))
+        line.append(f"\n{item.help}", style("text", dark))
+        self.query_one("#hint", Static).update(line, layout=False)
+
+    # ------------------------------------------------------------------ moving
+
+    def _visible(self) -> list[FieldRow]:
+        return [row for row in self.rows.values() if row.display]
+
+    def move(self, by: int) -> None:
+        """Up or down by rows that are shown."""
+        shown = self._visible()
+        if shown:
+            index = shown.index(self.current) if self.current in shown else 0
+            self.go(shown[max(0, min(len(shown) - 1, index + by))].key)
+
+    def move_section(self, by: int) -> None:
+        """To the first shown field of the next or previous part."""
+        sections = list(dict.fromkeys(section_of(row.key) for row in self._visible()))
+        here = section_of(self._current)
+        if not sections:
+            return
+        index = sections.index(here) if here in sections else 0
+        wanted = sections[(index + by) % len(sections)]
+        self.go(next(row.key for row in self._visible() if section_of(row.key) == wanted), top=True)
+
+    def go(self, key: str, *, top: bool = False) -> None:
+        """The cursor to a field; `top` brings its part's title to the top."""
+        self.current.end_edit()
+        self.current.is_current = False
+        self._current = key
+        row, fields = self.current, self.query_one(FieldList)
+        row.is_current = True
+        title = self.query_one(f"#section-{section_of(key)}")
+        if top:
+            fields.scroll_to_widget(title, top=True, animate=False)
+        else:
+            first = next(key for key in self.rows if section_of(key) == section_of(row.key))
+            fields.scroll_to_widget(title if key == first else row, animate=False)
+            fields.scroll_to_widget(row, animate=False)
+        self._hint()
+
+    def focus_fields(self) -> None:
+        """The keys go to the rows."""
+        self.query_one(FieldList).focus()
+
+    def on_field_row_pointed(self, event: FieldRow.Pointed) -> None:
+        """Textual's hook."""
+        event.stop()
+        if event.row is not self.current:
+            self.go(event.row.key)
+
+    # ------------------------------------------------------------------ editing
+
+    def on_field_row_changed(self, event: FieldRow.Changed) -> None:
+        """Textual's hook."""
+        event.stop()
+        self.set_text(event.row.key, event.text)
+
+    def set_text(self, key: str, text: str) -> None:
+        """Give a field another text, as if it were typed."""
+        self._edited(key, lambda: self.draft.set(key, text))
+
+    def cycle(self, by: int) -> None:
+        """The next or previous value of the current choice or switch."""
+        key = self._current
+        if kind_of(key) != "text":
+            self._edited(key, lambda: self.draft.cycle(key, by))
+
+    def reset(self) -> None:
+        """The current field as in the base recipe."""
+        key = self._current
+        self._edited(key, lambda: self.draft.reset(key))
+
+    def _edited(self, key: str, change: Any) -> None:
+        self.planner_errors.pop(key, None)
+        change()
+        self.update_rows()
+        self.post_message(self.Edited(key))
+
+    # ------------------------------------------------------------------ filter
+
+    def begin_filter(self) -> None:
+        """Ask for words."""
+        entry = self.query_one("#filter", Input)
+        entry.add_class("-shown")
+        entry.focus()
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the filter is shown."""
+        return self.query_one("#filter").has_class("-shown")
+
+    def end_filter(self) -> None:
+        """All fields again."""
+        entry = self.query_one("#filter", Input)
+        entry.value = ""
+        entry.remove_class("-shown")
+        self.filter("")
+        self.focus_fields()
+
+    def filter(self, words: str) -> None:
+        """Show the fields that have every word in their name, help or value."""
+        self._words = words.lower().split()
+        for key, row in self.rows.items():
+            text = f"{key} {field_table()[key].help} {self.draft.text(key)}".lower()
+            row.display = all(word in text for word in self._words)
+        shown = {section_of(row.key) for row in self._visible()}
+        for section in SECTIONS:
+            self.query_one(f"#section-{section}").display = section in shown
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Textual's hook."""
+        if event.input.id == "filter":
+            event.stop()
+            self.filter(event.value)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Textual's hook: to the fields that were found."""
+        if event.input.id == "filter":
+            event.stop()
+            self._focus_first(self._visible())
+
+    def _focus_first(self, rows: Iterable[FieldRow]) -> None:
+        for row in rows:
+            self.focus_fields()
+            self.go(row.key)
+            return
