@@ -131,7 +131,8 @@ class HomeScreen(PenstockScreen):
 
     def _draw_title(self, dark: bool) -> None:
         live = sum(run.live for run in self._runs)
-        counts = f"{len(self._runs)} runs, {live} live   {len(self._recipes)} recipes"
+        runs, recipes = len(self._runs), len(self._recipes)
+        counts = f"{runs} run{'s' * (runs != 1)}, {live} live   {recipes} recipe{'s' * (recipes != 1)}"
         marked = f"   {len(self._marked)} marked, m compares" if self._marked else ""
         self.query_one("#title", Static).update(
             Text.assemble(
