@@ -122,5 +122,19 @@ def test_the_busiest_of_a_shared_cell_speaks() -> None:
     assert plain(block_map(found.snapshot(now), 40, 5, UNICODE)).count("▲") == 1
 
 
+def test_a_row_a_block_where_there_is_room() -> None:
+    found = BlockPlaces(
+        plan(1) | {"blocks": [*plan(1)["blocks"][:2], {"name": "head", "weights": "gpu", "bytes": 2048}]}
+    )
+    rows = plain(block_map(found.snapshot({"h2d": [{"op": "load_weights", "block": "embed"}]}), 60, 14, UNICODE))
+    lines = [line.rstrip() for line in rows.splitlines()[7:]]
+    assert lines == [
+        "block    weights   state     grad           size  now",
+        "embed    ▲         nvme      -               n/a",
+        "layers.0 ram       nvme      -               n/a",
+        "head     gpu       -         -           2.0 KiB",
+    ]
+
+
 def test_no_plan_yet() -> None:
     assert plain(block_map([], 20, 5, UNICODE)).strip() == "no plan yet"

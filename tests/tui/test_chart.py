@@ -101,6 +101,12 @@ def test_later_curves_lie_over_earlier_ones() -> None:
     assert not tokens_of(rows, "raw")
 
 
+def test_values_that_are_not_joined_are_a_cloud() -> None:
+    x = np.arange(1.0, 4.0)
+    rows = chart(30, 4, [Curve(x, np.array([1.0, 3.0, 1.0]), "raw", joined=False)], UNICODE)
+    assert sum(cell not in " \n" for cell in tokens_of(rows, "raw")) == 3
+
+
 def test_points_marks_and_cursor() -> None:
     rows = chart(60, 10, [curve([3, 2, 1], "validation", points=True)], UNICODE, marks=[2.0, 99.0], cursor=2.0)
     assert tokens_of(rows, "validation") == UNICODE.diamond * 3

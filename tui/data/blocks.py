@@ -20,8 +20,8 @@ Kind = Literal["weights", "state", "gradient"]
 NOWHERE = ""
 """Place of a gradient that does not exist."""
 
-RECENT_S = 0.6
-"""Ops that ended so lately still count as under way: the display looks at a run about twice a second."""
+RECENT_S = 0.25
+"""Ops that ended so lately still count as under way: many last much less than one looks."""
 
 _MOST_SPANS = 20_000
 """Of a batch no more are looked at: they are several steps, and only the last state of each block is wanted."""
@@ -58,6 +58,8 @@ class BlockPlace:
     place: dict[str, str] = field(default_factory=dict)
     moving: dict[str, str] = field(default_factory=dict)
     """Kind -> `in` or `out`, towards the GPU or away from it, while it is in flight."""
+    num_bytes: float | None = None
+    """Of its weights, state and gradient, as the plan counts them."""
     doing: str = ""
     """`forward`, `backward` or `update` while an op works on the block."""
 
@@ -67,10 +69,12 @@ class BlockPlaces:
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self._home: dict[str, dict[str, str]] = {}
+        self._num_bytes: dict[str, float | None] = {}
         for block in objects(plan, "blocks"):
             name = text(block, "name")
             if name:
                 self._home[name] = {kind: text(block, kind) or "" for kind in KINDS}
+                self._num_bytes[name] = number(block, "bytes")
         slots = [whole(plan, "weight_slots", pool) or 0 for pool in ("layer", "edge")]
         self._slots = {"layer": max(1, slots[0]), "edge": max(1, slots[1])}
         self._edge_pool = slots[1] > 0
@@ -138,7 +142,10 @@ class BlockPlaces:
 
         Of a run that is not live everything is at home.
         """
-        blocks = {name: BlockPlace(name, home, dict(home)) for name, home in self._home.items()}
+        blocks = {
+            name: BlockPlace(name, home, dict(home), num_bytes=self._num_bytes[name])
+            for name, home in self._home.items()
+        }
         if not live:
             for block in blocks.values():
                 block.place["gradient"] = NOWHERE

@@ -119,9 +119,10 @@ class MetricsLog:
             return 0.0
         rows = self.rows
         first = 0
-        if started is not None and rows:
-            times = self.column("time", rows)
-            first = int(np.count_nonzero(times[np.isfinite(times)] < started)) if np.isfinite(times[-1]) else 0
+        if started is not None:
+            looked_at = max(0, rows - ETA_STEPS - WARMUP_STEPS)
+            before = np.flatnonzero(self.column("time", rows)[looked_at:] < started)
+            first = looked_at + int(before[-1]) + 1 if len(before) else 0
         recent = self.column("step_s", rows)[max(first + WARMUP_STEPS, rows - ETA_STEPS) : rows]
         recent = recent[np.isfinite(recent)]
         if not len(recent):

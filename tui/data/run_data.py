@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from app.checkpoints import checkpoint_steps, committed_step
+from app.rundir import LIVE_STATES, STALE_S, state_of
 from tui.data.blocks import BlockPlace, BlockPlaces
 from tui.data.fields import get, number, text, whole
 from tui.data.metrics import MetricsLog
 from tui.data.spans import SpanStore
 from tui.data.tail import JsonTail, read_object
-
-STALE_S = 10.0
-"""A run whose process lives but has not written for so long is stale."""
 
 SPANS_BYTES = 24 << 20
 """So much of a long spans.jsonl is read: about as many spans as a SpanStore holds."""
@@ -24,12 +23,14 @@ SPANS_BYTES = 24 << 20
 LOG_BYTES = 1 << 20
 LOG_LINES = 5000
 _SLOW_S = 2.0
-"""Between looks at checkpoints and at whether the process lives."""
+"""Between looks at checkpoints."""
 _POLL_S = 0.08
 """Time after which a poll ends although files hold more."""
 
-LIVE = ("preparing", "running", "paused", "stale")
+LIVE = (*LIVE_STATES, "stale")
 """States in which a process works on the run."""
+
+STATES = (*LIVE, "finished", "stopped", "failed", "crashed", "gone")
 
 
 class LogLine(NamedTuple):
@@ -56,6 +57,8 @@ class RunData:
         self.path = path
         self._clock = clock
         self.exists = True
+        self.state = "unknown"
+        """One of STATES as of the last poll, or `unknown`."""
         self.status: dict[str, Any] = {}
         self.plan: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
@@ -74,8 +77,8 @@ class RunData:
         """What is wrong with the directory, a sentence each."""
         self.behind = True
         """Whether files hold more than has been read."""
-        self._live = False
         self._looked_at = 0.0
+        self._manifests: list[tuple[Path, tuple[int, ...] | None]] = []
         self._places = BlockPlaces({})
         self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._wrong: dict[str, str] = {}
@@ -94,19 +97,6 @@ class RunData:
     def name(self) -> str:
         """The run's name: its folder's."""
         return self.path.name
-
-    @property
-    def state(self) -> str:
-        """What status.json says; `crashed`, `stale` or `gone` where nobody says so; `unknown`."""
-        if not self.exists:
-            return "gone"
-        state = text(self.status, "state") or "unknown"
-        if state not in LIVE:
-            return state
-        if not self._live:
-            return "crashed"
-        silent_s = self.silent_s
-        return "stale" if silent_s is not None and silent_s > STALE_S else state
 
     @property
     def silent_s(self) -> float | None:
@@ -188,15 +178,17 @@ class RunData:
         Of `status`, `plan`, `metrics`, `spans`, `predicted`, `log`, `checkpoints`, `problems`.
         """
         deadline = time.monotonic() + _POLL_S
-        before = (self.state, list(self.problems))
+        before = (self.state, self.problems)
         changed: set[str] = set()
         exists = self.path.is_dir()
         if exists != self.exists:
             self.exists = exists
             changed.add("status")
+        self.behind = False
         if exists:
             changed |= self._read_objects()
-            changed |= self._read_slow()
+            self._find_state()
+            changed |= self._read_checkpoints()
             readers = (self._read_metrics, self._read_spans, self._read_log)
             while True:
                 for read in readers:
@@ -205,6 +197,7 @@ class RunData:
                 if not self.behind or time.monotonic() > deadline:
                     break
             changed |= self._read_predicted()
+        self._find_state()
         self._say_problems()
         if before[0] != self.state:
             changed.add("status")
@@ -232,21 +225,27 @@ class RunData:
                 self._places = BlockPlaces(self.plan)
         return changed
 
-    def _read_slow(self) -> set[str]:
-        """Whether a process works on the run; which checkpoints there are."""
+    def _find_state(self) -> None:
+        if not self.exists:
+            self.state = "gone"
+            return
+        state = state_of(self.path, self.status, self._clock())
+        self.state = state if state in STATES else "unknown"
+
+    def _read_checkpoints(self) -> set[str]:
+        """Which there are, where a manifest is another than before."""
         now = time.monotonic()
-        if self._looked_at and now - self._looked_at < _SLOW_S and text(self.status, "state") != "preparing":
+        if self._looked_at and now - self._looked_at < _SLOW_S:
             return set()
         self._looked_at = now
-        from app.checkpoints import checkpoint_steps, committed_step
-        from app.rundir import is_live
-
-        self._live = is_live(self.path)
-        checkpoints = [Checkpoint(name, step) for name, step in checkpoint_steps(self.path)]
-        committed = committed_step(self.path)
-        if (checkpoints, committed) == (self.checkpoints, self.committed_step):
+        folder = self.path / "state"
+        manifests = [folder / "manifest.json", *folder.glob("checkpoints/*/manifest.json")]
+        stamps = [(manifest, _stamp(manifest)) for manifest in manifests]
+        if stamps == self._manifests:
             return set()
-        self.checkpoints, self.committed_step = checkpoints, committed
+        self._manifests = stamps
+        self.checkpoints = [Checkpoint(name, step) for name, step in checkpoint_steps(self.path)]
+        self.committed_step = committed_step(self.path)
         return {"checkpoints"}
 
     def _read_metrics(self) -> set[str]:
@@ -290,7 +289,8 @@ class RunData:
         for line in lines:
             self._add_log(number(line, "time"), text(line, "level") or "info", get(line, "text"), whole(line, "step"))
         self._count_damage("log.jsonl", tail.damaged)
-        return {"log"} if lines or self._read_output() else set()
+        output = not tail.behind and self._read_output()
+        return {"log"} if lines or output else set()
 
     def _read_output(self) -> bool:
         """The end of output.log, once, where a process died without a word."""

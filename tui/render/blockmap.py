@@ -13,6 +13,7 @@ from tui.data.blocks import KINDS, BlockPlace
 from tui.glyphs import Glyphs
 from tui.render import Row
 from tui.render.bars import exactly
+from tui.render.ticks import fit, size_text
 
 _LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}
 _LABELS = {"weights": "weights", "state": "state", "gradient": "grad", "doing": "now"}
@@ -71,7 +72,31 @@ def block_map(blocks: Sequence[BlockPlace], width: int, height: int, glyphs: Gly
             rows.append(exactly(_merged(row), width))
     if len(rows) < height:
         rows.append(legend(width, glyphs))
+    if len(blocks) + 2 <= height - len(rows) and width >= 34:
+        rows += _table(blocks, width, glyphs)
     return rows[:height]
+
+
+def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row]:
+    """A row a block, in words."""
+    name_cells = min(24, max(len("block"), *(len(block.name) for block in blocks)) + 1)
+    kind_cells = 10 if width >= name_cells + 46 else 7
+    head = "block".ljust(name_cells) + "".join(_LABELS[kind].ljust(kind_cells) for kind in KINDS)
+    rows: list[Row] = [[(" " * width, "text")], exactly([(head + "size".rjust(9) + "  now", "dim")], width)]
+    for block in blocks:
+        row: Row = [(fit(block.name, name_cells, glyphs.ellipsis), "text")]
+        for kind in KINDS:
+            direction, place = block.moving.get(kind), block.place.get(kind, "")
+            if direction is not None:
+                row.append(((glyphs.up if direction == "in" else glyphs.down) + " " * (kind_cells - 1), "flight"))
+            else:
+                shown = "fetched" if place == "gpu" != block.home.get(kind) and kind_cells > 7 else place or "-"
+                row.append(
+                    (shown[: kind_cells - 1].ljust(kind_cells), f"tier.{place}" if place in _LETTERS else "axis")
+                )
+        row += [(size_text(block.num_bytes).rjust(9), "dim"), ("  " + block.doing, "accent")]
+        rows.append(exactly(row, width))
+    return rows
 
 
 def _group_cell(group: Sequence[BlockPlace], kind: str, glyphs: Glyphs) -> Cell:

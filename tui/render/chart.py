@@ -26,7 +26,7 @@ _BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 _ASCII_DOTS = np.array([ord(c) for c in " '-'.:.:"])  # bits: upper, middle and lower third
 _ASCII_DOTS[7] = ord("|")
 _NUM_DOTS = np.array([bits.bit_count() for bits in range(256)])
-_THIN_DOTS = 4
+_THIN_DOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Curve:
     token: str
     points: bool = False
     """Marked one by one instead of joined to a line."""
+    joined: bool = True
+    """Whether the dots of a line are joined; if not, few values are a cloud and many a band."""
     mark: str = ""
     """The character of a point; a diamond by default."""
 
@@ -67,8 +69,11 @@ def chart(
     clip: bool = True,
     marks: Sequence[float] = (),
     cursor: float | None = None,
+    label_cells: int = 0,
 ) -> list[Row]:
     """Rows of exactly `width` cells. Later curves are drawn over earlier ones; `marks` stand on the x axis.
+
+    `label_cells`: room for the numbers of the y axis at least, so that charts above each other agree.
 
     `clip`: the axis shows what is usual, and what is beyond it touches the edge.
     """
@@ -83,7 +88,7 @@ def chart(
         return _nothing(width, height, glyphs)
     ticks = _y_ticks(axes, plot_height)
     labels = tick_texts([value for _, value in ticks])
-    gutter = max(map(len, labels), default=0) + 2 if width >= 24 and labels else 0
+    gutter = max(label_cells, *map(len, labels)) + 2 if width >= 24 and labels else 0
     plot_width = width - gutter
 
     codes = np.full((plot_height, plot_width), ord(" "), np.uint32)
@@ -254,16 +259,21 @@ def _draw_line(
     least, greatest = decimate(curve.x, _scaled(curve.y, axes.log), axes.low, axes.high, width * across)
     num_dots = height * down
     scale = (num_dots - 1) / (axes.top - axes.bottom)
+    if not curve.joined:
+        least[~_has_values(curve.x, axes, width * across)] = np.nan
     there = np.isfinite(least)
+    sparse = not curve.joined and np.count_nonzero(there) * 2 < width * across
     with np.errstate(invalid="ignore"):
         first = np.rint(np.clip((axes.top - greatest) * scale, 0, num_dots - 1))
         last = np.rint(np.clip((axes.top - least) * scale, 0, num_dots - 1))
     # Neighbouring columns meet half way.
     for above, below in ((last[:-1], first[1:]), (last[1:], first[:-1])):
-        apart = (below - above > 1) & there[:-1] & there[1:]
+        apart = (below - above > 1) & there[:-1] & there[1:] & curve.joined
         middle = np.floor((above + below) / 2)
         above[apart] = middle[apart]
         below[apart] = middle[apart] + 1
+    if sparse:  # single dots are hard to see
+        last = np.minimum(last + 1, num_dots - 1)
     dots = np.arange(num_dots)[:, None]
     lit = (dots >= first) & (dots <= last) & there
     cells = lit.reshape(height, down, width, across)
@@ -280,6 +290,12 @@ def _draw_line(
         found = np.where(_NUM_DOTS[below] <= _THIN_DOTS, found | below, found)
     codes[mask] = found[mask]
     tokens[mask] = token
+
+
+def _has_values(x: Floats, axes: Axes, columns: int) -> NDArray[np.bool_]:
+    bounds = np.searchsorted(x, np.linspace(axes.low, axes.high, columns + 1))
+    bounds[-1] = np.searchsorted(x, axes.high, side="right")
+    return bounds[1:] > bounds[:-1]
 
 
 def _draw_points(

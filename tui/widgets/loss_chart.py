@@ -16,6 +16,7 @@ from tui.widgets.lines import LineWidget
 
 _COLUMNS: dict[str, str] = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
 _SIGNAL_LABEL = 22
+_LABEL_CELLS = 4
 
 
 class LossChart(LineWidget, can_focus=True):
@@ -51,7 +52,7 @@ class LossChart(LineWidget, can_focus=True):
         steps, losses = metrics.validation
         where = steps if self.x_kind == "step" else metrics.validation_at(_COLUMNS[self.x_kind])
         curves = [
-            Curve(x, metrics.column("loss", num_rows), "raw"),
+            Curve(x, metrics.column("loss", num_rows), "raw", joined=False),
             Curve(x, metrics.column("ema", num_rows), "ema"),
             Curve(where, losses, "validation", points=True),
         ]
@@ -65,6 +66,7 @@ class LossChart(LineWidget, can_focus=True):
             log_y=self.log_y,
             clip=self.clip,
             marks=self._marks(),
+            label_cells=_LABEL_CELLS,
             cursor=None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor]),
         )
 
@@ -123,6 +125,7 @@ class LossChart(LineWidget, can_focus=True):
             x_range=self._range(),
             log_y=self.log_y,
             clip=self.clip,
+            label_cells=_LABEL_CELLS,
         )
         return [exactly(head, width), *below]
 
@@ -235,7 +238,7 @@ class LossChart(LineWidget, can_focus=True):
         low, high = self._range() or self._bounds() or (0.0, 0.0)
         if offset is None or high <= low or self.size.width < 30:
             return
-        gutter = 6  # about what the axis' numbers take
+        gutter = _LABEL_CELLS + 2
         share = (offset.x - gutter) / max(1, self.size.width - gutter)
         x = self._data.metrics.column(_COLUMNS[self.x_kind])
         self.cursor = int(np.searchsorted(x, low + share * (high - low)).clip(0, len(x) - 1))
