@@ -121,7 +121,7 @@ def test_the_forecast_stands_beneath_each_step() -> None:
     scene = LaneScene(view=view, start_s=0, end_s=6, steps=view.steps(), predicted=predicted)
     rows = plain(lanes_rows(64, 16, scene, UNICODE)).splitlines()
     compute = next(i for i, row in enumerate(rows) if row.startswith("compute"))
-    beneath = next(row for row in rows[compute:] if row.startswith("  predicted"))
+    beneath = next(row for row in rows[compute:] if row.startswith(" predicted"))
     assert beneath[11:59].rstrip() == "█" * 12 + " " * 12 + "█" * 12
     assert beneath.endswith(" 50%")
     beside = plain(lanes_rows(64, 9, scene, UNICODE)).splitlines()

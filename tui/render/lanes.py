@@ -179,7 +179,7 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
         draw_boxes(canvas, scene.view, mine, edges, lane, _critical_cells(scene, lane, edges, coverage), glyphs)
         _draw_selection(canvas, scene, lane, edges)
         forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
-        margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, edges, known)
+        margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, known)
         label = _label(place, lane, scene, bold=lane == bound)
         for y in range(bar_rows):
             first = y == 0
@@ -192,7 +192,7 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
                 ]
             )
         if place.predicted_row and forecast is not None:
-            rows.append(_predicted_row(place, forecast, edges, known, glyphs))
+            rows.append(_predicted_row(place, forecast, edges, glyphs))
     if place.path_row:
         rows.append(_path_row(place, scene, edges))
     if place.axis_row:
@@ -295,8 +295,15 @@ def _draw_selection(canvas: Canvas, scene: LaneScene, lane: str, edges: Floats) 
     canvas.tokens[:, a : b + 1] = "selected"
 
 
-def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> Floats:
-    """Coverage of the forecast's step, laid from the beginning of each step in view."""
+class _Forecast(NamedTuple):
+    busy_s: Floats
+    """Of each cell."""
+    share: float
+    """Of the time in view that lies in steps."""
+
+
+def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> _Forecast:
+    """The forecast's step, laid from the beginning of each step in view."""
     assert scene.predicted is not None
     predicted = scene.predicted
     busy = predicted.busy[predicted.lanes.index(lane)] if lane in predicted.lanes else IDLE
@@ -305,21 +312,20 @@ def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> Flo
     spans = [(w.start_s, w.end_s) for w in windows]
     if scene.steps and scene.steps[-1].end_s < known_s:
         spans.append((scene.steps[-1].end_s, known_s))
+    length_s = 0.0
     for begin, end in spans:
-        covered += np.diff(busy.until(np.clip(edges, begin, end) - begin))
-    return covered
+        within = np.clip(edges, begin, end)
+        covered += np.diff(busy.until(within - begin))
+        length_s += float(within[-1] - within[0])
+    return _Forecast(covered, float(covered.sum()) / length_s if length_s > 0 else 0.0)
 
 
-def _predicted_row(place: Layout, forecast: Floats, edges: Floats, known_s: float, glyphs: Glyphs) -> Row:
-    levels = np.rint(forecast / np.diff(edges) * 8).astype(int).clip(0, 8)
+def _predicted_row(place: Layout, forecast: _Forecast, edges: Floats, glyphs: Glyphs) -> Row:
+    levels = np.rint(forecast.busy_s / np.diff(edges) * 8).astype(int).clip(0, 8)
     text = "".join(glyphs.eighths[level] for level in levels)
-    label = fit("  predicted" if place.label_cells >= 11 else "  plan", place.label_cells)
-    share = f"{_forecast_share(forecast, edges, known_s):4.0%}" if place.share_cells else ""
-    return [(label, "predicted"), (text, "predicted"), (fit(f" {share}", place.share_cells, ""), "predicted")]
-
-
-def _forecast_share(forecast: Floats, edges: Floats, known_s: float) -> float:
-    return float(forecast.sum()) / max(1e-12, known_s - float(edges[0]))
+    label = fit(" predicted" if place.label_cells >= 11 else " plan", place.label_cells)
+    share = f" {forecast.share:4.0%}" if place.share_cells else ""
+    return [(label, "predicted"), (text, "predicted"), (fit(share, place.share_cells, ""), "predicted")]
 
 
 def _label(place: Layout, lane: str, scene: LaneScene, *, bold: bool) -> tuple[str, str]:
@@ -335,14 +341,13 @@ def _margin(
     scene: LaneScene,
     share: float,
     num_bytes: int,
-    forecast: Floats | None,
-    edges: Floats,
+    forecast: _Forecast | None,
     known_s: float,
 ) -> list[Row]:
     """Behind the timeline: busy share, the forecast's where it has no row of its own, GB/s while busy."""
     row: Row = [(f" {share:4.0%}", "bold" if share >= 0.5 else "text")]
     if forecast is not None and not place.predicted_row and place.share_cells >= 11:
-        row.append((f" {_forecast_share(forecast, edges, known_s):4.0%}p", "predicted"))
+        row.append((f" {forecast.share:4.0%}p", "predicted"))
     seconds = share * (known_s - scene.start_s)
     if not num_bytes or seconds <= 0:
         return [row]

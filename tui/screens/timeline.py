@@ -47,7 +47,8 @@ class IdlePane(LineWidget):
         step = self._timeline.step
         if step is None:
             return [[(self._timeline.said, "dim")]]
-        return idle_rows(step.spans.view, step.analysis, width, height, self._timeline.lane_view.lane, self.glyphs)
+        lane = self._timeline.lane_view.lane or "compute"
+        return idle_rows(step.spans.view, step.analysis, width, height, lane, self.glyphs)
 
 
 class OpsPane(LineWidget):

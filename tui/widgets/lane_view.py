@@ -22,6 +22,8 @@ LAG_S = 1.0
 _SHORTEST_S = 2e-5
 _ZOOM = 0.5
 _PAN = 0.25
+_MARGIN = 0.02
+"""How far before and behind a step one can look, as a share of it."""
 _NO_STEP_S = 5.0
 """Seconds in view before a step has ended."""
 
@@ -308,7 +310,7 @@ class LaneView(LineWidget, can_focus=True):
 
     def _longest_s(self) -> float:
         if self._step is not None:
-            return 1.2 * (self._step.end_s - self._step.start_s)
+            return (1 + 2 * _MARGIN) * (self._step.end_s - self._step.start_s)
         view = self.view
         return max(1.0, self._known_s - max(view.complete_from_s, view.first_start_s))
 
@@ -322,7 +324,7 @@ class LaneView(LineWidget, can_focus=True):
 
     def _limits(self) -> tuple[float, float]:
         if self._step is not None:
-            margin = 0.1 * (self._step.end_s - self._step.start_s)
+            margin = _MARGIN * (self._step.end_s - self._step.start_s)
             return self._step.start_s - margin, self._step.end_s + margin
         view = self.view
         return max(view.complete_from_s, view.first_start_s), max(self._known_s, view.last_end_s)

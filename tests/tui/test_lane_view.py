@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.app import ComposeResult
+from textual.pilot import Pilot
+
+from tui.app import PenstockApp
+from tui.data.spans import SpanStore
+from tui.glyphs import ASCII, UNICODE, Glyphs
+from tui.screens.base import PenstockScreen
+from tui.widgets.lane_keys import LaneKeys
+from tui.widgets.lane_view import LAG_S, LaneView
+
+
+def step_spans(step: int, start: float, **more: Any) -> list[dict[str, Any]]:
+    """A step of 2 s: a copy, four chunks, a gradient, clip."""
+
+    def span(
+        op_id: int, lane: str, op: str, begin: float, end: float, waited: list[int], chunk: int = -1
+    ) -> dict[str, Any]:
+        fields = {"lane": lane, "op": op, "block": "layers.0", "chunk": chunk, "bytes": 10**8 if lane == "h2d" else 0}
+        times = {"start_s": start + begin, "end_s": start + end, "step": step}
+        return fields | times | {"id": 10 * step + op_id, "waited": [10 * step + other for other in waited]} | more
+
+    return [
+        span(0, "h2d", "load_weights", 0.0, 0.2, []),
+        *[span(1 + i, "compute", "layer_forward", 0.2 + 0.4 * i, 0.6 + 0.4 * i, [0] * (i == 0), i) for i in range(4)],
+        span(5, "d2h", "store_gradient", 1.8, 1.9, [4]),
+        span(6, "optimizer", "clip", 1.9, 2.0, [5]),
+    ]
+
+
+class OneLaneView(LaneKeys, PenstockScreen):
+    SCOPE = "timeline"
+
+    def __init__(self, lane_view: LaneView) -> None:
+        super().__init__()
+        self.lane_view = lane_view
+        self.chosen: list[Any] = []
+
+    def compose(self) -> ComposeResult:
+        yield self.lane_view
+
+    def on_lane_view_selected(self, message: LaneView.Selected) -> None:
+        self.chosen.append(message.span)
+
+
+@asynccontextmanager
+async def shown(
+    lane_view: LaneView, size: tuple[int, int] = (80, 12), glyphs: Glyphs = UNICODE
+) -> AsyncIterator[Pilot[None]]:
+    app = PenstockApp(Path("/nowhere"), glyphs=glyphs)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        await app.push_screen(OneLaneView(lane_view))
+        lane_view.focus()
+        await pilot.pause()
+        yield pilot
+
+
+def text_of(lane_view: LaneView) -> list[str]:
+    return [lane_view.render_line(y).text for y in range(lane_view.size.height)]
+
+
+def store_of(num_steps: int) -> SpanStore:
+    store = SpanStore()
+    for step in range(1, num_steps + 1):
+        store.add(step_spans(step, 2.0 * (step - 1)))
+    return store
+
+
+async def test_live_follows_the_clock_by_whole_cells() -> None:
+    store = store_of(3)
+    lane_view = LaneView(store)
+    async with shown(lane_view):
+        now = {"compute": [{"op": "layer_forward", "block": "layers.0", "chunk": 0, "step": 4, "start_s": 6.2}]}
+        store.add(step_spans(4, 6.0)[:1])
+        ends = []
+        for clock in (7.0, 7.5, 7.51, 7.6, 8.0):
+            lane_view.update_live(clock, now, True)
+            text = text_of(lane_view)
+            assert "last step 2.00 s" in text[0]
+            assert "live, 2.00 s in view" in text[0]
+            start, end = lane_view.window
+            assert end - start == pytest.approx(2.0)
+            assert end >= clock - LAG_S
+            assert end - (clock - LAG_S) <= 2.0 / 40
+            ends.append(end)
+        cell = 2.0 / (80 - 11 - 5)
+        moved = [(b - a) / cell for a, b in itertools.pairwise(ends)]
+        assert moved == pytest.approx([round(m) for m in moved], abs=1e-6)
+        compute = next(line for line in text_of(lane_view) if line.startswith("compute"))
+        assert compute.endswith(" 80%")  # of 5 to 7 s: 5 to 5.8 before clip, 6.2 to 7 under way
+        lane_view.update_live(5.0, now, True)  # a clock that falls back a little does not move the display back
+        text_of(lane_view)
+        assert lane_view.window[1] == ends[-1]
+
+
+async def test_an_op_under_way_is_not_drawn_twice_once_its_span_is_there() -> None:
+    store = store_of(1)
+    lane_view = LaneView(store)
+    async with shown(lane_view):
+        ended = {"d2h": [{"op": "store_gradient", "block": "layers.0", "chunk": -1, "start_s": 1.8}]}
+        lane_view.update_live(4.0, ended, True)
+        line = next(line for line in text_of(lane_view) if line.startswith("d2h"))
+        assert line.endswith("  5%")
+        garbage: list[Any] = [
+            None,
+            3,
+            [],
+            {"d2h": 3},
+            {"d2h": [1, {}, {"op": [], "start_s": "x", "chunk": {}}]},
+            {1: [{}]},
+        ]
+        for now in garbage:
+            lane_view.update_live(4.1, now, True)
+            assert text_of(lane_view)
+        lane_view.update_live(float("nan"), None, True)
+        lane_view.update_live(None, None, False)
+        assert text_of(lane_view)
+
+
+async def test_a_run_that_is_over_shows_its_last_step() -> None:
+    lane_view = LaneView(store_of(3))
+    async with shown(lane_view):
+        lane_view.update_live(6.0, {}, False)
+        text = text_of(lane_view)
+        assert lane_view.window == (4.0, 6.0)
+        assert next(line for line in text if line.startswith("compute")).endswith("80%")
+
+
+async def test_zoom_pan_and_fit_by_keys() -> None:
+    lane_view = LaneView(store_of(5))
+    async with shown(lane_view) as pilot:
+        lane_view.update_live(10.0, {}, True)
+        text_of(lane_view)
+        await pilot.press("w")
+        text_of(lane_view)
+        assert lane_view.mode == "live"
+        assert lane_view.window[1] - lane_view.window[0] == pytest.approx(1.0)
+        await pilot.press("minus", "s")
+        text_of(lane_view)
+        assert lane_view.window[1] - lane_view.window[0] == pytest.approx(4.0)
+        end = lane_view.window[1]
+        await pilot.press("a")
+        assert lane_view.mode == "free"
+        assert lane_view.window[1] == pytest.approx(end - 1.0)
+        lane_view.update_live(12.0, {}, True)
+        assert lane_view.window[1] == pytest.approx(end - 1.0)  # held
+        for _ in range(8):
+            await pilot.press("left")
+        assert lane_view.window[0] == pytest.approx(0.0)  # not before the first span
+        for _ in range(12):
+            await pilot.press("right")
+        assert lane_view.mode == "live"  # at the edge it follows again
+        await pilot.press("f")
+        text_of(lane_view)
+        assert lane_view.mode == "step"
+        assert lane_view.window == (8.0, 10.0)
+        await pilot.press("f")
+        assert lane_view.mode == "live"
+        for _ in range(60):
+            await pilot.press("w")
+        text_of(lane_view)
+        assert lane_view.window[1] - lane_view.window[0] >= 1e-5
+        for _ in range(60):
+            await pilot.press("s")
+        text_of(lane_view)
+        assert lane_view.window[1] - lane_view.window[0] <= 20
+
+
+async def test_selecting_by_keys() -> None:
+    lane_view = LaneView(store_of(3), live=False)
+    async with shown(lane_view, (100, 12)) as pilot:
+        screen: Any = pilot.app.screen
+        assert "f fit" in text_of(lane_view)[-1]
+        await pilot.press("full_stop")  # the busiest lane's first op in view
+        assert lane_view.lane == "compute"
+        assert lane_view.selected is not None
+        assert (lane_view.selected.op, lane_view.selected.chunk, lane_view.selected.step) == ("layer_forward", 0, 3)
+        info = text_of(lane_view)[-1]
+        assert info.startswith("layer_forward layers.0[0]  400 ms  waited for load_weights layers.0 (h2d)")
+        await pilot.press("full_stop")
+        assert lane_view.selected.chunk == 1
+        assert "ran when its lane was free" in text_of(lane_view)[-1]
+        await pilot.press("comma", "comma")
+        assert (lane_view.selected.chunk, lane_view.selected.step) == (3, 2)  # the step before: it comes into view
+        assert lane_view.mode == "free"
+        assert lane_view.window[0] < lane_view.selected.end_s
+        await pilot.press("up")
+        assert lane_view.lane == "h2d"
+        assert lane_view.selected is not None
+        assert lane_view.selected.op == "load_weights"
+        info = text_of(lane_view)[-1]
+        assert "95.4 MiB  500 MB/s" in info
+        for _ in range(9):
+            await pilot.press("down")
+        assert lane_view.lane == "nvme_write"
+        assert lane_view.selected is None  # nothing there
+        await pilot.press("full_stop")
+        assert lane_view.selected is None
+        assert screen.chosen[-1] is None
+        lane_view.clear_selection()
+        assert "f fit" in text_of(lane_view)[-1]
+
+
+async def test_selection_survives_what_arrives_and_says_when_it_is_dropped() -> None:
+    store = SpanStore(capacity=20)
+    store.add(step_spans(1, 0.0))
+    lane_view = LaneView(store)
+    async with shown(lane_view) as pilot:
+        lane_view.update_live(2.0, {}, True)
+        await pilot.press("full_stop")
+        assert lane_view.selected is not None
+        assert lane_view.row_of_selected() is not None
+        for step in range(2, 9):
+            store.add(step_spans(step, 2.0 * step))
+            lane_view.update_live(2.0 * step, {}, True)
+            text_of(lane_view)
+        assert lane_view.row_of_selected() is None
+        assert "not among the spans kept" in text_of(lane_view)[-1]
+
+
+async def test_runs_of_before_say_that_nothing_is_recorded() -> None:
+    store = SpanStore()
+    store.add([{k: v for k, v in span.items() if k not in ("id", "waited")} for span in step_spans(1, 0.0)])
+    lane_view = LaneView(store, live=False)
+    async with shown(lane_view) as pilot:
+        await pilot.press("full_stop")
+        assert "what it waited for is not recorded" in text_of(lane_view)[-1]
+
+
+async def test_mouse_selects_zooms_and_drags() -> None:
+    lane_view = LaneView(store_of(2), live=False)
+    async with shown(lane_view, (80, 9)) as pilot:
+        text = text_of(lane_view)
+        y = next(i for i, line in enumerate(text) if line.startswith("compute"))
+        await pilot.click(lane_view, offset=(40, y))
+        assert lane_view.selected is not None
+        assert (lane_view.selected.lane, lane_view.selected.step) == ("compute", 2)
+        await pilot.click(lane_view, offset=(40, y + 3))
+        assert lane_view.lane == "nvme_write"
+        assert lane_view.selected is None
+        assert "nothing under way on nvme_write" in text_of(lane_view)[-1]
+        before = lane_view.window
+        await pilot._post_mouse_events([__import__("textual.events").events.MouseScrollUp], lane_view, offset=(40, y))
+        start, end = lane_view.window
+        assert end - start == pytest.approx((before[1] - before[0]) / 2)
+        at = (40 - 11 + 0.5) / (80 - 11 - 5)
+        assert start + at * (end - start) == pytest.approx(before[0] + at * (before[1] - before[0]))
+        await pilot.mouse_down(lane_view, offset=(40, y))
+        await pilot.hover(lane_view, offset=(50, y))
+        await pilot.mouse_up(lane_view, offset=(50, y))
+        assert lane_view.window[0] < start
+        assert lane_view.window[1] - lane_view.window[0] == pytest.approx(end - start)
+
+
+async def test_freezing_holds_the_spans_too() -> None:
+    store = store_of(2)
+    lane_view = LaneView(store)
+    async with shown(lane_view):
+        lane_view.update_live(4.0, {}, True)
+        lane_view.freeze(True)
+        before = text_of(lane_view)
+        store.add(step_spans(3, 4.0))
+        lane_view.update_live(6.0, {}, True)
+        assert text_of(lane_view)[1:-1] == before[1:-1]
+        assert "held" in text_of(lane_view)[0]
+        lane_view.freeze(False)
+        lane_view.update_live(6.0, {}, True)
+        assert text_of(lane_view)[1:-1] != before[1:-1]
+
+
+async def test_the_forecast_on_demand() -> None:
+    predicted = SpanStore()
+    predicted.add(step_spans(2, 0.0))
+    lane_view = LaneView(store_of(2), predicted, live=False)
+    async with shown(lane_view, (80, 20)):
+        assert not any("predicted" in line for line in text_of(lane_view))
+        lane_view.toggle_predicted()
+        assert sum("predicted" in line for line in text_of(lane_view)) == 6
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+async def test_every_size(glyphs: Glyphs) -> None:
+    lane_view = LaneView(store_of(4))
+    async with shown(lane_view, glyphs=glyphs) as pilot:
+        lane_view.update_live(8.5, {"h2d": [{"op": "load", "block": "b", "chunk": -1, "start_s": 7.9}]}, True)
+        for size in ((20, 5), (80, 24), (120, 36), (200, 60), (1, 1), (30, 3)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            await pilot.press("full_stop", "w", "f")
+            for line in text_of(lane_view):
+                assert len(line) == size[0]
+                assert glyphs is UNICODE or line.isascii()
+
+
+async def test_an_empty_store() -> None:
+    lane_view = LaneView(SpanStore())
+    async with shown(lane_view) as pilot:
+        lane_view.update_live(None, None, True)
+        assert "no spans yet" in text_of(lane_view)[-1]
+        for key in ("w", "s", "a", "d", "f", "full_stop", "comma", "up", "down"):
+            await pilot.press(key)
+            assert text_of(lane_view)
