@@ -6,9 +6,11 @@ boundary with `requests/NAME.answer`: {"step": ..., "error": null or a text}.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +71,15 @@ def make_checkpoint(run_path: Path, name: str) -> int:
         with closing(NvmeStore.open(state_folder(run.path), drives=drives)) as store:
             store.checkpoint(name)
             return int(store.meta["step"])
+
+
+def make_for_export(run_path: Path) -> str:
+    """Make a checkpoint of a running run that an export can read; its name."""
+    taken = {name for name, _ in checkpoint_steps(run_path)}
+    stem = f"export-{datetime.now():%Y%m%d-%H%M%S}"
+    name = next(n for n in itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2))) if n not in taken)
+    _ask(run_path, name)
+    return name
 
 
 def _ask(run_path: Path, name: str) -> int:

@@ -33,6 +33,7 @@ cli.add_typer(bench_cli, name="bench")
 CheckpointOption = Annotated[
     str | None, typer.Option("--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation.")
 ]
+RECIPE_HELP = "Python file that builds a Recipe, or a recipe.json."
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name below runs/.")]
 
 
@@ -48,7 +49,7 @@ def _print_fields(value: bool) -> None:
 
 @cli.command(epilog="Example: penstock train recipes/quickstart.py --set train.steps=20")
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Python file that builds a Recipe.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
     ] = None,
@@ -78,7 +79,7 @@ def train(
 
 @cli.command(epilog="Example: penstock plan recipes/7b_512k.py --machine rtx4090-64")
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Python file that builds a Recipe.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
     ] = None,
@@ -130,14 +131,45 @@ def resume(
     ] = None,
     checkpoint: CheckpointOption = None,
 ) -> None:
-    """Go on with a stopped, failed or crashed run from its last committed generation, or from a checkpoint."""
+    """Go on with a stopped, failed or crashed run from its last committed generation, or from a checkpoint.
+
+    A run that is paused goes on where it is, in its own process.
+    """
+    from app import control
+    from app.rundir import RunDir, find_run, is_live
+
+    path = find_run(run)
+    if (overrides or checkpoint is not None) and is_live(path):
+        raise UserError(f"{path}: is running; stop it first (`penstock stop {path}`), then resume it changed")
+    if control.go_on(path):
+        typer.echo(f"{path.name}: goes on")
+        return
     from app.launch import run_training
     from app.recipe import change_run
-    from app.rundir import RunDir, find_run
 
-    with RunDir.open(find_run(run)) as directory:
+    with RunDir.open(path) as directory:
         directory.change_recipe(change_run(directory.recipe, overrides or [], Path.cwd()))
         run_training(directory, resume=True, checkpoint=checkpoint)
+
+
+@cli.command(epilog="Example: penstock pause runs/quickstart-20260101-120000")
+def pause(run: RunArgument) -> None:
+    """Let a running run commit its step and wait until `penstock resume`; its memory stays in use."""
+    from app.control import pause_or_stop
+    from app.rundir import find_run
+
+    path = find_run(run)
+    typer.echo(f"{path.name}: {pause_or_stop(path, 'pause')}")
+
+
+@cli.command(epilog="Example: penstock stop runs/quickstart-20260101-120000")
+def stop(run: RunArgument) -> None:
+    """Let a running or paused run commit its step and end; `penstock resume` goes on with it later."""
+    from app.control import pause_or_stop
+    from app.rundir import find_run
+
+    path = find_run(run)
+    typer.echo(f"{path.name}: {pause_or_stop(path, 'stop')}")
 
 
 @cli.command(epilog="Example: penstock checkpoint runs/quickstart-20260101-120000 before-annealing")
@@ -233,12 +265,25 @@ def export(
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Folder to make; must be new or empty.")],
     checkpoint: CheckpointOption = None,
 ) -> None:
-    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder."""
-    from app.launch import export_run
-    from app.rundir import RunDir, find_run
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder.
 
-    with RunDir.open(find_run(run)) as directory:
-        export_run(directory, out_dir, checkpoint)
+    Of a running run a checkpoint is made first, at its next step, and stays.
+    """
+    from app.checkpoints import make_for_export
+    from app.launch import export_run, require_new_folder
+    from app.rundir import RunDir, find_run, is_live, read_recipe
+
+    path = find_run(run)
+    require_new_folder(out_dir)
+    if checkpoint is not None:
+        export_run(path, read_recipe(path), out_dir, checkpoint)
+    elif is_live(path):
+        name = make_for_export(path)
+        export_run(path, read_recipe(path), out_dir, name)
+        typer.echo(f"checkpoint {name} stays; once the run is over: penstock checkpoint {path} {name} --delete")
+    else:
+        with RunDir.open(path) as directory:
+            export_run(path, directory.recipe, out_dir)
     typer.echo(f"exported to {out_dir}")
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Literal
 
+from app.rundir import is_live, read_info, read_status
 from engine.events import Want
 from storage.disk import atomic_write
+from storage.errors import UserError
 
 FILE_NAME = "control.json"
 
@@ -28,6 +31,32 @@ def wanted(run_path: Path) -> Want:
         return "run"
     want = content.get("want") if isinstance(content, dict) else None
     return want if want in ("pause", "stop") else "run"
+
+
+def pause_or_stop(run_path: Path, want: Literal["pause", "stop"]) -> str:
+    """Ask a live run to pause or to stop; what will happen, in words. Raises UserError when it is not running."""
+    if not is_live(run_path):
+        state = read_info(run_path).state
+        raise UserError(f"{run_path}: is not running ({state}); `penstock runs` lists those that are")
+    ask(run_path, want)
+    if read_status(run_path).get("state") == "paused":
+        return "it is paused already" if want == "pause" else "it stops; its last step is committed"
+    done = "pauses" if want == "pause" else "stops"
+    return f"it {done} once the step under way is done and committed"
+
+
+def go_on(run_path: Path) -> bool:
+    """Let a live run that is paused, or about to be, go on; False when no process works on the run.
+
+    Raises UserError when it is running anyway.
+    """
+    if not is_live(run_path):
+        return False
+    status = read_status(run_path)
+    if status.get("state") != "paused" and wanted(run_path) != "pause":
+        raise UserError(f"{run_path}: in use by process {status.get('pid')}; it is running already")
+    ask(run_path, "run")
+    return True
 
 
 def forget(run_path: Path) -> None:

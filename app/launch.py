@@ -274,7 +274,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         return
     if recipe.after.export:
         folder = run.path / "export"
-        export_run(run, folder)
+        export_run(run.path, recipe, folder)
         display.message(f"exported to {folder}")
         if recipe.after.sample_prompt is not None:
             text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
@@ -329,18 +329,17 @@ def _validation(path: Path) -> dict[str, Any] | None:
     return {"last": lines[-1]["loss"], "best": best["loss"], "best_step": best["step"]}
 
 
-def export_run(run: RunDir, folder: Path, checkpoint: str | None = None) -> None:
-    """Write the run's last committed generation, or a checkpoint's, as a Hugging Face folder.
+def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> None:
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder.
 
-    Raises UserError when `folder` already holds something.
+    Nobody else may be working on the run, unless it is a checkpoint's. Raises UserError when `folder` already holds
+    something.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not empty; choose another folder for the export")
+    require_new_folder(folder)
     from engine.train import export
 
-    recipe = run.recipe
     export(
-        run.path,
+        path,
         model=recipe.model,
         data=recipe.data,
         train=recipe.train,
@@ -348,6 +347,12 @@ def export_run(run: RunDir, folder: Path, checkpoint: str | None = None) -> None
         out_dir=folder,
         checkpoint=checkpoint,
     )
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raise UserError when `folder` already holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not empty; choose another folder for the export")
 
 
 def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:

@@ -363,13 +363,15 @@ def _absolute(folder: Path, path: str) -> str:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """The `recipe` that a Python file builds. The file's folder is not put on `sys.path`.
+    """The `recipe` that a Python file builds, or that of a recipe.json. The file's folder is not put on `sys.path`.
 
     Raises UserError naming the file, and the line where its code fails.
     """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py")
+    if path.suffix == ".json":
+        return from_json(path.read_text(encoding="utf-8"), f"recipe {path}")
     spec = importlib.util.spec_from_loader("penstock_recipe", loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

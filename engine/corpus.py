@@ -117,10 +117,9 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
 
     Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`.
     """
-    if config.tokenizer is not None:
-        return load_tokenizer(Path(config.tokenizer).expanduser())
-    if model_folder is not None:
-        return load_tokenizer(model_folder)
+    given = _given_tokenizer(config, model_folder)
+    if given is not None:
+        return load_tokenizer(given)
     if config.source == "random":
         raise UserError(
             "data.tokenizer: data.source=random has no text to train a tokenizer on; set model.vocab_size and leave "
@@ -134,6 +133,21 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
         train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
         (temporary / stamp_file.name).write_text(json.dumps(stamp))
     return load_tokenizer(folder)
+
+
+def kept_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer | None:
+    """The tokenizer that `prepare_tokenizer` gave a run; nothing is made, whatever became of the source.
+
+    None where the run needs none. Raises UserError when it is not there.
+    """
+    if config.source == "random":
+        return None
+    return load_tokenizer(_given_tokenizer(config, model_folder) or folder)
+
+
+def _given_tokenizer(config: DataConfig, model_folder: Path | None) -> Path | None:
+    """Where the recipe says that the tokenizer is; None where it is trained on the source."""
+    return model_folder if config.tokenizer is None else Path(config.tokenizer).expanduser()
 
 
 def require_text(config: DataConfig) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from engine import validation, weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.corpus import kept_tokenizer
 from engine.device import memory_use
 from engine.events import Observer, StepMetrics
 from engine.failures import explain
@@ -27,7 +28,7 @@ from engine.live import Live, memory_peaks
 from engine.model import ModelSpec
 from engine.opening import open_session
 from engine.ops import Op
-from engine.prepare import layouts, model_config, prepare_data
+from engine.prepare import layouts, model_config
 from engine.runtime import DivergedError
 from engine.session import CONSTANTS_FILE, Session
 from engine.state import read_parameters
@@ -270,6 +271,7 @@ def export(
 ) -> None:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block.
 
+    A checkpoint may be read while the run is running: nothing is written to the run directory.
     Raises UserError when the run has no generation yet or `out_dir` cannot be written.
     """
     root = state_folder(run_dir)
@@ -279,8 +281,9 @@ def export(
         folder = checkpoint_folder(root, checkpoint)
     store = NvmeStore.open(folder, drives=drive_folders(run_dir, storage))
     try:
-        prepared = prepare_data(model, data, run_dir / "data")
-        config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
+        origin = Path(model.path).expanduser() if model.path is not None else None
+        tokenizer = kept_tokenizer(data, origin, run_dir / "data" / "tokenizer")
+        config = model_config(model, data, tokenizer.vocab_size if tokenizer else None)
         spec = ModelSpec.from_config(config)
         flat: dict[str, FlatLayout] = layouts(spec)
         weights.export_folder(
@@ -288,8 +291,8 @@ def export(
             spec,
             lambda name: read_parameters(store, name, flat[name]),
             constants=load_file(root / CONSTANTS_FILE),
-            origin=Path(model.path).expanduser() if model.path is not None else None,
-            tokenizer=prepared.tokenizer,
+            origin=origin,
+            tokenizer=tokenizer,
             dtype=train.compute_dtype,
         )
     finally:

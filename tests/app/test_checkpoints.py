@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from cli_process import REPOSITORY, wait_until
 
-from app.checkpoints import list_checkpoints_of
+from app.checkpoints import checkpoint_steps, committed_step, list_checkpoints_of
 from app.cli import main
-from app.rundir import read_recipe
+from app.rundir import read_info, read_recipe
 from storage.safetensors_io import CheckpointReader
 
 RECIPE = """
@@ -53,12 +53,48 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["checkpoint", str(run), "live"]) == 0
         assert main(["checkpoint", str(run), "live"]) == 2, "the name is taken"
         assert main(["scrub", str(run)]) == 2, "the run is running"
+        assert main(["resume", str(run)]) == 2, "it is running already"
+        assert main(["pause", str(run)]) == 0
+        wait_until(lambda: read_info(run).state == "paused")
+        paused_at = last_step(run)
+        assert committed_step(run) == paused_at
+        assert main(["resume", str(run), "--set", "train.steps=5"]) == 2, "stop it first"
+        assert main(["checkpoint", str(run), "paused"]) == 0
+        assert main(["export", str(run), str(folder / "live-export")]) == 0
+        assert last_step(run) == paused_at
+        assert checkpoint_steps(run)[1:] == [(exported(run), paused_at), ("paused", paused_at)]
+        assert main(["resume", str(run)]) == 0
+        wait_until(lambda: last_step(run) > paused_at + 2)
+        assert main(["export", str(run), str(folder / "running-export")]) == 0
+        assert main(["export", str(run), str(folder / "running-export")]) == 2, "there is something already"
     finally:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "checkpoint live: step" in out
+    for name in [name for name, _ in checkpoint_steps(run) if name != "live"]:
+        assert main(["checkpoint", str(run), name, "--delete"]) == 0
     return folder
+
+
+def test_a_live_run_is_exported(stopped: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    paused, later = (CheckpointReader(stopped / f"{state}-export").read(name) for state in ("live", "running"))
+    assert paused.shape == later.shape
+    assert not paused.equal(later)
+    log = [json.loads(line)["text"] for line in (stopped / "run" / "log.jsonl").read_text().splitlines()]
+    for text in (
+        "checkpoint live: step",
+        "paused; the step is committed",
+        "going on",
+        "stopping once",
+        "stopped after",
+    ):
+        assert any(text in line for line in log), text
+
+
+def exported(run: Path) -> str:
+    return min(name for name, _ in checkpoint_steps(run) if name.startswith("export-"))
 
 
 def last_step(run: Path) -> int:
@@ -76,6 +112,18 @@ def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: pytest.CaptureFixtu
     assert f"live  step {live.meta['step']:,}, generation {live.generation}" in capsys.readouterr().out
     assert main(["checkpoint", str(run), "late", "--delete"]) == 0
     assert [info.name for info in list_checkpoints_of(run)] == ["live"]
+    assert checkpoint_steps(run) == [("live", live.meta["step"])]
+    assert committed_step(run) == last_step(run)
+
+
+def test_steps_of_damaged_manifests_are_unknown(tmp_path: Path) -> None:
+    assert (checkpoint_steps(tmp_path), committed_step(tmp_path)) == ([], None)
+    for name, text in (("a", "{"), ("b", "[1]"), ("c", '{"meta": {"step": "x"}}'), ("d", '{"meta": {"step": 3}}')):
+        folder = tmp_path / "state" / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(text)
+        (tmp_path / "state" / "manifest.json").write_text(text)
+    assert (checkpoint_steps(tmp_path), committed_step(tmp_path)) == ([("d", 3)], 3)
 
 
 @pytest.mark.parametrize("name", ["step-000010", "a/b", "..", ".hidden", "", "nul\0"])

@@ -1,0 +1,138 @@
+"""Starts runs that outlive whoever started them, and other commands, in processes of their own: for the terminal UI.
+
+A started run has a session of its own, so that neither Ctrl-C nor a closed terminal reaches it; what it prints goes to
+`output.log` in its run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from app import control
+from app.recipe import Recipe, resolve_paths, to_json
+from app.rundir import LEFT_BY_LAUNCHER, fresh_path, is_live, read_recipe
+from storage.disk import atomic_write, require_writable
+from storage.errors import UserError
+
+PYTHON_PATH = Path(__file__).resolve().parents[1]
+"""Where a process finds `app`, whatever folder it is started in."""
+
+CLI = (sys.executable, "-m", "app.cli")
+
+START_S = 30.0
+"""How long a started run may take to lock its directory before it counts as started anyway: a loaded machine."""
+
+_children: list[subprocess.Popen[bytes]] = []
+"""Started processes, which are asked for their end now and then so that none stays a zombie."""
+
+
+class CommandResult(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    output: str
+    """Standard output and error, as they were mixed."""
+
+
+def command(arguments: list[str], root: Path | None = None) -> CommandResult:
+    """Run a command of the command line in folder `root` (default: this one) and wait for its end."""
+    done = subprocess.run(
+        [*CLI, *arguments],
+        cwd=root,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return CommandResult(done.returncode, done.stdout.decode(errors="replace"))
+
+
+def start(recipe: Recipe, root: Path) -> Path:
+    """Start training a recipe below `root`/runs, detached; relative paths are taken from `root`. The run directory.
+
+    Raises UserError when it cannot start, which leaves no run behind.
+    """
+    recipe = resolve_paths(recipe, root.resolve())
+    check(recipe)
+    path = _make_folder(root.resolve() / "runs", recipe.name)
+    atomic_write(path / "recipe.json", to_json(recipe))
+    try:
+        _spawn(["train", str(path / "recipe.json"), "--run-dir", str(path)], path, root)
+    except UserError:
+        if {item.name for item in path.iterdir()} <= LEFT_BY_LAUNCHER:
+            for item in path.iterdir():
+                item.unlink()
+            path.rmdir()
+        raise
+    return path
+
+
+def resume(run_path: Path) -> None:
+    """Let a paused run go on, or start training a stopped, failed or crashed one, detached.
+
+    Raises UserError when it cannot start, or is running.
+    """
+    run_path = run_path.resolve()
+    check(read_recipe(run_path))
+    if not control.go_on(run_path):
+        _spawn(["resume", str(run_path)], run_path, run_path.parent)
+
+
+def check(recipe: Recipe) -> None:
+    """Raise UserError for what would end a run at once and is seen quickly: folders that are not there."""
+    from app.launch import require_weights
+
+    require_weights(recipe)
+    if recipe.data.path is not None and not Path(recipe.data.path).expanduser().exists():
+        raise UserError(f"data.path: {recipe.data.path} does not exist; name a file or a folder of texts")
+
+
+def _make_folder(root: Path, name: str) -> Path:
+    require_writable(root)
+    while True:
+        path = fresh_path(root, name)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue  # somebody else was quicker
+        return path
+
+
+def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
+    """Start a process on the run; returns once it has locked the run's directory. UserError when it ends before."""
+    _children[:] = [child for child in _children if child.poll() is None]
+    log = run_path / "output.log"
+    try:
+        with log.open("ab") as output:
+            begin = output.seek(0, os.SEEK_END)
+            process = subprocess.Popen(
+                [*CLI, *arguments],
+                cwd=folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
+    _children.append(process)
+    deadline = time.monotonic() + START_S
+    while not is_live(run_path) and time.monotonic() < deadline:
+        if process.poll() is not None:
+            if process.returncode == 0:
+                return
+            said = log.read_bytes()[begin:].decode(errors="replace").strip()
+            raise UserError(said.removeprefix("error: ") or f"{run_path}: ended at once with code {process.returncode}")
+        time.sleep(0.02)
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(PYTHON_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"}
