@@ -1,4 +1,7 @@
-"""A plan server that answers at once, for tests of what asks it: `python fake_planner.py HOW LOG`."""
+"""A plan server that answers at once, for tests of what asks it: `python fake_planner.py HOW LOG`.
+
+HOW: `well` with forecasts of three values, `sample` with whole ones, `dies`, `dies once`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 how, log = sys.argv[1], Path(sys.argv[2])
 starts = len(log.read_text().splitlines()) if log.exists() else 0
@@ -21,6 +25,22 @@ def send(answer: object) -> None:
     print(json.dumps(answer), flush=True)
 
 
+def sample(request: dict[str, Any]) -> dict[str, Any]:
+    """Chunks beyond 4,096 tokens do not fit; twice the steps take twice the time."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "app"))
+    from sample_forecast import fitting, refused
+
+    recipe = request["recipe"]
+    made = refused() if (recipe["train"]["chunk_tokens"] or 0) > 4096 else fitting()
+    machine = request["machine"] or recipe["machine"] or "generic"
+    made |= {"recipe": recipe["name"], "steps": recipe["train"]["steps"]}
+    made["machine"] |= {"name": machine}
+    if made["fits"]:
+        made["run"] |= {"seconds": recipe["train"]["steps"] * made["step_s"]}
+        made["best_change"]["set"] = ["train.gradient_dtype=bfloat16"]
+    return made
+
+
 send({"ready": True})
 print("chatter that is no JSON", flush=True)
 for line in sys.stdin:
@@ -33,7 +53,13 @@ for line in sys.stdin:
     if recipe["train"]["steps"] == 13:
         send({"id": identity, "error": "train.steps: 13 is unlucky"})
         continue
-    forecast = {"fits": True, "recipe": recipe["name"], "steps": recipe["train"]["steps"]}
+    forecast: dict[str, Any] = {"fits": True, "recipe": recipe["name"], "steps": recipe["train"]["steps"]}
+    advice: dict[str, Any] = {"best_change": None}
+    if how == "sample":
+        forecast, advice = sample(request), {}
+    extra = {}
+    if request["from_scratch"]:
+        extra["recipe"] = recipe | {"model": recipe["model"] | {"path": None}}
     send({"id": identity - 1, "forecast": {"fits": False}, "done": True})
-    send({"id": identity, "forecast": forecast, "done": False})
-    send({"id": identity, "forecast": forecast | {"best_change": None}, "done": True})
+    send({"id": identity, "forecast": forecast, "done": False} | extra)
+    send({"id": identity, "forecast": forecast | advice, "done": True} | extra)

@@ -50,11 +50,12 @@ class PlanClient:
         root: Path,
         changed: Callable[[], None],
         *,
-        debounce_s: float = DEBOUNCE_S,
-        command: Sequence[str] = SERVER,
+        debounce_s: float | None = None,
+        command: Sequence[str] | None = None,
     ) -> None:
         self.state = PlanState()
-        self._root, self._changed, self._debounce_s, self._command = root, changed, debounce_s, command
+        self._root, self._changed, self._command = root, changed, command or SERVER
+        self._debounce_s = DEBOUNCE_S if debounce_s is None else debounce_s
         self._number = 0
         self._wanted: dict[str, Any] | None = None
         self._process: asyncio.subprocess.Process | None = None

@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from rich.style import Style
 from rich.text import Text
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
@@ -23,7 +23,11 @@ from app.machines import MachineInfo, machine_infos, profile_info
 from app.progress import bytes_text
 from storage.errors import UserError
 from tui.data.draft import Difference
+from tui.glyphs import Glyphs
 from tui.theme import style
+
+if TYPE_CHECKING:
+    from tui.app import PenstockApp
 
 _CONFIG_BYTES = 1 << 20
 """A config.json that is larger is none."""
@@ -34,8 +38,10 @@ class MachinePicker(ModalScreen[str | None]):
 
     DEFAULT_CSS = """
     MachinePicker .box { width: 96; }
-    MachinePicker OptionList { height: auto; max-height: 22; background: $surface; border: none; padding: 0; }
-    MachinePicker Input { width: 1fr; margin-bottom: 1; }
+    MachinePicker OptionList { height: auto; max-height: 60%; background: $surface; border: none; padding: 0; }
+    MachinePicker .box Input { width: 100%; margin-bottom: 1; }
+    MachinePicker #source { height: 4; margin-top: 1; color: $text-muted; }
+    MachinePicker.-tiny #source, MachinePicker.-short #source { height: 3; }
     """
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel"),
@@ -54,6 +60,7 @@ class MachinePicker(ModalScreen[str | None]):
             box.border_title = "plan for which machine"
             yield Input(placeholder="filter, or the file of a profile that `penstock probe --save` made", compact=True)
             yield OptionList(id="machines")
+            yield Static(id="source", markup=False)
             yield Label("enter chooses, esc leaves it as it is; a run always starts on this machine", classes="hint")
 
     def on_mount(self) -> None:
@@ -72,9 +79,14 @@ class MachinePicker(ModalScreen[str | None]):
 
     def _text(self, info: MachineInfo) -> Text:
         dark = self.app.current_theme.dark
-        text = Text(f"{info.title:<15}", style("accent" if info.name == self._current else "title", dark), no_wrap=True)
-        text.append(f" {info.text}\n", style("text", dark))
-        return text.append(f"{'':<15} {info.source}", style("dim", dark))
+        title = (f"{info.title:<15} ", style("accent" if info.name == self._current else "title", dark))
+        return Text.assemble(title, (info.text, style("text", dark)), no_wrap=True, overflow="ellipsis")
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        """Textual's hook: where that machine's figures come from."""
+        event.stop()
+        source = next((info.source for info in self._infos if (info.name or "this") == event.option.id), "")
+        self.query_one("#source", Static).update(source)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Textual's hook."""
@@ -108,6 +120,11 @@ class MachinePicker(ModalScreen[str | None]):
             machines.action_cursor_up()
 
 
+def glyphs_of(app: App[object]) -> Glyphs:
+    """The characters of the terminal."""
+    return cast("PenstockApp", app).glyphs
+
+
 def _searched(info: MachineInfo) -> str:
     return f"{info.title} {info.text} {info.source}".lower()
 
@@ -129,8 +146,10 @@ def model_mark(folder: Path) -> str:
 class _Tree(DirectoryTree):
     """Folders and files, those hidden left out, with what is known of each."""
 
-    def __init__(self, path: Path, *, folders_only: bool) -> None:
+    def __init__(self, path: Path, glyphs: Glyphs, *, folders_only: bool) -> None:
         super().__init__(path)
+        self.ICON_NODE, self.ICON_NODE_EXPANDED = ("▸ ", "▾ ") if glyphs.braille else ("+ ", "- ")
+        self.ICON_FILE = "  "
         self._folders_only = folders_only
         self._notes: dict[Path, str] = {}
 
@@ -165,7 +184,7 @@ class PathPicker(ModalScreen[str | None]):
     DEFAULT_CSS = """
     PathPicker .box { width: 90; height: 80%; }
     PathPicker _Tree { height: 1fr; background: $surface; margin-top: 1; padding: 0; }
-    PathPicker Input { width: 1fr; }
+    PathPicker .box Input { width: 100%; }
     """
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel"),
@@ -183,9 +202,9 @@ class PathPicker(ModalScreen[str | None]):
         with Vertical(classes="box") as box:
             box.border_title = self._title
             yield Input(self._value, placeholder="a path; empty for none", compact=True)
-            yield _Tree(first_folder(self._value, self._start), folders_only=self._folders_only)
-            text = "space chooses, enter opens, u goes up, tab to the text above, esc leaves it as it is"
-            yield Label(text, classes="hint")
+            start = first_folder(self._value, self._start)
+            yield _Tree(start, glyphs_of(self.app), folders_only=self._folders_only)
+            yield Label("space chooses, enter opens, u goes up, tab: the text, esc cancels", classes="hint")
 
     def on_mount(self) -> None:
         """Textual's hook."""
@@ -261,8 +280,8 @@ class ChangesDialog(ModalScreen[None]):
         name = max(len(item.key) for item in self._differences)
         lines = []
         for item in self._differences:
-            line = Text(f"{item.key:<{name}}  ", style("title", dark))
+            line = Text.assemble((f"{item.key:<{name}}  ", style("title", dark)))
             line.append(f"{item.before or 'none'}", style("dim", dark))
-            line.append(f" {getattr(self.app, 'glyphs').arrow} ", style("axis", dark))  # noqa: B009
+            line.append(f" {glyphs_of(self.app).arrow} ", style("axis", dark))
             lines.append(line.append(item.after or "none", style("good", dark)))
         return Text("\n").join(lines)

@@ -1,0 +1,254 @@
+"""The form alone: rows, editing in place, messages below them, the filter; and that a key redraws little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.app import App, ComposeResult
+from textual.widgets import Input, Static
+
+from app.recipe import fields, load_recipe
+from tui.data.draft import Draft
+from tui.glyphs import ASCII, UNICODE
+from tui.theme import THEMES
+from tui.widgets.form import FieldList, FieldRow, Form
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.py"
+
+
+class FormApp(App[None]):
+    """The form of quickstart."""
+
+    def __init__(self, glyphs: object = UNICODE) -> None:
+        super().__init__()
+        self.glyphs = glyphs
+        self.draft = Draft(load_recipe(QUICKSTART))
+        self.edited: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        yield Form(self.draft, id="form")
+
+    def on_mount(self) -> None:
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = "penstock-dark"
+
+    def on_form_edited(self, event: Form.Edited) -> None:
+        self.edited.append(event.key)
+
+    @property
+    def form(self) -> Form:
+        return self.query_one(Form)
+
+    def row(self, key: str) -> FieldRow:
+        return self.form.rows[key]
+
+
+def line(row: FieldRow) -> str:
+    return row.render().plain
+
+
+def on_screen(row: FieldRow) -> bool:
+    return bool(row.region.intersection(row.parent.region)) if row.parent is not None else False  # type: ignore[union-attr]
+
+
+async def test_every_field_has_a_row_with_its_value() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)):
+        assert [row.key for row in app.query(FieldRow)] == [item.key for item in fields()]
+        assert "steps" in line(app.row("train.steps"))
+        assert "84" in line(app.row("train.steps"))
+        assert "none" in line(app.row("model.path"))
+        assert "def read(self, path):\\n    " in line(app.row("after.sample_prompt"))
+        assert "on" in line(app.row("after.export"))
+
+
+async def test_the_hint_is_the_field_s_own_docstring() -> None:
+    app = FormApp()
+    async with app.run_test(size=(100, 40)) as pilot:
+        for item in fields():
+            hint = str(app.query_one("#hint", Static).render())
+            assert item.key in hint
+            assert item.help in hint
+            await pilot.press("down")
+
+
+async def test_moving_keeps_the_row_in_sight() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 20)) as pilot:
+        for key in ("end", "pageup", "up", "k", "j", "pagedown", "home", "down"):
+            await pilot.press(key)
+            await pilot.pause()
+            assert on_screen(app.form.current), key
+        assert app.form.current.key == "machine"
+        app.form.move_section(1)
+        assert app.form.current.key == "model.path"
+        app.form.move_section(-1)
+        app.form.move_section(-1)
+        assert app.form.current.key == "after.export"
+        await pilot.pause()
+        assert on_screen(app.form.current)
+
+
+async def test_typing_checks_at_once_and_the_message_stands_below() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        app.form.go("train.steps")
+        row = app.form.current
+        row.begin_edit()
+        await pilot.pause()
+        assert isinstance(app.focused, Input)
+        await pilot.press("0")  # the old text is selected
+        await pilot.pause()
+        assert row.error == "0 must be at least 1"
+        assert row.size.height == 2
+        assert "must be at least 1" in line(row)
+        await pilot.press("backspace", "2", "0")
+        await pilot.pause()
+        assert (row.error, row.size.height) == ("", 1)
+        assert app.draft.recipe is not None
+        assert app.draft.recipe.train.steps == 20
+        assert "was 84" in line(row)
+        await pilot.press("enter")
+        await pilot.pause()
+        assert not row.is_editing
+        assert isinstance(app.focused, FieldList)
+        assert app.form.current is row
+        assert set(app.edited) == {"train.steps"}
+
+
+async def test_escape_takes_back_and_arrows_take_over() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        app.form.go("train.steps")
+        app.form.current.begin_edit()
+        await pilot.press("9", "escape")
+        await pilot.pause()
+        assert app.draft.text("train.steps") == "84"
+        assert not app.row("train.steps").is_editing
+        app.form.current.begin_edit()
+        await pilot.press("9", "down")
+        await pilot.pause()
+        assert app.draft.text("train.steps") == "9"
+        assert app.form.current.key == "train.sequences_per_step"
+        assert not app.row("train.steps").is_editing
+        assert isinstance(app.focused, FieldList)
+
+
+async def test_what_does_not_go_together_stands_at_both_fields() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        app.form.set_text("model.num_kv_heads", "3")
+        await pilot.pause()
+        for key in ("model.num_heads", "model.num_kv_heads"):
+            assert "not a multiple" in app.row(key).error
+        app.form.go("model.num_kv_heads")
+        app.form.reset()
+        assert app.row("model.num_heads").error == ""
+
+
+async def test_choices_and_switches() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)):
+        app.form.go("train.lr_schedule")
+        assert "● cosine  ○ linear  ○ constant" in line(app.form.current)
+        app.form.cycle(1)
+        assert "● linear" in line(app.form.current)
+        app.form.go("after.export")
+        assert "● on" in line(app.form.current)
+        app.form.cycle(1)
+        assert "○ off" in line(app.form.current)
+        assert "linear  was cosine" in line(app.row("train.lr_schedule"))
+        app.form.go("train.steps")
+        app.form.cycle(1)
+        assert app.draft.text("train.steps") == "84"
+
+
+async def test_changes_are_marked_and_counted() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)):
+        app.form.set_text("train.lr", "2e-3")
+        app.form.set_text("train.steps", "20")
+        assert line(app.row("train.lr")).startswith("◆ lr")
+        assert "2 changed" in str(app.query_one("#section-train", Static).render())
+        app.form.go("train.lr")
+        app.form.reset()
+        assert line(app.row("train.lr")).startswith("  lr")
+
+
+async def test_the_filter() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        app.form.begin_filter()
+        await pilot.press(*"decay")
+        await pilot.pause()
+        shown = {row.key for row in app.query(FieldRow) if row.display}
+        assert {"train.weight_decay", "train.beta1"} <= shown
+        assert "train.steps" not in shown
+        assert not app.query_one("#section-model").display
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.form.current.key in shown
+        await pilot.press("down", "up", "end")
+        assert app.form.current.key in shown
+        app.form.end_filter()
+        assert all(row.display for row in app.query(FieldRow))
+        app.form.begin_filter()
+        await pilot.press(*"zzzz", "enter")
+        app.form.move(1)
+        app.form.move_section(1)
+        app.form.end_filter()
+
+
+async def test_a_long_value_is_cut_and_edited_whole() -> None:
+    app = FormApp()
+    async with app.run_test(size=(60, 30)) as pilot:
+        app.form.set_text("data.path", "/a/very/long/path" * 9)
+        assert line(app.row("data.path")).count("…") == 1
+        app.form.go("data.path")
+        app.form.current.begin_edit()
+        await pilot.pause()
+        entry = app.focused
+        assert isinstance(entry, Input)
+        assert entry.value == "/a/very/long/path" * 9
+
+
+async def test_a_key_redraws_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        drawn: list[str] = []
+        render = FieldRow.render
+        monkeypatch.setattr(FieldRow, "render", lambda row: drawn.append(row.key) or render(row))  # type: ignore[func-returns-value]
+        await pilot.press("down")
+        await pilot.pause()
+        assert set(drawn) == {"name", "machine"}
+        drawn.clear()
+        app.form.set_text("train.lr", "2e-3")
+        await pilot.pause()
+        assert set(drawn) <= {"train.lr"}
+
+
+async def test_clicks() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        await pilot.click(app.row("model.num_layers"))
+        assert app.form.current.key == "model.num_layers"
+        await pilot.click(app.row("model.num_layers"), times=2)
+        await pilot.pause()
+        assert app.row("model.num_layers").is_editing
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+async def test_any_size(glyphs: object) -> None:
+    app = FormApp(glyphs)
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.form.set_text("train.steps", "x")
+        for size in ((20, 5), (200, 60), (1, 1), (80, 24)):
+            await pilot.resize_terminal(*size)
+            for key in ("end", "home", "pagedown"):
+                await pilot.press(key)
+            app.form.current.begin_edit()
+            await pilot.press("1", "escape")
+        if glyphs is ASCII:
+            assert all(line(row).isascii() for row in app.query(FieldRow))
