@@ -385,17 +385,22 @@ class LaneView(LineWidget, can_focus=True):
         view = self.view
         return max(view.lanes, key=lambda lane: view.busy_s(lane, *self._window))
 
-    def _span_near(self, lane: str, time_s: float) -> Span | None:
-        """The lane's span at a moment, or the nearest."""
+    def _span_near(self, lane: str, time_s: float, by: int = 0) -> Span | None:
+        """The lane's span at a moment, or else the next one (`by` 1), the one before (-1), or the nearest."""
         view = self.view
         rows = view.rows_at(lane, time_s)
+        if len(rows):
+            return view.span(int(rows[0]))
+        rows = view.rows_of(lane)
         if not len(rows):
-            rows = view.rows_of(lane)
-            if not len(rows):
-                return None
+            return None
+        following = int(np.searchsorted(view.start_s[rows], time_s))
+        if by == 0:
             away = np.minimum(np.abs(view.start_s[rows] - time_s), np.abs(view.end_s[rows] - time_s))
-            rows = rows[[int(away.argmin())]]
-        return view.span(int(rows[0]))
+            following = int(away.argmin())
+        elif by < 0:
+            following -= 1
+        return view.span(int(rows[min(max(following, 0), len(rows) - 1)]))
 
     def _move_span(self, by: int) -> None:
         view = self.view
@@ -408,7 +413,7 @@ class LaneView(LineWidget, can_focus=True):
             return
         row = self.row_of_selected()
         if row is None or self.selected is None or self.selected.lane != self._lane:
-            span = self._span_near(self._lane, self._entry_s(by) if self._cursor_s is None else self._cursor_s)
+            span = self._span_near(self._lane, self._entry_s(by) if self._cursor_s is None else self._cursor_s, by)
             assert span is not None
             self.select(span)
             return
