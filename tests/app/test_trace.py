@@ -75,3 +75,28 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none/trace\.json: cannot be written"):
         write_trace(tmp_path, tmp_path / "none" / "trace.json")
     assert [path.name for path in tmp_path.iterdir()] == ["spans.jsonl"]
+
+
+def test_single_steps(tmp_path: Path) -> None:
+    """Steps 1 to 4 of 2 s each, 3 done twice; a long op of step 1 reaches into step 2."""
+    spans = []
+    for step, start in ((1, 0.0), (2, 2.0), (3, 4.0), (3, 6.0), (4, 8.0)):
+        spans.append(Span("compute", "forward", "layers.0", 0, start, start + 1, 0, step))
+        spans.append(Span("optimizer", "clip", "all", -1, start + 1, start + 2, 0, step))
+    spans.insert(4, Span("nvme_write", "commit", "all", -1, 1.5, 3.5, 0, 1))
+    lines = [json.dumps(span._asdict()) + "\n" for span in spans]
+    (tmp_path / "spans.jsonl").write_text("".join(lines))
+
+    def starts(*steps: int, extent: tuple[int, int] | None = None) -> list[float]:
+        write_trace(tmp_path, tmp_path / "t.json", (steps[0], steps[-1]), extent)
+        events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+        return [event["ts"] / 1e6 for event in events if event["ph"] == "X"]
+
+    assert starts(1) == [0.0, 1.0, 1.5]
+    assert starts(2) == [2.0, 3.0, 1.5]
+    assert starts(3) == [6.0, 7.0]
+    assert starts(3, 4) == [6.0, 7.0, 8.0, 9.0]
+    sizes = [len(line) for line in lines]
+    assert starts(2, extent=(sum(sizes[:1]), sum(sizes[:7]))) == [2.0, 3.0, 1.5]
+    with pytest.raises(UserError, match="do not hold the end of step 5"):
+        starts(5)
