@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.rundir import RunDir, is_live
+from app.rundir import RunDir, is_live, read_object
 from storage.disk import atomic_write
 from storage.errors import UserError
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from storage.checkpoints import CheckpointInfo
 
 _POLL_S = 0.1
+_MANIFEST_BYTES = 1 << 28
+"""A manifest takes some 20 bytes for each chunk file."""
 
 
 class CheckpointRequests:
@@ -136,10 +138,8 @@ def committed_step(run_path: Path) -> int | None:
 
 def _step_of(manifest: Path) -> int | None:
     """Without checking the checksum, which takes a library that loads slowly: for showing only."""
-    try:
-        step = json.loads(manifest.read_bytes())["meta"]["step"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    meta = (read_object(manifest, _MANIFEST_BYTES) or {}).get("meta")
+    step = meta.get("step") if isinstance(meta, dict) else None
     return step if isinstance(step, int) else None
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from app.rundir import is_live, read_info, read_status
+from app.rundir import is_live, read_info, read_object, read_status
 from engine.events import Want
 from storage.disk import atomic_write
 from storage.errors import UserError
@@ -25,11 +25,7 @@ def ask(run_path: Path, want: Want) -> None:
 
 def wanted(run_path: Path) -> Want:
     """What was asked for last; to run where nothing was, or nothing that makes sense."""
-    try:
-        content = json.loads((run_path / FILE_NAME).read_bytes())
-    except (OSError, ValueError):
-        return "run"
-    want = content.get("want") if isinstance(content, dict) else None
+    want = (read_object(run_path / FILE_NAME) or {}).get("want")
     return want if want in ("pause", "stop") else "run"
 
 

@@ -205,7 +205,7 @@ def from_json(text: str, where: str = "recipe.json") -> Recipe:
     """The recipe of `to_json`'s text. Raises UserError naming `where` for broken JSON or a wrong field."""
     try:
         tree = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{where}: must hold one JSON object")

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -34,6 +35,8 @@ LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 """What may be in the directory of a run that has not begun."""
 
 _TAIL_BYTES = 1 << 16
+_OBJECT_BYTES = 1 << 20
+"""Far more than the small files of a run hold."""
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -45,11 +48,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if not isinstance(value, dict):
+            value = _object(line)
+            if value is None:
                 raise UserError(f"{path}, line {number}: not a JSON object; the file is damaged")
             yield value
 
@@ -73,12 +73,27 @@ def _backwards(path: Path, tail_bytes: int) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in reversed(lines[1 if start else 0 : -1]):  # the first may be cut, the last is torn or empty
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
+        value = _object(line)
+        if value is not None:
             yield value
+
+
+def read_object(path: Path, most_bytes: int = _OBJECT_BYTES) -> dict[str, Any] | None:
+    """The JSON object that a file holds; None where it is missing, unreadable, of more bytes, or anything else."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except (OSError, ValueError):
+        return None
+    return _object(content) if len(content) <= most_bytes else None
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def spans_text(spans: Iterable[Span], offset_s: float = 0.0, offset_id: int = 0) -> str:
@@ -231,9 +246,12 @@ def read_recipe(path: Path) -> Recipe:
     """The resolved recipe of a run directory. Raises UserError when there is none."""
     file = path / "recipe.json"
     try:
-        return from_json(file.read_text(encoding="utf-8"), str(file))
+        text = file.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: not a run directory, it has no recipe.json; `penstock runs` lists them") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    return from_json(text, str(file))
 
 
 def find_run(run: str, root: Path = Path("runs")) -> Path:
@@ -291,11 +309,7 @@ def read_info(path: Path) -> RunInfo:
 
 def read_status(path: Path) -> dict[str, Any]:
     """The content of status.json; {} where it is missing or damaged."""
-    try:
-        status = json.loads((path / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    return read_object(path / "status.json") or {}
 
 
 def state_of(path: Path, status: dict[str, Any], now: float) -> str:
@@ -325,7 +339,18 @@ def _number(values: dict[str, Any] | None, key: str) -> float | None:
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:
     """The runs below `root`, oldest first; [] when there is no such folder."""
-    if not root.is_dir():
+    try:
+        recipes = [path / "recipe.json" for path in root.iterdir()]
+    except OSError:
         return []
-    paths = [path for path in root.iterdir() if (path / "recipe.json").is_file()]
-    return [read_info(path) for path in sorted(paths, key=lambda path: (path / "recipe.json").stat().st_mtime_ns)]
+    ages = {file: age for file in recipes if (age := _made_ns(file)) is not None}
+    return [read_info(file.parent) for file in sorted(ages, key=ages.__getitem__)]
+
+
+def _made_ns(file: Path) -> int | None:
+    """When a file was last written; None where it is missing, or goes missing."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None

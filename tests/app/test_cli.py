@@ -108,6 +108,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "lanes",
         "drives",
         "gpu_memory",
+        "validation_loss",
     }
     found = status(run)
     assert set(found) == {"state", "pid", "host", "started", "step", "total_steps", "clock_s", "heartbeat"}

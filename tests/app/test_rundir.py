@@ -178,6 +178,19 @@ def test_a_foreign_status_breaks_nothing(tmp_path: Path, status: dict[str, objec
     assert (info.step, info.total_steps, info.loss, info.tokens_per_s, info.heartbeat) == (0, 0, None, None, None)
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 100_000, b"\xff\xfe", b'{"a": ' * 50_000, b'"' + b"x" * (2 << 20) + b'"']
+)
+def test_what_is_no_small_json_object_is_no_status(tmp_path: Path, content: bytes) -> None:
+    for name in ("status.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes(content + b"\n")
+    assert read_info(tmp_path)[:7] == (tmp_path.name, tmp_path, "unknown", 0, 0, None, None)
+    (tmp_path / "recipe.json").write_bytes(content)
+    assert len(list_runs(tmp_path.parent)) == 1
+    with pytest.raises(UserError, match=r"recipe\.json"):
+        read_recipe(tmp_path)
+
+
 def test_a_silent_run_is_stale_and_another_hosts_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     now = 1000.0
     for age, host, lock, state in [
