@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from engine.costs import Calibration, Costs, representatives
 from engine.machine import Machine
-from engine.plan import BufferPlan, Chunk, Plan
+from engine.plan import HIDDEN_SLOTS, BufferPlan, Chunk, Plan
 from engine.schedule import ScheduleBuilder
 from engine.simulate import Clocks, Simulation, simulate
 
@@ -74,7 +74,8 @@ def estimate_score(
     if full or num_ops(plan) <= FULL_OPS:
         costs = Costs(plan, machine, calibration, documents)
     else:
-        runs, small, joined, costs = _small(plan, machine, calibration, documents)
+        # Where all chunks' hidden states fit their slots, none crosses the link.
+        runs, small, joined, costs = _small(plan, machine, calibration, documents, more_than=HIDDEN_SLOTS)
     clocks = Clocks(machine)
     clocks.run([op for ops in ScheduleBuilder(small).score(1, 1, documents=joined) for op in ops], costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
@@ -83,12 +84,21 @@ def estimate_score(
 
 
 def _small(
-    plan: Plan, machine: Machine, calibration: Calibration | None, documents: Sequence[Sequence[int]] | None
+    plan: Plan,
+    machine: Machine,
+    calibration: Calibration | None,
+    documents: Sequence[Sequence[int]] | None,
+    more_than: int = 0,
 ) -> tuple[list[_Run], Plan, list[list[int]], Costs]:
-    """The plan with a few layers of each run, chunks and parts; its documents, and what its ops cost."""
+    """The plan with a few layers of each run, chunks and parts; its documents, and what its ops cost.
+
+    It has `more_than` so many chunks if the plan has.
+    """
     runs = _runs(plan)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
     times = -(-len(plan.chunks) // MOST_CHUNKS)
+    while times > 1 and len(_few_chunks(shallow, times).chunks) <= more_than:
+        times -= 1
     small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, documents, times)
     merged = round(len(plan.chunks) / len(small.chunks))
     return runs, small, joined, Costs(small, machine, calibration, joined, merged=merged)

@@ -21,8 +21,9 @@ from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, 
 recipe = Recipe(
     name="tiny",
     model=ModelConfig(num_layers=3, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
-    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
-    train=TrainConfig(steps=30, chunk_tokens=24, lr=1e-2, compile="off"),
+    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64,
+                    validation_documents=1),
+    train=TrainConfig(steps=30, chunk_tokens=24, lr=1e-2, compile="off", validate_every=5, validation_sequences=3),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
     storage=StorageConfig(chunk_bytes="64KiB", checkpoint_every=5),
     after=AfterConfig(export=True, sample_prompt="def ", sample_tokens=8),
@@ -64,6 +65,12 @@ def losses(run_path: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
+def validations(run_path: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run_path / "validation.jsonl").read_text().splitlines()]
+    assert all(set(line) == {"step", "loss", "tokens", "seconds", "time"} for line in lines)
+    return [(line["step"], line["loss"]) for line in lines]
+
+
 @pytest.fixture(scope="module")
 def whole_run(folder: Path) -> tuple[Path, str]:
     return folder / "whole", run(folder, "train", "tiny.py", "--run-dir", "whole")
@@ -86,6 +93,15 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
         assert 0 < summary["tiers"][tier]["peak_bytes"] <= summary["tiers"][tier]["budget_bytes"]
     assert set(summary["lanes"]) == {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
     assert summary["last_loss"] < summary["first_loss"]
+    measured = validations(path)
+    assert [step for step, _ in measured] == [5, 10, 15, 20, 25, 30]
+    last, best = measured[-1][1], min(loss for _, loss in measured)
+    assert summary["validation_loss"] == {"last": last, "best": best, "best_step": {v: k for k, v in measured}[best]}
+    assert last < measured[0][1]
+    assert f"step 30: validation loss {last:.4f}" in out
+    plan = json.loads((path / "plan.json").read_text())["run"]
+    assert plan["validations"] == 6
+    assert plan["validation_s"] > 0
     spans = [json.loads(line) for line in (path / "spans.jsonl").read_text().splitlines()]
     for lane, figures in summary["lanes"].items():
         own = [span for span in spans if span["lane"] == lane]
@@ -113,6 +129,7 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(whole_run: tuple[Pa
     assert 0 < len(losses(again)) < 30
     run(path.parent, "resume", "again")
     assert losses(again) == losses(path)
+    assert validations(again) == validations(path)
     assert (again / "export" / "model.safetensors").read_bytes() == (path / "export" / "model.safetensors").read_bytes()
 
 

@@ -80,6 +80,24 @@ def test_json_has_everything(small: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {"best_change", "compute_bound_tokens", "reasons", "mfu", "hfu", "model"} <= found.keys()
 
 
+def test_validations_count(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*settings: str) -> dict[str, Any]:
+        given = [word for setting in settings for word in ("--set", setting)]
+        return dict(planned(capsys, str(small), *given)[1]["run"])
+
+    without, held = run(), "data.validation_documents=3"
+    assert without["validations"] == without["validation_s"] == 0
+    assert run(held)["seconds"] == without["seconds"]
+    some = run(held, "train.validate_every=30")
+    more = run(held, "train.validate_every=30", "train.validation_sequences=6")  # a step has two
+    assert some["validations"] == more["validations"] == 4, "after steps 30, 60, 90 and 100"
+    assert 0 < some["validation_s"] < without["seconds"] / 100
+    assert more["validation_s"] == pytest.approx(3 * some["validation_s"])
+    assert some["seconds"] == pytest.approx(without["seconds"] + 4 * some["validation_s"])
+    assert main(["plan", str(small), "--set", held, "--set", "train.validate_every=30"]) == 0
+    assert "4 validations of" in capsys.readouterr().out
+
+
 def test_the_screen_and_the_trace(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     assert main(["plan", str(small), "--trace", str(trace)]) == 0

@@ -12,7 +12,7 @@ from cli_process import wait_until
 import app.run_log
 from app.run_log import RunLog, continue_spans
 from app.rundir import read_jsonl
-from engine.events import Progress, Span, StepMetrics, UnderWay
+from engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 from storage.errors import UserError
 
 
@@ -208,6 +208,40 @@ def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: P
         (3, 4.0, 5.0),
         (4, 5.0, 6.0),
     ]
+
+
+def validation(step: int, loss: float) -> ValidationMetrics:
+    return ValidationMetrics(step=step, loss=loss, tokens=11, seconds=0.5, time=1234.5)
+
+
+@pytest.mark.parametrize(("resumed_at", "again"), [(2, True), (2, False), (1, False)])
+def test_validations_have_a_file_of_their_own_that_a_resumed_run_replaces(
+    tmp_path: Path, resumed_at: int, again: bool
+) -> None:
+    log = RunLog(tmp_path, total_steps=9)
+    for step in (1, 2, 3, 4):
+        log.step(metrics(step, loss=10.0))
+        if step % 2 == 0:
+            log.validation(validation(step, 10.0 if step < 4 else float("nan")))
+    log.close("failed")
+    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5}
+    assert lines(tmp_path / "validation.jsonl") == [{"step": 2, "loss": 10.0} | rest, {"step": 4, "loss": None} | rest]
+    with (tmp_path / "validation.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    log = RunLog(tmp_path, total_steps=9, step=resumed_at)
+    if again:
+        log.validation(validation(resumed_at, 20.0))
+    for step in range(resumed_at + 1, 5):
+        log.step(metrics(step, loss=20.0))
+        if step % 2 == 0:
+            log.validation(validation(step, 20.0))
+    log.close("finished")
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "validation.jsonl")] == [
+        (2, 20.0 if again or resumed_at < 2 else 10.0),
+        (4, 20.0),
+    ]
+    found = [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")]
+    assert found == [(step, 10.0 if step <= resumed_at else 20.0) for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 1, 65535, 65536, 65537, 200_000])

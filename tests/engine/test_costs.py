@@ -132,6 +132,26 @@ def test_embedding_and_head() -> None:
     assert seconds(an_op("head", block="head")) == pytest.approx(expected)
 
 
+def test_a_forward_that_nothing_follows() -> None:
+    score = an_op("layer_score", batch=1)
+    assert seconds(score) == seconds(an_op("layer_forward"))
+    assert seconds(an_op("embed_score", block="embed")) == seconds(an_op("embed_forward", block="embed"))
+    # The head's products once, not three times, and no gradients.
+    moved = 12 * 512 * 64 + 2 * HIDDEN_BYTES
+    expected = LAUNCH + 64 * 2 * 16_384 / 1e9 + moved / 1e8
+    assert seconds(an_op("head_score", block="head")) == pytest.approx(expected)
+    assert seconds(an_op("score", "optimizer")) == CLIP_S
+    # Measured are the step's own ops.
+    for flags in ((), ("kept",)):
+        kind = "+".join(("layers.0 layer_forward", *flags))
+        calibration = Calibration(samples={kind: (Sample(tokens=64, pairs=2_080, seconds=0.5),)})
+        assert seconds(score, calibration=calibration) == pytest.approx(0.5, rel=1e-3)
+    head = Calibration(
+        samples={"head head": (Sample(tokens=64, pairs=0, seconds=7 * seconds(an_op("head", block="head"))),)}
+    )
+    assert seconds(an_op("head_score", block="head"), calibration=head) == pytest.approx(7 * expected)
+
+
 def test_updates_and_norms() -> None:
     # Parts of 4,096 parameters, at 10^6 a second.
     assert seconds(an_op("update", "optimizer")) == pytest.approx(COPY_S + 4_096 / 1e6)
@@ -211,4 +231,7 @@ def test_blocks_that_compute_the_same_share_a_representative() -> None:
 def test_every_op_of_a_schedule_takes_time() -> None:
     for plan in (a_plan(), a_plan(streamed=True), a_plan(gpu_budget=1, ram_budget=1)):
         costs = Costs(plan, ROUND)
-        assert all(0 < costs.seconds(op) < 10 for op in ScheduleBuilder(plan).step(1))
+        builder = ScheduleBuilder(plan)
+        assert all(0 < costs.seconds(op) < 10 for op in builder.step(1))
+        for ops in builder.score(1, 1, documents=plan.row_documents):
+            assert all(0 < costs.seconds(op) < 10 for op in ops)

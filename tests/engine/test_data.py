@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from engine import corpus as corpus_module
 from engine.config import DataConfig
 from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus, read_pieces
-from engine.data import IGNORE_LABEL, DataLoader, MicroBatch
+from engine.data import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
 from engine.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from storage.errors import UserError
 
@@ -284,3 +284,79 @@ def test_seek_continues_exactly(tmp_path):
     other = make_corpus(tmp_path / "two", unique_documents([5, 6]))
     with pytest.raises(UserError, match="not the tokens that the run was trained on"):
         DataLoader(other, vocab_size=99, sequence_length=7, sequences_per_step=1, seed=3).seek(cursors[0])
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), alone=st.booleans(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_factory, lengths, alone, data):
+    length, rows, per_pass = data.draw(st.integers(4, 16)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    held_out, seed = data.draw(st.integers(1, len(lengths) - 1)), data.draw(st.integers(0, 3))
+    documents = unique_documents(lengths)
+    corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents)
+    train, validation = split_documents(len(lengths), held_out, seed)
+    assert len(validation) == held_out
+    assert sorted([*train, *validation]) == list(range(len(lengths)))
+
+    def loader(chosen: object, endless: bool) -> DataLoader:
+        return DataLoader(
+            corpus,
+            vocab_size=10_000,
+            sequence_length=length,
+            sequences_per_step=rows * per_pass,
+            sequences_per_micro_batch=rows,
+            seed=seed,
+            one_document_per_row=alone,
+            documents=chosen,
+            endless=endless,
+        )
+
+    trained = loader(train, True)
+    seen = {int(t) for _ in range(20) for batch in trained.next_step() for t in batch.ids} - {0}
+    assert seen <= {token for index in train for token in documents[index]}
+    targets = sorted(token for index in validation for token in documents[index][1:])
+    most = data.draw(st.integers(1, 60))
+    if not targets:
+        with pytest.raises(UserError, match=r"data\.validation_documents: .* no token that follows another"):
+            ValidationSet(loader(validation, False), num_documents=held_out, most=most, per_pass=per_pass)
+        return
+    try:
+        chosen = ValidationSet(loader(validation, False), num_documents=held_out, most=most, per_pass=per_pass)
+    except UserError:
+        assert most * rows * length < sum(map(len, documents))
+        return
+    passes = [list(chosen.passes()) for _ in range(2)]
+    assert [len(p) for p in passes[0][:-1]] == [per_pass] * (len(passes[0]) - 1)
+    batches = [batch for p in passes[0] for batch in p]
+    assert len(batches) <= most
+    found = sorted(int(label) for batch in batches for label in batch.labels if label != IGNORE_LABEL)
+    assert len(found) == chosen.num_targets == sum(batch.num_targets for batch in batches)
+    assert set(found) <= set(targets)
+    assert len(set(found)) == len(found), "each once"
+    for batch in batches:
+        assert set(range(0, rows * length, length)) <= set(batch.documents)
+        for start, stop in rows_of(batch):
+            assert batch.positions[start:stop].tolist() == list(range(stop - start))
+    for one, other in zip(batches, [batch for p in passes[1] for batch in p], strict=True):
+        assert torch.equal(one.ids, other.ids)
+        assert torch.equal(one.labels, other.labels)
+
+
+def test_a_loader_that_holds_nothing_out_is_the_one_of_before(tmp_path):
+    """The rows of a seed were written down before documents could be held out."""
+    corpus = make_corpus(tmp_path, unique_documents([5, 17, 1, 9, 30]))
+    loader = DataLoader(corpus, vocab_size=99, sequence_length=7, sequences_per_step=2, seed=3)
+    rows = [batch.ids.tolist() for _ in range(2) for batch in loader.next_step()]
+    assert rows == [
+        [1, 2, 3, 4, 5, 23, 47],
+        [48, 49, 50, 51, 52, 53, 33],
+        [34, 35, 36, 37, 38, 39, 6],
+        [7, 8, 9, 10, 11, 12, 54],
+    ]
+
+
+def test_what_is_held_out_depends_on_the_seed_alone():
+    held_out = [tuple(split_documents(100, count, seed)[1]) for seed in (0, 1) for count in (5, 10)]
+    assert len(set(held_out)) == 4
+    assert set(held_out[0]) <= set(held_out[1]), "more documents are these and others"
+    with pytest.raises(UserError, match=r"data\.validation_documents: 4, but the corpus has 4 documents"):
+        split_documents(4, 4, 0)

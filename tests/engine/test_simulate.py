@@ -17,7 +17,7 @@ from engine.events import Span
 from engine.machine import Machine
 from engine.ops import LANES, Lane, Op
 from engine.plan import Choice, Plan
-from engine.reduce import FULL_OPS, estimate, num_ops
+from engine.reduce import FULL_OPS, estimate, estimate_score, num_ops
 from engine.schedule import ScheduleBuilder, stays_aside
 from engine.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
 
@@ -138,7 +138,11 @@ def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
 @given(planned(), machines())
 def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, machine: Machine) -> None:
     builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
-    steps = [builder.step(1), builder.step(2, commit_previous=True), builder.finish(commit=True)]
+    steps = [builder.step(1), builder.step(2, commit_previous=True)]
+    for number in (1, 2):
+        passes = builder.score(2, number, documents=plan.row_documents[:number], commit_previous=number == 1)
+        steps.append([op for ops in passes for op in ops])
+    steps += [builder.step(3), builder.finish(commit=True)]
     for ops in steps:
         clocks.run(ops, costs, from_s=max(clocks.done_at.values(), default=0.0))
     every = [op for ops in steps for op in ops]
@@ -230,3 +234,6 @@ def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     for lane in LANES:
         assert short.busy_s[lane] == pytest.approx(whole.busy_s[lane], rel=0.1, abs=0.1 * whole.step_s)
         assert short.bytes[lane] == pytest.approx(whole.bytes[lane], rel=0.1, abs=0.01 * max(whole.bytes.values()))
+    score_s = estimate_score(plan, machine, full=True)
+    assert estimate_score(plan, machine) == pytest.approx(score_s, rel=0.1)
+    assert score_s < 0.7 * whole.step_s
