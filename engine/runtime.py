@@ -331,7 +331,7 @@ class Runtime:
 
     def _op_score(self, op: Op) -> None:
         data = self._scored[op.batch]
-        data.total_loss = float(self._scores[: len(data.chunks)].sum())
+        data.total_loss = float(self._scores.cpu()[: len(data.chunks)].sum())
 
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""

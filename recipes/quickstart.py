@@ -25,7 +25,7 @@ recipe = Recipe(
         head_dim=64,
         tie_embeddings=False,
     ),
-    data=DataConfig(source="python_stdlib", tokenizer_vocab_size=4096, sequence_length=4096),
+    data=DataConfig(source="python_stdlib", tokenizer_vocab_size=4096, sequence_length=4096, validation_documents=16),
     train=TrainConfig(
         steps=84,
         sequences_per_step=1,
@@ -35,6 +35,8 @@ recipe = Recipe(
         lr_schedule="cosine",
         clip_norm=1.0,
         compute_dtype="bfloat16",
+        validate_every=28,
+        validation_sequences=4,
     ),
     budgets=BudgetConfig(gpu="256MiB", ram="224MiB", nvme="2GiB"),
     storage=StorageConfig(chunk_bytes="4MiB", checkpoint_every=30),
