@@ -55,7 +55,8 @@ class RunData:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
-        self._clock = clock
+        self.clock = clock
+        """Unix seconds now."""
         self.exists = True
         self.state = "unknown"
         """One of STATES as of the last poll, or `unknown`."""
@@ -102,7 +103,7 @@ class RunData:
     def silent_s(self) -> float | None:
         """Seconds since the process last wrote its status."""
         heartbeat = number(self.status, "heartbeat")
-        return None if heartbeat is None else max(0.0, self._clock() - heartbeat)
+        return None if heartbeat is None else max(0.0, self.clock() - heartbeat)
 
     @property
     def is_live(self) -> bool:
@@ -155,7 +156,7 @@ class RunData:
         total = self.total_steps
         if total is None or self.state not in ("running", "paused", "stale"):
             return None
-        now = self._clock() if self.state == "running" else None
+        now = self.clock() if self.state == "running" else None
         return self.metrics.eta_s(total, number(self.status, "started"), now)
 
     def blocks(self) -> list[BlockPlace]:
@@ -229,7 +230,7 @@ class RunData:
         if not self.exists:
             self.state = "gone"
             return
-        state = state_of(self.path, self.status, self._clock())
+        state = state_of(self.path, self.status, self.clock())
         self.state = state if state in STATES else "unknown"
 
     def _read_checkpoints(self) -> set[str]:

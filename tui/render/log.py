@@ -56,7 +56,8 @@ def _wrapped(line: LogLine, width: int) -> list[Row]:
 def _pieces(text: str, space: int) -> list[str]:
     if cell_len(text) <= space:
         return [text]
-    pieces = textwrap.wrap(text[: space * _MOST_ROWS], space, drop_whitespace=False, replace_whitespace=False)
+    indent = text[: len(text) - len(text.lstrip())]
+    pieces = textwrap.wrap(text[: space * _MOST_ROWS], space, replace_whitespace=False, initial_indent=indent[:space])
     return pieces if all(cell_len(piece) <= space for piece in pieces) else textwrap.wrap(text, max(1, space // 2))
 
 

@@ -60,16 +60,18 @@ class RunScreen(PenstockScreen):
     RunScreen #body { height: 1fr; }
     RunScreen #main { width: 1fr; height: 1fr; }
     RunScreen #side { height: 1fr; }
+    RunScreen Footer { scrollbar-size-horizontal: 0; }
     RunScreen #filter { height: 1; border: none; padding: 0 1; background: $panel; display: none; }
     """
 
     def __init__(self, run_path: Path) -> None:
         super().__init__()
-        self.data = RunData(run_path, lambda: self.penstock.clock())
+        self.data = RunData(run_path)
         self.frozen = False
         self.maximised: str | None = None
         """The pane that has the screen for itself."""
         self._ticked_at = 0.0
+        self._draws_blocks = True
         self._offered: dict[str, bool] = {}
 
     def compose(self) -> ComposeResult:
@@ -90,6 +92,7 @@ class RunScreen(PenstockScreen):
 
     def on_mount(self) -> None:
         """Textual's hook."""
+        self.data.clock = self.penstock.clock
         for number, name in enumerate(PANES, start=1):
             self.pane(name).border_title = f"{number} {name}"
         self._arrange()
@@ -148,6 +151,7 @@ class RunScreen(PenstockScreen):
             pane = self.pane(name)
             pane.display = shown[name]
             pane.styles.height = "1fr" if name == self.maximised else heights[name]
+        self._draws_blocks = shown["blocks"]
         side = self.query_one("#side")
         main = self.query_one("#main")
         side.display = shown["tiers"] or shown["blocks"] or shown["plan"]
@@ -170,7 +174,7 @@ class RunScreen(PenstockScreen):
             changed.add("tick")
         if not changed and not self.data.now:
             return None
-        wanted = changed & {"spans", "plan", "status"} and self.pane("blocks").display
+        wanted = changed & {"spans", "plan", "status"} and self._draws_blocks
         return _Update(changed, self.data.blocks() if wanted else None)
 
     def _show(self, update: _Update) -> None:
@@ -233,7 +237,9 @@ class RunScreen(PenstockScreen):
             "pause": state == "running",
             "resume": state in ("paused", "stopped", "failed", "crashed"),
             "stop": live,
-            "export": self.data.step > 0 and (state in ("running", "paused") or self.data.committed_step is not None),
+            "export": self.data.exists
+            and self.data.step > 0
+            and (state in ("running", "paused") or self.data.committed_step is not None),
             "timeline": self.data.exists,
         }.get(action, True)
 
@@ -438,21 +444,21 @@ class RunScreen(PenstockScreen):
             await self._in_thread(_resume, self.data.path)
 
     async def _command(self, args: list[str]) -> None:
-        await self._in_thread(_command, args)
+        await self._in_thread(_command, args, self.penstock.root)
 
-    async def _in_thread(self, function: Callable[[Any], tuple[bool, str]], argument: Any) -> None:
-        fine, text = await asyncio.to_thread(function, argument)
+    async def _in_thread(self, function: Callable[..., tuple[bool, str]], *arguments: Any) -> None:
+        fine, text = await asyncio.to_thread(function, *arguments)
         if text:
             self.notify(text, severity="information" if fine else "error", timeout=6 if fine else 20, markup=False)
 
 
-def _command(args: list[str]) -> tuple[bool, str]:
+def _command(args: list[str], root: Path) -> tuple[bool, str]:
     """Run a command of the command line; whether it went well, and what it said at its end."""
     from app.launcher import command
     from storage.errors import UserError
 
     try:
-        result = command(args)
+        result = command(args, root)
     except (UserError, OSError) as error:
         return False, str(error)
     lines = [line for line in result.output.strip().splitlines() if line.strip()]

@@ -1,0 +1,358 @@
+"""The run screen on real runs, finished, crashed and live: every key, every action, any size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import real_runs
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from app.rundir import is_live
+from tui.actions import ACTIONS
+from tui.app import PenstockApp
+from tui.glyphs import ASCII
+from tui.render import plain
+from tui.screens.run import PANES, RunScreen
+from tui.screens.timeline import TimelineScreen
+from tui.widgets.kpi_bar import AlertBar, KpiBar
+from tui.widgets.lines import LineWidget
+
+SIZES = [(20, 5), (80, 24), (120, 36), (200, 60), (1, 1), (100, 20), (60, 50)]
+
+
+@asynccontextmanager
+async def opened(run: Path, size: tuple[int, int] = (120, 36), **more: Any) -> AsyncIterator[tuple[Any, RunScreen]]:
+    """The screen on a run, with all that is there read and drawn."""
+    app = PenstockApp(run.parent.parent, run=run, **more)
+    async with app.run_test(size=size) as pilot:
+        await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
+        screen = cast("RunScreen", app.screen)
+        await real_runs.until(lambda: not screen.data.behind and screen.data.state != "unknown", pilot.pause)
+        await pilot.pause(0.3)
+        yield pilot, screen
+
+
+def drawn(widget: LineWidget) -> str:
+    """What a widget shows, as text."""
+    return plain(widget.rows(max(1, widget.size.width), max(1, widget.size.height)))
+
+
+def kpi(screen: RunScreen) -> str:
+    return drawn(screen.query_one(KpiBar))
+
+
+def alerts(screen: RunScreen) -> str:
+    return " | ".join(alert.text for alert in screen.query_one(AlertBar).alerts)
+
+
+def shown(screen: RunScreen) -> list[str]:
+    return [name for name in PANES if screen.pane(name).display and screen.pane(name).region.height > 0]
+
+
+async def test_a_finished_run(first: Path) -> None:
+    loss = json.loads((first / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    async with opened(first, (140, 36)) as (_, screen):
+        assert "finished" in kpi(screen)
+        assert "step 12/12" in kpi(screen)
+        assert f"loss {loss:.4f}" in kpi(screen)
+        assert "MFU n/a" in kpi(screen)
+        assert "ETA" not in kpi(screen)
+        assert shown(screen) == list(PANES)
+        assert "grad norm" in drawn(screen.loss)
+        assert "compute" in drawn(screen.lanes)
+        assert "%" in drawn(screen.pane("tiers"))
+        assert "weights" in drawn(screen.pane("blocks"))
+        assert "bound by" in drawn(screen.pane("plan"))
+        assert "finished after step 12" in drawn(screen.log_pane)
+        assert alerts(screen) == ""
+        assert not screen.query_one(AlertBar).display
+
+
+async def test_what_is_offered_depends_on_the_state(first: Path, root: Path) -> None:
+    async with opened(first) as (_, screen):
+        assert [name for name in ("save_checkpoint", "pause", "resume", "stop", "export") if screen.offers(name)] == [
+            "save_checkpoint",
+            "export",
+        ]
+    async with opened(root / "runs" / "crashed") as (pilot, screen):
+        assert screen.offers("resume")
+        assert not screen.offers("stop")
+        assert "process is gone" in alerts(screen)
+        await pilot.press("P")  # not offered: nothing asks
+        await pilot.pause()
+        assert pilot.app.screen is screen
+
+
+async def test_every_key_of_the_table_does_something_that_does_no_harm(first: Path) -> None:
+    before = {path: path.read_bytes() for path in first.glob("*.json*")}
+    async with opened(first) as (pilot, screen):
+        for action in ACTIONS:
+            if action.scope != "run":
+                continue
+            assert hasattr(screen, f"action_{action.id}"), action.id
+            for key in action.keys.split(","):
+                await pilot.press(key)
+                await pilot.pause(0.05)
+                while pilot.app.screen is not screen or isinstance(pilot.app.focused, Input):
+                    await pilot.press("escape")
+                    await pilot.pause(0.05)
+    assert {path: path.read_bytes() for path in first.glob("*.json*")} == before
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_sizes(first: Path, size: tuple[int, int]) -> None:
+    async with opened(first, size) as (pilot, screen):
+        if size[1] >= 5 and size[0] >= 20:
+            assert "finished" in kpi(screen)
+            assert "loss" in shown(screen)
+        for other in SIZES:
+            await pilot.resize_terminal(*other)
+            await pilot.pause(0.02)
+        for key in "123456":
+            await pilot.press(key, key)
+            await pilot.resize_terminal(*size)
+            await pilot.pause(0.02)
+
+
+@pytest.mark.parametrize(
+    ("size", "panes"),
+    [
+        ((20, 5), ["loss"]),
+        ((80, 20), ["loss", "lanes"]),
+        ((80, 24), ["loss", "lanes", "log"]),
+        ((120, 24), ["loss", "lanes", "tiers", "blocks", "log"]),
+        ((200, 60), list(PANES)),
+        ((80, 60), ["loss", "lanes", "tiers", "blocks", "log"]),
+    ],
+)
+async def test_narrow_terminals_drop_panes_in_order(first: Path, size: tuple[int, int], panes: list[str]) -> None:
+    async with opened(first, size) as (_, screen):
+        assert shown(screen) == panes
+
+
+async def test_ascii_and_no_colour(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with opened(first, (200, 60), glyphs=ASCII) as (pilot, screen):
+        await pilot.press("p")
+        await pilot.pause(0.2)
+        for widget in screen.query(LineWidget):
+            assert drawn(widget).isascii(), widget.id
+        assert "finished" in kpi(screen)
+
+
+async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("5")
+        assert screen.log_pane.has_focus
+        assert len(shown(screen)) == len(PANES)
+        await pilot.press("5")
+        await pilot.pause()
+        assert shown(screen) == ["log"]
+        await pilot.press("4")
+        await pilot.pause()
+        await pilot.press("5", "5")
+        await pilot.pause()
+        assert shown(screen) == list(PANES)
+    async with opened(first, (80, 24)) as (pilot, screen):
+        await pilot.press("3")  # no room for it but alone
+        await pilot.pause()
+        assert shown(screen) == ["tiers"]
+        await pilot.press("3")
+        await pilot.pause()
+        assert shown(screen) == ["loss", "lanes", "log"]
+
+
+async def test_the_loss_zooms_pans_and_has_a_cursor(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("1", "w", "w", "a")
+        assert screen.loss.window == (0.6875, 0.9375)
+        await pilot.press("d", "s", "s")
+        assert screen.loss.window is None
+        await pilot.press("comma", "comma", "comma")
+        assert screen.loss.cursor == 9
+        assert screen.loss.headline().startswith("step 10  loss ")
+        await pilot.press("y", "o", "x")
+        assert (screen.loss.log_y, screen.loss.clip, screen.loss.x_kind) == (True, False, "tokens")
+        await pilot.press("f")
+        assert screen.loss.cursor is None
+        assert "over tokens, log" in screen.loss.headline()
+        await pilot.click("#loss", offset=(30, 4))
+        assert screen.loss.cursor is not None
+
+
+async def test_zoom_is_for_the_lanes_otherwise(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        low, high = screen.lanes.window
+        await pilot.press("2", "w")
+        await pilot.pause()
+        drawn(screen.lanes)
+        assert screen.lanes.window[1] - screen.lanes.window[0] < (high - low) * 0.6
+        assert screen.loss.window is None
+
+
+async def test_predicted_is_shown_beside_the_real_step(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("p")
+        await real_runs.until(lambda: screen.lanes.predicted is not None, pilot.pause)
+        assert screen.lanes.show_predicted
+
+
+async def test_the_log_is_filtered(first: Path) -> None:
+    with (first / "log.jsonl").open("a") as file:
+        for i in range(60):
+            level = "warning" if i % 10 == 0 else "info"
+            file.write(json.dumps({"time": 0, "level": level, "text": f"message {i}", "step": i}) + "\n")
+    async with opened(first) as (pilot, screen):
+        assert "message 59" in drawn(screen.log_pane)
+        await pilot.press("slash", *"warning !message")
+        await pilot.pause()
+        assert "no line matches" in drawn(screen.log_pane)
+        await pilot.press("escape", "slash", *"warning", "enter")
+        await pilot.pause()
+        lines = drawn(screen.log_pane).split("\n")
+        assert [line.split()[-1] for line in lines if "message" in line] == ["0", "10", "20", "30", "40", "50"]
+        assert screen.log_pane.has_focus
+        assert "filter warning" in screen.log_pane.headline()
+        await pilot.press("slash", "escape", "pageup")
+        await pilot.pause()
+        assert "message 59" not in drawn(screen.log_pane)
+        await pilot.press("end")
+        assert screen.log_pane.follows
+
+
+async def test_freezing_holds_the_display_only(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("space")
+        shutil.copy(first / "metrics.jsonl", first / "x")
+        line = json.loads((first / "x").read_text().splitlines()[-1]) | {"step": 13, "loss": 1.2345}
+        with (first / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        await real_runs.until(lambda: screen.data.metrics.rows == 13, pilot.pause)
+        assert screen.frozen
+        assert "display held" in kpi(screen)
+        await pilot.press("space")
+        await pilot.pause(0.2)
+        assert "1.2345" in kpi(screen)
+
+
+async def test_timeline_and_back(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("t")
+        await real_runs.until(lambda: isinstance(pilot.app.screen, TimelineScreen), pilot.pause)
+        await pilot.press("escape")
+        await pilot.pause()
+        assert pilot.app.screen is screen
+
+
+async def test_nothing_is_polled_behind_another_screen(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("t")
+        await pilot.pause(0.3)
+        polls: list[int] = []
+        screen.data.poll = lambda: polls.append(1) or set()  # type: ignore[method-assign,func-returns-value]
+        await pilot.pause(0.4)
+        assert polls == []
+
+
+async def test_directories_that_are_none(tmp_path: Path, first: Path) -> None:
+    empty = tmp_path / "runs" / "empty"
+    empty.mkdir(parents=True)
+    app = PenstockApp(tmp_path, run=empty)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause(0.5)
+        assert isinstance(app.screen, RunScreen)
+        assert "no recipe.json" in alerts(app.screen)
+        for name in PANES:
+            drawn(app.screen.pane(name))
+        (empty / "metrics.jsonl").write_bytes(os.urandom(3000))
+        (empty / "status.json").write_text("[" * 50_000)
+        await real_runs.until(lambda: "status.json is damaged" in alerts(cast("RunScreen", app.screen)), pilot.pause)
+
+
+async def test_a_run_that_vanishes_is_said_to_be_gone(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        shutil.rmtree(first)
+        await real_runs.until(lambda: "is gone" in alerts(screen), pilot.pause)
+        assert "gone" in kpi(screen)
+        assert "step 12" in kpi(screen)
+        assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
+
+
+async def test_questions_may_be_declined(first: Path, root: Path) -> None:
+    async with opened(root / "runs" / "crashed") as (pilot, screen):
+        for key in ("R", "k", "e"):
+            await pilot.press(key)
+            await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
+            await pilot.press("escape")
+            await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
+        assert not is_live(root / "runs" / "crashed")
+
+
+async def test_export_of_a_finished_run_and_what_goes_wrong(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        notes = pilot.app._notifications
+        await _answer(pilot, screen, "e", str(first.parent / "hf"))
+        await real_runs.until(lambda: (first.parent / "hf" / "config.json").exists(), pilot.pause, 120)
+        await _answer(pilot, screen, "k", "../bad")
+        await real_runs.until(lambda: any(note.severity == "error" for note in notes), pilot.pause, 60)
+
+
+async def _answer(pilot: Pilot[None], screen: RunScreen, key: str, text: str) -> None:
+    """Press a key that asks for a line of text, and give it."""
+    await pilot.press(key)
+    await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
+    pilot.app.screen.query_one(Input).value = text
+    await pilot.press("enter")
+    await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
+
+
+async def _confirm(pilot: Pilot[None], screen: RunScreen, key: str) -> None:
+    """Press a key that asks yes or no, and say yes."""
+    await real_runs.until(lambda: screen.offers({"P": "pause", "R": "resume", "S": "stop"}[key]), pilot.pause)
+    await pilot.press(key)
+    await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
+    await pilot.press("y")
+    await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
+
+
+async def test_a_live_run_is_watched_paused_resumed_kept_and_stopped(root: Path) -> None:
+    run = root / "runs" / "live"
+    process = real_runs.start(root, "train", "recipes/tiny.py", "--run-dir", str(run), "--set", "train.steps=100000")
+    try:
+        await real_runs.until(lambda: (run / "recipe.json").exists(), asyncio.sleep)
+        async with opened(run) as (pilot, screen):
+            await real_runs.until(lambda: screen.data.state == "running" and screen.data.step > 3, pilot.pause, 120)
+            step = screen.data.step
+            await real_runs.until(lambda: screen.data.step > step, pilot.pause)
+            assert "ETA" in kpi(screen)
+            await real_runs.until(lambda: screen.data.spans.view.num_spans > 100, pilot.pause)
+            await _answer(pilot, screen, "k", "kept")
+            await real_runs.until(lambda: "kept" in [c.name for c in screen.data.checkpoints], pilot.pause)
+            await _confirm(pilot, screen, "P")
+            await real_runs.until(lambda: screen.data.state == "paused", pilot.pause)
+            paused_at = screen.data.step
+            await _confirm(pilot, screen, "R")
+            await real_runs.until(lambda: screen.data.step > paused_at + 1, pilot.pause)
+            await _confirm(pilot, screen, "S")
+            await real_runs.until(lambda: screen.data.state == "stopped", pilot.pause)
+            assert process.wait(60) == 0
+            stopped_at = screen.data.step
+            await _confirm(pilot, screen, "R")  # a process of its own now
+            await real_runs.until(lambda: screen.data.step > stopped_at + 2, pilot.pause, 120)
+            await _confirm(pilot, screen, "S")
+            await real_runs.until(lambda: screen.data.state == "stopped", pilot.pause)
+            assert screen.data.metrics.rows == screen.data.metrics.last_step
+    finally:
+        process.kill()
+        process.wait()
+        if is_live(run):
+            real_runs.command(root, "stop", str(run))
