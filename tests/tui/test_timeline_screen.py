@@ -182,6 +182,17 @@ async def test_the_forecast_beside_the_step(first: Path) -> None:
         assert "no predicted.jsonl" in notices(pilot)
 
 
+async def test_a_forecast_of_some_layers_says_so(first: Path) -> None:
+    plan = json.loads((first / "plan.json").read_text())
+    (first / "plan.json").write_text(json.dumps(plan | {"step_s": 1000.0}))
+    async with timeline(first, 5) as (screen, pilot):
+        await at_step(pilot, screen, 5)
+        assert "some layers" not in text_of(screen, "lanes")
+        await pilot.press("p")
+        await pilot.pause()
+        assert "forecast of some layers only" in text_of(screen, "lanes")
+
+
 async def test_export_of_a_step_and_of_the_run(first: Path, tmp_path: Path) -> None:
     async with timeline(first, 5) as (screen, pilot):
         await at_step(pilot, screen, 5)

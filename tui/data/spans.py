@@ -198,9 +198,8 @@ class SpanView:
     def bytes_by_lane(self, start_s: float, end_s: float) -> dict[str, int]:
         """Lane -> payload of the ops that ended in a window."""
         rows = np.flatnonzero((self.end_s > start_s) & (self.end_s <= end_s))
-        moved = np.zeros(len(self.lanes), np.int64)
-        np.add.at(moved, self.lane[rows], self.bytes[rows])
-        return dict(zip(self.lanes, moved.tolist(), strict=True))
+        moved = np.bincount(self.lane[rows], weights=self.bytes[rows], minlength=len(self.lanes))
+        return {lane: int(count) for lane, count in zip(self.lanes, moved, strict=True)}
 
     def bytes_moved(self, lane: str, start_s: float, end_s: float) -> int:
         """Payload of the lane's ops that ended in a window."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tui.data.spans import IDLE, LANES, Busy, Floats, SpanView, StepWindow
+from tui.data.spans import IDLE, LANES, Busy, Floats, Ints, SpanView, StepWindow
 from tui.glyphs import Glyphs
 from tui.render import Row
-from tui.render.lane_boxes import Canvas, draw_boxes
+from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
 from tui.render.ticks import fit, linear_ticks, rate_text, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
@@ -161,7 +161,7 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     shares = {lane: _share(busy[lane], scene.start_s, known) for lane in place.lanes}
     bound = max(shares, key=lambda lane: shares[lane])
     moved = scene.view.bytes_by_lane(scene.start_s, known) if place.share_cells >= 11 else {}
-    in_window = scene.view.rows_between(scene.start_s, scene.end_s)
+    in_window = _rows_with_boxes(scene, BOX_CELLS * float(edges[1] - edges[0]))
     moving = sum(np.diff(busy[lane].until(edges)) for lane in place.lanes)
     rows: list[Row] = []
     if place.title_row:
@@ -180,7 +180,7 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
         _draw_selection(canvas, scene, lane, edges)
         forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
         margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, known)
-        label = _label(place, lane, scene, bold=lane == bound)
+        label = _label(place, lane, scene, bold=lane == bound and shares[bound] > 0)
         for y in range(bar_rows):
             first = y == 0
             rows.append(
@@ -232,6 +232,15 @@ def _busy(scene: LaneScene, lane: str, known_s: float) -> Busy:
     starts = [op.start_s for op in scene.under_way if op.lane == lane and op.start_s is not None]
     starts = [start_s for start_s in starts if start_s < known_s]
     return busy.merge(np.array(starts), np.full(len(starts), known_s)) if starts else busy
+
+
+def _rows_with_boxes(scene: LaneScene, length_s: float) -> Ints:
+    """The rows in view, of lanes that have an op as long as that: no other draws boxes."""
+    view = scene.view
+    seen = (view.end_s > scene.start_s) & (view.start_s < scene.end_s)
+    lanes = np.unique(view.lane[seen & (view.end_s - view.start_s >= length_s)])
+    rows = np.flatnonzero(seen & np.isin(view.lane, lanes)) if len(lanes) else np.zeros(0, np.int64)
+    return rows[np.argsort(view.start_s[rows], kind="stable")]
 
 
 def _share(busy: Busy, start_s: float, end_s: float) -> float:

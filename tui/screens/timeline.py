@@ -14,9 +14,10 @@ from textual.widgets import Footer
 from app.trace import write_trace
 from storage.errors import UserError
 from tui.data.critical import Blockers, StepAnalysis, analyse
-from tui.data.spans import Ints, SpanStore
+from tui.data.spans import STEP_END, Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
 from tui.render import Row
+from tui.render.span_text import duration
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from tui.screens.base import PenstockScreen
 from tui.widgets.lane_keys import LaneKeys
@@ -174,18 +175,19 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def _find(self, step: int) -> None:
         """In a thread."""
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
+        note = predicted_note(self.run_path, predicted)
         found = self._index_of_its_own().find(step)
         loaded = LoadedStep(found, analyse(found.view, found.window)) if found is not None else None
-        self.penstock.from_thread(self._take_step, step, loaded, predicted)
+        self.penstock.from_thread(self._take_step, step, loaded, predicted, note)
 
     def _index_of_its_own(self) -> StepIndex:
         return StepIndex(self.run_path / "spans.jsonl")
 
-    def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore) -> None:
+    def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore, note: str) -> None:
         if step != self._loading:
             return  # another was asked for meanwhile
         self._loading = None
-        self.lane_view.predicted = predicted
+        self.lane_view.predicted, self.lane_view.predicted_note = predicted, note
         if loaded is None:
             self.said = f"step {step} is not in this run's spans"
             self.notify(self.said, severity="warning")
@@ -426,3 +428,15 @@ def read_predicted(run_path: Path) -> SpanStore:
             store.num_rejected += 1
     store.add(lines)
     return store
+
+
+def predicted_note(run_path: Path, predicted: SpanStore) -> str:
+    """Says so where the forecast's ops are of some of the layers only, as they are of deep models."""
+    try:
+        step_s = float(json.loads((run_path / "plan.json").read_text())["step_s"])
+        [*_, end] = (span for span in map(predicted.view.span, range(predicted.view.num_spans)) if span.op == STEP_END)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    if end.end_s >= 0.9 * step_s:
+        return ""
+    return f"forecast of some layers only: {duration(end.end_s)} of {duration(step_s)}"

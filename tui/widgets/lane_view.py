@@ -58,6 +58,8 @@ class LaneView(LineWidget, can_focus=True):
         self.predicted = predicted
         """The forecast's step, from predicted.jsonl."""
         self.show_predicted = False
+        self.predicted_note = ""
+        """What has to be said of the forecast when it is shown."""
         self.frozen = False
         """Holds the display while more arrives."""
         self.selected: Span | None = None
@@ -282,7 +284,7 @@ class LaneView(LineWidget, can_focus=True):
         if step is not None and not 0.7 < (step.end_s - step.start_s) / self._auto_s < 1.2:
             self._auto_s = step.end_s - step.start_s
         length = self._live_s or self._auto_s
-        known_s = self._known_s
+        known_s = self._known_s if view.num_spans or self._running else length
         # Cells keep their borders while the window moves: it moves by whole cells, and none flickers.
         scene = LaneScene(
             view=view,
@@ -297,7 +299,9 @@ class LaneView(LineWidget, can_focus=True):
         self._window = (end_s - length, end_s)
 
     def _predicted_view(self) -> SpanView | None:
-        return self.predicted.view if self.predicted is not None and self.show_predicted else None
+        if self.predicted is None or not self.show_predicted or not self.predicted.view.num_spans:
+            return None
+        return self.predicted.view
 
     @property
     def _known_s(self) -> float:
@@ -340,11 +344,9 @@ class LaneView(LineWidget, can_focus=True):
         return f"lanes  {which} {duration(step.end_s - step.start_s)}"
 
     def _status(self, length_s: float) -> str:
-        if self.frozen:
-            return f"held, {duration(length_s)} in view"
-        if self._mode == "live" and self._running:
-            return f"live, {duration(length_s)} in view"
-        return f"{duration(length_s)} in view"
+        how = "held, " if self.frozen else "live, " if self._mode == "live" and self._running else ""
+        note = f"{self.predicted_note}   " if self._predicted_view() is not None and self.predicted_note else ""
+        return f"{note}{how}{duration(length_s)} in view"
 
     def _info_row(self, view: SpanView, row: int | None) -> Row:
         if self.selected is None:
