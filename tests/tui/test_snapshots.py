@@ -1,0 +1,76 @@
+"""The look of the screens as SVG, of a run kept beside this file. UPDATE_SNAPSHOTS=1 takes what is drawn now."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from tui.app import PenstockApp
+from tui.glyphs import UNICODE
+
+HERE = Path(__file__).parent
+SNAPSHOTS = HERE / "snapshots"
+NOW = 1_790_000_000.0
+"""When the pictures are taken, Unix seconds."""
+
+SIZES = [(80, 24), (120, 36), (200, 60)]
+CASES = [("home", size) for size in SIZES] + [("run", size) for size in SIZES]
+CASES += [("timeline", (120, 36)), ("compare", (120, 36)), ("help", (80, 24))]
+
+
+@pytest.fixture
+def kept_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root with two copies of the kept run, at a path and of an age that are the same everywhere."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    root = tmp_path / "work"
+    for name, age_s in (("baseline", 7200.0), ("wider", 60.0)):
+        run = root / "runs" / name
+        shutil.copytree(HERE / "snapshot_run", run)
+        for file in run.rglob("*"):
+            os.utime(file, (NOW - age_s, NOW - age_s))
+    return root
+
+
+def drawn(svg: str) -> str:
+    """The picture without the number that is new in each."""
+    return re.sub(r"terminal-\d+", "terminal", svg)
+
+
+@pytest.mark.parametrize(
+    ("screen", "size"), CASES, ids=lambda value: value if isinstance(value, str) else str(value[0])
+)
+async def test_a_screen_looks_as_it_did(kept_root: Path, screen: str, size: tuple[int, int]) -> None:
+    app = PenstockApp(kept_root, glyphs=UNICODE, clock=lambda: NOW)
+    run = kept_root / "runs" / "baseline"
+    opened: dict[str, Callable[[], None]] = {
+        "home": lambda: None,
+        "run": lambda: app.open_run(run),
+        "timeline": lambda: app.open_timeline(run),
+        "compare": lambda: app.open_compare([run, kept_root / "runs" / "wider"]),
+        "help": lambda: app.open_run(run),
+    }
+    async with app.run_test(size=size) as pilot:
+        await settled(app, pilot)
+        if screen != "home":
+            opened[screen]()
+            await settled(app, pilot)
+        if screen == "help":
+            await pilot.press("question_mark")
+        found = await settled(app, pilot)
+    file = SNAPSHOTS / f"{screen}-{size[0]}x{size[1]}.svg"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        SNAPSHOTS.mkdir(exist_ok=True)
+        file.write_text(found)
+    if found != file.read_text():
+        beside = file.with_suffix(".new.svg")
+        beside.write_text(found)
+        pytest.fail(f"{file.name} is not what is drawn now, {beside}; UPDATE_SNAPSHOTS=1 takes it")
