@@ -45,6 +45,16 @@ def drawn(svg: str) -> str:
     return re.sub(r"terminal-\d+", "terminal", svg)
 
 
+async def settled(app: PenstockApp, pilot: Pilot[None]) -> str:
+    """The picture once it has stopped changing: what is read has been shown."""
+    pictures = ["", "-"]
+    while len(set(pictures[-3:])) > 1:
+        assert len(pictures) < 60, "the picture does not come to rest"
+        await pilot.pause(0.25)
+        pictures.append(drawn(app.export_screenshot(title="penstock", simplify=True)))
+    return pictures[-1]
+
+
 @pytest.mark.parametrize(
     ("screen", "size"), CASES, ids=lambda value: value if isinstance(value, str) else str(value[0])
 )
