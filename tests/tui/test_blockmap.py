@@ -136,5 +136,13 @@ def test_a_row_a_block_where_there_is_room() -> None:
     ]
 
 
+def test_of_many_blocks_those_that_are_not_at_rest_have_a_row() -> None:
+    found = BlockPlaces(plan(60))
+    now = {"h2d": [{"op": "load_weights", "block": "layers.7"}], "compute": [{"op": "head", "block": "head"}]}
+    lines = plain(block_map(found.snapshot(now), 90, 20, UNICODE)).splitlines()
+    assert [line.split()[0] for line in lines[-2:]] == ["layers.7", "head"]
+    assert lines[-1].rstrip().endswith("backward")
+
+
 def test_no_plan_yet() -> None:
     assert plain(block_map([], 20, 5, UNICODE)).strip() == "no plan yet"

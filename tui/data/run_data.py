@@ -24,7 +24,7 @@ LOG_BYTES = 1 << 20
 LOG_LINES = 5000
 _SLOW_S = 2.0
 """Between looks at checkpoints."""
-_POLL_S = 0.08
+_POLL_S = 0.15
 """Time after which a poll ends although files hold more."""
 
 LIVE = (*LIVE_STATES, "stale")
@@ -151,6 +151,11 @@ class RunData:
             return None
         return done / took_s / (flops / step_s / planned)
 
+    @property
+    def share_read(self) -> float:
+        """How much of a long run's files has been read, 0..1."""
+        return min(self._metrics_tail.share_read, self._spans_tail.share_read)
+
     def eta_s(self) -> float | None:
         """Seconds to the end of a run that goes on."""
         total = self.total_steps
@@ -174,7 +179,7 @@ class RunData:
     # ------------------------------------------------------------------ reading
 
     def poll(self) -> set[str]:
-        """Read what is new, for about a tenth of a second at most; the parts that changed.
+        """Read what is new, for a fraction of a second at most; the parts that changed.
 
         Of `status`, `plan`, `metrics`, `spans`, `predicted`, `log`, `checkpoints`, `problems`.
         """

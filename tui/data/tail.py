@@ -55,6 +55,13 @@ class JsonTail:
         self._cut = False
         """Whether reading began within a line."""
 
+    @property
+    def share_read(self) -> float:
+        """Of the file as it was at the last call, 0..1."""
+        if not self.behind or self._seen is None:
+            return 1.0
+        return min(1.0, (self._offset - self.left_out_bytes) / max(1, self._seen[2] - self.left_out_bytes))
+
     def read(self) -> list[dict[str, Any]]:
         """The objects of the lines completed since the last call, of at most `read_bytes`; [] while there is no file.
 

@@ -72,9 +72,18 @@ def block_map(blocks: Sequence[BlockPlace], width: int, height: int, glyphs: Gly
             rows.append(exactly(_merged(row), width))
     if len(rows) < height:
         rows.append(legend(width, glyphs))
-    if len(blocks) + 2 <= height - len(rows) and width >= 34:
-        rows += _table(blocks, width, glyphs)
+    room = height - len(rows) - 2
+    if room >= 3 and width >= 34:
+        # Where there is no room for all, those that are not at rest.
+        listed = blocks if len(blocks) <= room else [block for block in blocks if _is_away(block)][:room]
+        rows += _table(listed, width, glyphs) if listed else []
     return rows[:height]
+
+
+def _is_away(block: BlockPlace) -> bool:
+    """Whether anything of a block is under way, or neither at home nor waiting there."""
+    places = ((block.place.get(kind), block.home.get(kind)) for kind in KINDS)
+    return bool(block.moving or block.doing) or any(place and place != home for place, home in places)
 
 
 def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row]:

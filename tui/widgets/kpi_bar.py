@@ -17,6 +17,8 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
     metrics, total = data.metrics, data.total_steps
     found = [Figure("display held", token="warn reverse")] if frozen else []
     found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
+    if data.behind and data.share_read < 0.95:
+        found.append(Figure(f"reading {data.share_read:.0%}", token="accent"))
     loss, ema = metrics.last("loss"), metrics.last("ema")
     if metrics.rows:
         short = "n/a" if loss is None else f"{loss:.4f}"

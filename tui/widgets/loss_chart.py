@@ -19,6 +19,11 @@ _SIGNAL_LABEL = 22
 _LABEL_CELLS = 4
 
 
+def learning_rate(value: float | None) -> str:
+    """As people write it: 0.001, 3e-5."""
+    return "n/a" if value is None else f"{value:.3g}".replace("e-0", "e-")
+
+
 class LossChart(LineWidget, can_focus=True):
     """Zoom, pan and a cursor that goes from step to step; without a zoom it follows the run."""
 
@@ -98,7 +103,8 @@ class LossChart(LineWidget, can_focus=True):
         rows: list[Row] = []
         for name, label in (("grad_norm", "grad norm"), ("lr", "lr"))[:most]:
             score = metrics.z_score(name) if name == "grad_norm" else None
-            value = figure(metrics.last(name))
+            last = metrics.last(name)
+            value = figure(last) if name == "grad_norm" or last is None else learning_rate(last)
             spike = score is not None and score > 5
             cells = max(0, width - _SIGNAL_LABEL)
             row: Row = [(label.ljust(11), "dim"), (value.ljust(_SIGNAL_LABEL - 11), "bad" if spike else "text")]
@@ -111,7 +117,7 @@ class LossChart(LineWidget, can_focus=True):
         num_rows = metrics.rows
         x = metrics.column(_COLUMNS[self.x_kind], num_rows)
         title = f"gradient norm {figure(metrics.last('grad_norm'))}"
-        lr = f"   learning rate {figure(metrics.last('lr'))} "
+        lr = f"   learning rate {learning_rate(metrics.last('lr'))} "
         cells = width - len(title) - len(lr)
         head: Row = [(title, "title"), (lr, "dim")]
         head.append((sparkline(metrics.column("lr"), min(40, max(0, cells)), self.glyphs), "raw"))

@@ -29,7 +29,9 @@ def real_step(data: RunData) -> StepFigures:
         last = steps[-1]
         shares = {lane: view.busy_s(lane, last.start_s, last.end_s) / (last.end_s - last.start_s) for lane in LANES}
         bound_by = max(shares, key=lambda lane: shares[lane])
-    return StepFigures(metrics.recent_mean("step_s"), metrics.recent_mean("tokens_per_s"), data.mfu, bound_by, shares)
+    step_s, tokens = metrics.recent_mean("step_s"), metrics.recent_mean("tokens")
+    speed = tokens / step_s if tokens and step_s else None
+    return StepFigures(step_s, speed, data.mfu, bound_by, shares)
 
 
 class PlanTable(LineWidget, can_focus=True):
