@@ -207,7 +207,7 @@ async def test_every_key_of_the_table(place: Path, quick_planner: Path, monkeypa
     async with application(place).run_test(size=(120, 36)) as pilot:
         ui = await opened(pilot, place / "recipes" / "quickstart.py")
         await ui.planned()
-        for field in ("train.steps", "train.lr_schedule", "after.export", "model.path"):
+        for field in ("train.lr_schedule", "model.path"):
             for key in keys:
                 ui.configure.form.focus_fields()
                 ui.configure.form.go(field)

@@ -146,6 +146,8 @@ def model_mark(folder: Path) -> str:
 class _Tree(DirectoryTree):
     """Folders and files, those hidden left out, with what is known of each."""
 
+    BINDINGS = [Binding("space", "screen.take", "Choose")]
+
     def __init__(self, path: Path, glyphs: Glyphs, *, folders_only: bool) -> None:
         super().__init__(path)
         self.ICON_NODE, self.ICON_NODE_EXPANDED = ("▸ ", "▾ ") if glyphs.braille else ("+ ", "- ")

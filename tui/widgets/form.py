@@ -178,7 +178,7 @@ class FieldRow(Widget):
                 return parts[:-1]
             return [(set_cell_size(text, room) if cell_len(text) > room else text, token)]
         if not text:
-            return [("none" if may_be_none(self.key) else "empty", "dim")]
+            return [("none", "dim")]
         if cell_len(text) > room:
             text = set_cell_size(text, room - 1) + glyphs.ellipsis
         return [(text, token)]
