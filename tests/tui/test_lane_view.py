@@ -97,6 +97,7 @@ async def test_live_follows_the_clock_by_whole_cells() -> None:
         assert moved == pytest.approx([round(m) for m in moved], abs=1e-6)
         compute = next(line for line in text_of(lane_view) if line.startswith("compute"))
         assert compute.endswith(" 80%")  # of 5 to 7 s: 5 to 5.8 before clip, 6.2 to 7 under way
+        assert text_of(lane_view)[-1].startswith("now  layer_forward layers.0[0]")
         lane_view.update_live(5.0, now, True)  # a clock that falls back a little does not move the display back
         text_of(lane_view)
         assert lane_view.window[1] == ends[-1]

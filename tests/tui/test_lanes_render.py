@@ -143,7 +143,7 @@ def test_only_what_is_known_counts() -> None:
     assert lines["compute"][12:50].strip() == ""
     assert lines["h2d"].endswith(" 50%")
     assert lines["d2h"].endswith("  0%")
-    wide = plain(lanes_rows(150, 9, scene, UNICODE))
+    wide = plain(lanes_rows(150, 9, replace(scene, now=scene.under_way), UNICODE))
     assert "→ head head[3]" in wide
     assert "→ x y" in wide
 
@@ -190,6 +190,7 @@ def test_any_size_and_window_fits(
         predicted=view if predicted else None,
         critical={lane: busy for lane, busy in zip(view.lanes, view.busy, strict=True)} if predicted else None,
         under_way=[UnderWay("h2d", "op", "block", 1, start)],
+        now=[UnderWay("h2d", "op", "block", 1, start)],
         cursor_s=start,
         row=0 if spans else None,
         title="lanes",

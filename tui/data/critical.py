@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tui.data.spans import STEP_END, Ints, SpanView, StepWindow
+from tui.data.spans import IDLE, STEP_END, Busy, Ints, SpanView, StepWindow
 
 EPSILON_S = 2e-6
 """Times on a GPU are no more exact."""
@@ -182,6 +182,18 @@ def analyse(view: SpanView, window: StepWindow) -> StepAnalysis:
         path=_critical_path(view, window, blockers),
         idle={lane: _idle_times(view, window, lane, blockers) for lane in view.lanes},
     )
+
+
+def path_busy(view: SpanView, analysis: StepAnalysis) -> dict[str, Busy]:
+    """Lane -> the critical path's stretches on it."""
+    parts: dict[str, list[tuple[float, float]]] = {lane: [] for lane in view.lanes}
+    for part in analysis.path:
+        if part.row is not None:
+            parts[view.lanes[view.lane[part.row]]].append((part.start_s, part.end_s))
+    return {
+        lane: IDLE.merge(np.array([start for start, _ in found]), np.array([end for _, end in found]))
+        for lane, found in parts.items()
+    }
 
 
 def _critical_path(view: SpanView, window: StepWindow, blockers: Blockers) -> list[PathPart]:

@@ -26,7 +26,7 @@ INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer
 _IDLE_SHARE = 1 / 16
 """A compute cell less busy than this, while another lane works, is shown as a stall."""
 _TILED_STEPS = 200
-_TALLEST = 4
+_TALLEST = 6
 """Rows of a lane, at most."""
 _PRIORITY = ("compute", "h2d", "nvme_read", "d2h", "optimizer", "nvme_write")
 """Lanes that are taller where rows are left over."""
@@ -58,6 +58,8 @@ class LaneScene:
     steps: Sequence[StepWindow] = ()
     """Steps whose borders are marked, in order of time."""
     under_way: Sequence[UnderWay] = ()
+    now: Sequence[UnderWay] | None = None
+    """What runs at the right edge, told behind wide timelines; None: no room is kept for it."""
     predicted: SpanView | None = None
     """The forecast's step, counted from its start."""
     critical: Mapping[str, Busy] | None = None
@@ -134,7 +136,7 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
     tall = set(sorted(lanes, key=_priority)[:left])
     if scene.rates and width >= 100:
         share = max(share, 11) if each > 1 else share + 11
-    now = _NOW_CELLS if width >= 130 and scene.under_way else 0
+    now = _NOW_CELLS if width >= 130 and scene.now is not None else 0
     return Layout(
         label_cells=label,
         num_cells=max(1, width - label - share - now),
@@ -368,7 +370,7 @@ def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
     """What is under way on the lane at this moment."""
     if not place.now_cells:
         return []
-    ops = [op for op in scene.under_way if op.lane == lane]
+    ops = [op for op in scene.now or () if op.lane == lane]
     if not ops:
         return [(" " * place.now_cells, "text")]
     chunk = f"[{ops[0].chunk}]" if ops[0].chunk >= 0 else ""
@@ -423,6 +425,8 @@ def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row
         crowded = any(cell < other < cell + len(text) + 1 for other in borders)
         if not crowded and cell + len(text) <= place.num_cells:
             canvas.write(0, cell, text + " ", "bold")
+        elif cell >= len(text) + 1 and cell + len(text) > place.num_cells:
+            canvas.write(0, cell - len(text), f" step {step}{glyphs.vline}", "bold")
     if scene.cursor_s is not None and edges[0] <= scene.cursor_s < edges[-1]:
         canvas.write(0, _cell(scene.cursor_s, edges), glyphs.up, "accent")
     return [

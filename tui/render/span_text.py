@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,23 @@ def waited_text(view: SpanView, row: int) -> str:
     last = view.span(max(rows, key=lambda other: view.end_s[other]))
     more = f" +{len(waited) - 1}" if len(waited) > 1 else ""
     return f"waited for {op_name(last)} ({last.lane}){more}"
+
+
+def now_row(under_way: Sequence[UnderWay]) -> Row:
+    """What is under way, compute first."""
+    row: Row = [("now", "dim")]
+    for op in sorted(under_way, key=lambda op: op.lane != "compute"):
+        chunk = f"[{op.chunk}]" if op.chunk >= 0 else ""
+        row.append((f"  {op.op} {op.block}{chunk}", lane_token(op.lane)))
+    return row
+
+
+def ops_at(view: SpanView, under_way: Sequence[UnderWay], time_s: float) -> list[UnderWay]:
+    """What ran at a moment, by the spans and by what has not ended yet."""
+    rows = np.flatnonzero((view.start_s <= time_s) & (view.end_s > time_s))
+    spans = [view.span(int(row)) for row in rows[:100]]
+    ended = [UnderWay(span.lane, span.op, span.block, span.chunk, span.start_s) for span in spans]
+    return ended + [op for op in under_way if op.start_s is None or op.start_s <= time_s]
 
 
 def ops_under_way(now: Any, view: SpanView) -> list[UnderWay]:

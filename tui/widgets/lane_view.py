@@ -9,11 +9,11 @@ import numpy as np
 from textual import events
 from textual.message import Message
 
-from tui.data.critical import StepAnalysis
+from tui.data.critical import StepAnalysis, path_busy
 from tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
 from tui.render import Row
 from tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
-from tui.render.span_text import duration, ops_under_way, span_row
+from tui.render.span_text import duration, now_row, ops_at, ops_under_way, span_row
 from tui.widgets.lines import LineWidget
 
 LAG_S = 1.0
@@ -80,6 +80,7 @@ class LaneView(LineWidget, can_focus=True):
         self._running = False
         self._under_way: list[UnderWay] = []
         self._drag: tuple[int, float, float] | None = None
+        self._edge: tuple[int, float, list[UnderWay]] | None = None
         self._info: tuple[Span, Row] | None = None
 
     # ------------------------------------------------------------------ what is shown
@@ -127,7 +128,7 @@ class LaneView(LineWidget, can_focus=True):
     def show_step(self, view: SpanView, window: StepWindow, analysis: StepAnalysis | None) -> None:
         """Show a step that was looked up, with its critical path."""
         self._held, self._step, self._analysis = view, window, analysis
-        self._critical = critical_busy(view, analysis) if analysis is not None and analysis.recorded else None
+        self._critical = path_busy(view, analysis) if analysis is not None and analysis.recorded else None
         self._mode = "step"
         self._running = False
         self._under_way = []
@@ -263,6 +264,7 @@ class LaneView(LineWidget, can_focus=True):
             origin_s=self._step.start_s if self._step else 0.0,
             steps=steps,
             under_way=self._under_way,
+            now=self._now(view),
             predicted=self._predicted_view(),
             critical=self._critical,
             lane=self._lane if self.has_focus or self.selected is not None else None,
@@ -290,13 +292,21 @@ class LaneView(LineWidget, can_focus=True):
             view=view,
             start_s=known_s - length,
             end_s=known_s,
-            under_way=self._under_way,
+            now=self._now(view),
             predicted=self._predicted_view(),
         )
         place = layout(width, height, scene)
         cell_s = length / place.num_cells
         end_s = math.ceil(known_s / cell_s) * cell_s
         self._window = (end_s - length, end_s)
+
+    def _now(self, view: SpanView) -> list[UnderWay] | None:
+        """What runs at the right edge, while that moves."""
+        if self._mode != "live" or not self._running:
+            return None
+        if self._edge is None or self._edge[:2] != (view.num_spans, self._known_s):
+            self._edge = (view.num_spans, self._known_s, ops_at(view, self._under_way, self._known_s))
+        return self._edge[2]
 
     def _predicted_view(self) -> SpanView | None:
         if self.predicted is None or not self.show_predicted or not self.predicted.view.num_spans:
@@ -362,6 +372,9 @@ class LaneView(LineWidget, can_focus=True):
             return [("no spans yet: the first step's ops show here as they end", "dim")]
         if self._cursor_s is not None:
             return [(f"nothing under way on {self._lane} at {self._cursor_s:.6f} s", "dim")]
+        running = self._now(self.view)
+        if running:
+            return now_row(running)
         if self.has_focus:
             return [(". , op   up down lane   w s zoom   a d pan   f fit", "dim")]
         return []
@@ -508,16 +521,3 @@ class LaneView(LineWidget, can_focus=True):
     def on_blur(self) -> None:
         """Textual's hook."""
         self.redraw()
-
-
-def critical_busy(view: SpanView, analysis: StepAnalysis) -> dict[str, Busy]:
-    """Lane -> the critical path's stretches on it."""
-    parts: dict[str, list[tuple[float, float]]] = {lane: [] for lane in view.lanes}
-    for part in analysis.path:
-        if part.row is not None:
-            parts[view.lanes[view.lane[part.row]]].append((part.start_s, part.end_s))
-    empty = Busy(np.zeros(0), np.zeros(0), np.zeros(0))
-    return {
-        lane: empty.merge(np.array([start for start, _ in found]), np.array([end for _, end in found]))
-        for lane, found in parts.items()
-    }
