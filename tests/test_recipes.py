@@ -53,10 +53,13 @@ SHRUNK = [
     "data.path=corpus",
     "data.tokenizer_vocab_size=300",
     "data.sequence_length=64",
+    "data.validation_documents=1",
     "train.steps=1",
     "train.warmup_steps=0",
     "train.sequences_per_step=1",
     "train.chunk_tokens=32",
+    "train.validate_every=1",
+    "train.validation_sequences=none",
     "train.compile=off",
     "train.device=cpu",
     "budgets.gpu=8MiB",
@@ -78,7 +81,8 @@ def arguments(recipe: str) -> list[str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder but for some text."""
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "one.txt").write_text((REPOSITORY / "app" / "launch.py").read_text())
+    for name in ("launch", "rundir"):
+        (tmp_path / "corpus" / f"{name}.txt").write_text((REPOSITORY / "app" / f"{name}.py").read_text())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -126,7 +130,9 @@ def test_a_context_beyond_the_recipe_s_positions_is_refused(path: Path) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shrunk_recipe_trains_from_scratch(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(path), *arguments(path.stem)]) == 0, capsys.readouterr().err
-    assert "step 1/1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 1/1" in out
+    assert "step 1: validation loss" in out
     assert json.loads((folder / "run" / "status.json").read_text())["state"] == "finished"
 
 
