@@ -167,6 +167,17 @@ def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
     assert [len(found) for found in digests.values()] == [1, 1]
 
 
+@pytest.mark.parametrize("policy", [{}, STREAMED, {"sequences_per_micro_batch": 2}], ids=["", "streamed", "two-rows"])
+def test_documents_that_fill_less_than_was_asked_for_count_once(tmp_path: Path, policy: dict[str, Any]) -> None:
+    t = tiny.training(steps=1, validate_every=1, validation_sequences=8, **policy)
+    d = tiny.data(validation_documents=3, sequence_length=48)
+    with tiny.session(tmp_path, t=t, d=d, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        _, losses, _ = run(session)
+        loss, targets = plain_loss(session, tiny.parameters(session.store, session.spec))
+    assert targets == 3 * 47
+    assert losses == {1: pytest.approx(loss, rel=1e-6)}
+
+
 def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
     parts: dict[str, Any] = {
         "model": tiny.model(),
