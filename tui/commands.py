@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli import RunArgument, cli
+from app.cli import RunArgument, bench_cli, cli
 from app.rundir import find_run
 from tui.main import open_app
 
@@ -27,3 +27,15 @@ def serve(
     from tui.serve import serve_browsers
 
     serve_browsers(Path.cwd(), host, port)
+
+
+@bench_cli.command("tui", epilog="Example: penstock bench tui --minutes 10 --save docs/results/tui.md")
+def bench_tui_command(
+    minutes: Annotated[float, typer.Option(help="Time to watch for; half a minute of it is warm-up.")] = 10.0,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page FILE.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure what the terminal application costs while it watches a made-up run: processor time and memory."""
+    from tui.bench import bench_tui
+
+    bench_tui(minutes, save=save, json_output=as_json)
