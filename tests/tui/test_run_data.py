@@ -55,7 +55,7 @@ def test_a_crashed_run_says_where_it_can_go_on(first: Path, root: Path) -> None:
     assert (data.state, data.step) == ("crashed", 9)
     assert data.metrics.rows == 9
     assert "process is gone" in alerts(data)[0].text
-    assert "is committed" in alerts(data)[0].text
+    assert "R goes on from step" in alerts(data)[0].text
 
 
 def test_what_changes_is_told(first: Path) -> None:

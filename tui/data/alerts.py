@@ -65,8 +65,8 @@ def _of_state(data: RunData) -> list[Alert]:
     if state == "failed":
         return [Alert((data.error or "the run failed without saying why").splitlines()[0], "bad")]
     if state == "crashed":
-        kept = "" if data.committed_step is None else f"; step {data.committed_step:,} is committed, R goes on from it"
-        return [Alert(f"the run's process is gone without a word{kept}", "bad")]
+        kept = "" if data.committed_step is None else f"; R goes on from step {data.committed_step:,}"
+        return [Alert(f"the process is gone without a word{kept}", "bad")]
     if state == "stale":
         return [Alert(f"no sign of life for {duration_text(data.silent_s)}, but its process holds the run", "warn")]
     return []

@@ -24,7 +24,7 @@ LOG_BYTES = 1 << 20
 LOG_LINES = 5000
 _SLOW_S = 2.0
 """Between looks at checkpoints."""
-_POLL_S = 0.15
+_POLL_S = 0.3
 """Time after which a poll ends although files hold more."""
 
 LIVE = (*LIVE_STATES, "stale")

@@ -13,6 +13,8 @@ from tui.render.ticks import figure
 
 _LABEL = 11
 _CELL = 9
+_NAME = 10
+"""Cells of a lane's name in the row of the bounds; its two columns take more than their share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,9 @@ def plan_rows(
     if planned.mfu is not None or real.mfu is not None:
         cells: Row = [("MFU".ljust(_LABEL), "dim"), (_percent(planned.mfu).rjust(_CELL), "predicted")]
         rows.append(exactly([*cells, (_percent(real.mfu).rjust(_CELL), "text")], width))
-    bound: Row = [("bound by".ljust(_LABEL), "dim")]
+    bound: Row = [("bound by".ljust(_LABEL + 2 * (_CELL - _NAME - 1)), "dim")]
     for name in (planned.bound_by, real.bound_by):
-        bound.append(((name or "n/a")[:_CELL].rjust(_CELL), f"lane.{name}" if name else "dim"))
+        bound.append(((name or "n/a")[:_NAME].rjust(_NAME + 1), f"lane.{name}" if name else "dim"))
     rows.append(exactly(bound, width))
     for lane in lanes:
         before, now = (planned.shares or {}).get(lane), (real.shares or {}).get(lane)
