@@ -457,10 +457,11 @@ class Form(Vertical):
             self.filter(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's hook: to the fields that were found."""
+        """Textual's hook: to the first field that was found, one with the words in its name before others."""
         if event.input.id == "filter":
             event.stop()
-            self._focus_first(self._visible())
+            found = self._visible()
+            self._focus_first(sorted(found, key=lambda row: not all(word in row.key for word in self._words)))
 
     def _focus_first(self, rows: Iterable[FieldRow]) -> None:
         for row in rows:
