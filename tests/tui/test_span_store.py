@@ -172,3 +172,15 @@ def test_lines_of_a_file_with_dependencies() -> None:
     assert store.view.row_of_id(6) == 1
     assert store.view.row_of_id(7) is None
     assert store.view.row_of_id(-1) is None
+
+
+def test_a_validation_at_a_steps_beginning() -> None:
+    store = SpanStore()
+    clip = {"op": "clip", "block": "all"}
+    store.add([span("compute", 0, 1), span("optimizer", 1, 2, **clip)])
+    assert store.view.validating_s(StepWindow(1, 0.0, 2.0)) == 0
+    store.add([span("compute", 2, 3, op="head_score"), span("optimizer", 3, 3.5, op="score")])
+    store.add([span("optimizer", 5, 6, step=2, **clip)])
+    first, second = store.view.steps()
+    assert store.view.validating_s(first) == 0
+    assert store.view.validating_s(second) == 1.5

@@ -20,6 +20,9 @@ LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
 STEP_END = "clip"
 """The op with whose end a step ends: loss and gradient norm are known."""
 
+VALIDATION_END = "score"
+"""The op with which a validation ends; it lies between a step's end and the next one's first op."""
+
 MAX_LANES = 24
 MAX_NAMES = 20_000
 """Distinct ops and blocks; far more than a run has. What a foreign file holds beyond them is called `OTHER`."""
@@ -223,6 +226,14 @@ class SpanView:
         index = self.lanes.index(lane) if lane in self.lanes else -1
         rows = np.flatnonzero((self.lane == index) & (self.start_s <= time_s) & (self.end_s > time_s))
         return rows[np.argsort(self.start_s[rows], kind="stable")]
+
+    def validating_s(self, window: StepWindow) -> float:
+        """Seconds at a step's beginning until the validation of the step before had ended; 0 where there was none."""
+        if VALIDATION_END not in self.ops:
+            return 0.0
+        score = self.op == self.ops.index(VALIDATION_END)
+        ends = self.end_s[score & (self.end_s > window.start_s) & (self.end_s < window.end_s)]
+        return float(ends.max()) - window.start_s if len(ends) else 0.0
 
     def steps(self) -> list[StepWindow]:
         """The steps held whole, in order of time. Steps done again after a crash come twice."""

@@ -66,6 +66,7 @@ class StepIndex:
         self.path = path
         self._looked_at = 0
         """Bytes in which the last step has been looked for."""
+        self._file_bytes = -1
         self._first: _Clip | None = None
         self._last: _Clip | None = None
 
@@ -76,6 +77,10 @@ class StepIndex:
         """
         try:
             with self.path.open("rb") as file:
+                file_bytes = os.fstat(file.fileno()).st_size
+                if file_bytes == self._file_bytes and self._first is not None and self._last is not None:
+                    return min(self._first.step, self._last.step), self._last.step
+                self._file_bytes = file_bytes
                 size = _whole_lines(file)
                 if size < self._looked_at:
                     self._first = self._last = None
@@ -144,9 +149,9 @@ def _falls_back(file: BinaryIO, step: int, start: int, size: int, clip: _Clip | 
         step_bytes = clip.offset - (before.offset if before else 0)
     scanned = min(size, start + _SCAN_BYTES)
     last = max((c.offset for c in _clips_after(file, _line_start(file, start), scanned) if c.step <= step), default=-1)
-    # Probes of half a step behind that; in large files also beyond REDONE_STEPS.
-    stride = max(_PROBE_BYTES, step_bytes // 2)
-    fine = range(scanned, min(size, start + 2 * REDONE_STEPS * stride), stride)
+    # Behind that, probes a quarter of a step apart; in large files also beyond REDONE_STEPS.
+    stride = max(_PROBE_BYTES, step_bytes // 4)
+    fine = range(scanned, min(size, start + 4 * REDONE_STEPS * stride), stride)
     coarse = range(scanned, size, max(stride, size // _COARSE_PROBES))
     for offset in sorted({*fine, *coarse}, reverse=True):
         seen = _step_at(file, offset, size)

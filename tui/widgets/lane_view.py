@@ -351,7 +351,9 @@ class LaneView(LineWidget, can_focus=True):
         if step is None:
             return "lanes"
         which = f"step {step.step}" if self._step is not None else "last step"
-        return f"lanes  {which} {duration(step.end_s - step.start_s)}"
+        validating_s = self.view.validating_s(step)
+        validating = f", {duration(validating_s)} of it validating" if validating_s else ""
+        return f"lanes  {which} {duration(step.end_s - step.start_s)}{validating}"
 
     def _status(self, length_s: float) -> str:
         how = "held, " if self.frozen else "live, " if self._mode == "live" and self._running else ""
