@@ -120,9 +120,11 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "pane_plan", "6", "Plan", "Go to the planned step beside the last one; again: it alone, and back."),
     Action("run", "zoom_in", "w,plus", "Zoom in", "Of the lanes, or of the loss where it has the focus."),
     Action("run", "zoom_out", "s,minus", "Zoom out", "Of the lanes, or of the loss where it has the focus."),
-    Action("run", "pan_left", "a", "Pan left", "Of the lanes, or of the loss where it has the focus."),
-    Action("run", "pan_right", "d", "Pan right", "Of the lanes, or of the loss where it has the focus."),
+    Action("run", "pan_left", "a,left", "Pan left", "Of the lanes, or of the loss where it has the focus."),
+    Action("run", "pan_right", "d,right", "Pan right", "Of the lanes, or of the loss where it has the focus."),
     Action("run", "fit", "f", "Fit", "No zoom: follow the run."),
+    Action("run", "lane_up", "up", "Lane up", "The lane above, to look at its ops one by one."),
+    Action("run", "lane_down", "down", "Lane down", "The lane below, to look at its ops one by one."),
     Action("run", "next_span", "full_stop", "Next", "The next op of the lane, or the next step of the loss."),
     Action("run", "previous_span", "comma", "Previous", "The op before, or the step before."),
     # ------------------------------------------------------------------ timeline

@@ -180,6 +180,8 @@ async def test_the_loss_zooms_pans_and_has_a_cursor(first: Path) -> None:
         await pilot.press("comma", "comma", "comma")
         assert screen.loss.cursor == 9
         assert screen.loss.headline().startswith("step 10  loss ")
+        await pilot.press("left", "left", "right")
+        assert screen.loss.cursor_step() == 9
         await pilot.press("y", "o", "x")
         assert (screen.loss.log_y, screen.loss.clip, screen.loss.x_kind) == (True, False, "tokens")
         await pilot.press("f")
@@ -197,6 +199,16 @@ async def test_zoom_is_for_the_lanes_otherwise(first: Path) -> None:
         drawn(screen.lanes)
         assert screen.lanes.window[1] - screen.lanes.window[0] < (high - low) * 0.6
         assert screen.loss.window is None
+
+
+async def test_arrows_go_through_the_ops_of_a_lane(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        await pilot.press("2", "down", "down", "full_stop")
+        await pilot.pause()
+        assert screen.lanes.selected is not None
+        lane = screen.lanes.selected.lane
+        await pilot.press("up", "full_stop")
+        assert screen.lanes.selected.lane != lane
 
 
 async def test_predicted_is_shown_beside_the_real_step(first: Path) -> None:
@@ -246,6 +258,7 @@ async def test_freezing_holds_the_display_only(first: Path) -> None:
 
 async def test_timeline_and_back(first: Path) -> None:
     async with opened(first) as (pilot, screen):
+        await pilot.press("comma")
         await pilot.press("t")
         await real_runs.until(lambda: isinstance(pilot.app.screen, TimelineScreen), pilot.pause)
         await pilot.press("escape")

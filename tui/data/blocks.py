@@ -23,6 +23,9 @@ NOWHERE = ""
 RECENT_S = 0.25
 """Ops that ended so lately still count as under way: many last much less than one looks."""
 
+_MOST_BLOCKS = 2_000
+"""More than any model has: of a foreign plan no more are looked at."""
+
 _MOST_SPANS = 20_000
 """Of a batch no more are looked at: they are several steps, and only the last state of each block is wanted."""
 
@@ -70,7 +73,7 @@ class BlockPlaces:
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self._home: dict[str, dict[str, str]] = {}
         self._num_bytes: dict[str, float | None] = {}
-        for block in objects(plan, "blocks"):
+        for block in objects(plan, "blocks")[:_MOST_BLOCKS]:
             name = text(block, "name")
             if name:
                 self._home[name] = {kind: text(block, kind) or "" for kind in KINDS}

@@ -33,9 +33,14 @@ def whole(value: Any, *keys: str) -> int | None:
 
 
 def text(value: Any, *keys: str) -> str | None:
-    """A string under nested keys; None where there is none."""
+    """A string under nested keys, fit for a terminal; None where there is none."""
     found = get(value, *keys)
-    return found if isinstance(found, str) else None
+    return printable(found) if isinstance(found, str) else None
+
+
+def printable(found: str) -> str:
+    """Without what a terminal would take for a command; line ends stay."""
+    return found if found.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in found)
 
 
 def objects(value: Any, *keys: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from app.checkpoints import checkpoint_steps, committed_step
 from app.rundir import LIVE_STATES, STALE_S, state_of
 from tui.data.blocks import BlockPlace, BlockPlaces
-from tui.data.fields import get, number, text, whole
+from tui.data.fields import get, number, printable, text, whole
 from tui.data.metrics import MetricsLog
 from tui.data.spans import SpanStore
 from tui.data.tail import JsonTail, read_object
@@ -97,7 +97,7 @@ class RunData:
     @property
     def name(self) -> str:
         """The run's name: its folder's."""
-        return self.path.name
+        return printable(self.path.name)
 
     @property
     def silent_s(self) -> float | None:
@@ -343,11 +343,13 @@ class RunData:
 
     def _say_problems(self) -> None:
         if not self.exists:
-            self.problems = [f"{self.path} is gone; what is shown was read before"]
+            self.problems = [f"{printable(str(self.path))} is gone; what is shown was read before"]
             return
         problems = list(self._wrong.values())
         if self._stamps.get("recipe") is None:
-            problems.insert(0, f"{self.path} has no recipe.json: it is no run directory, or one that is being made")
+            problems.insert(
+                0, f"{printable(str(self.path))} has no recipe.json: it is no run directory, or one that is being made"
+            )
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: no process has begun to work on the run")
         self.problems = problems

@@ -322,6 +322,14 @@ class RunScreen(PenstockScreen):
         self._zoomed().fit()
         self._titles()
 
+    def action_lane_up(self) -> None:
+        """See the action table."""
+        self.lanes.lane_up()
+
+    def action_lane_down(self) -> None:
+        """See the action table."""
+        self.lanes.lane_down()
+
     def action_next_span(self) -> None:
         """See the action table."""
         self._zoomed().next_span()
@@ -366,7 +374,7 @@ class RunScreen(PenstockScreen):
 
     def action_timeline(self) -> None:
         """See the action table."""
-        self.penstock.open_timeline(self.data.path)
+        self.penstock.open_timeline(self.data.path, self.loss.cursor_step())
 
     def action_filter_log(self) -> None:
         """See the action table."""

@@ -6,6 +6,7 @@ from typing import get_args
 
 import numpy as np
 from textual import events
+from textual.binding import Binding
 
 from tui.data.run_data import RunData
 from tui.render import Row
@@ -26,6 +27,8 @@ def learning_rate(value: float | None) -> str:
 
 class LossChart(LineWidget, can_focus=True):
     """Zoom, pan and a cursor that goes from step to step; without a zoom it follows the run."""
+
+    BINDINGS = [Binding("left", "move(-1)", show=False), Binding("right", "move(1)", show=False)]
 
     def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -151,6 +154,15 @@ class LossChart(LineWidget, can_focus=True):
         return ", ".join(parts)
 
     # ------------------------------------------------------------------ keys
+
+    def cursor_step(self) -> int | None:
+        """The step under the cursor."""
+        metrics = self._data.metrics
+        return None if self.cursor is None or self.cursor >= metrics.rows else int(metrics.column("step")[self.cursor])
+
+    def action_move(self, by: int) -> None:
+        """The cursor goes on, or back."""
+        self._move_cursor(by)
 
     def zoom_in(self) -> None:
         """Half of what is shown, around the cursor, or its end."""
