@@ -151,8 +151,9 @@ def _falls_back(file: BinaryIO, step: int, start: int, size: int, clip: _Clip | 
     last = max((c.offset for c in _clips_after(file, _line_start(file, start), scanned) if c.step <= step), default=-1)
     # Behind that, probes a quarter of a step apart; in large files also beyond REDONE_STEPS.
     stride = max(_PROBE_BYTES, step_bytes // 4)
-    fine = range(scanned, min(size, start + 4 * REDONE_STEPS * stride), stride)
-    coarse = range(scanned, size, max(stride, size // _COARSE_PROBES))
+    first = max(start + stride, scanned - 2 * stride)  # the last line that was read whole may have been cut
+    fine = range(first, min(size, start + 4 * REDONE_STEPS * stride), stride)
+    coarse = range(first, size, max(stride, size // _COARSE_PROBES))
     for offset in sorted({*fine, *coarse}, reverse=True):
         seen = _step_at(file, offset, size)
         if seen is not None and seen <= step:
