@@ -304,6 +304,8 @@ class Executor:
                 else:
                     ticket.readers += 1
                     on_streams.append(ticket)
+            if not on_gpu and not on_streams:
+                self._on_host[op.id] = op, time.perf_counter()
         for ticket in on_streams:
             assert ticket.event is not None
             ticket.event.synchronize()
@@ -311,6 +313,7 @@ class Executor:
             with self._lock:
                 for ticket in on_streams:
                     ticket.readers -= 1
+                self._on_host[op.id] = op, time.perf_counter()
         return waited
 
     def _carry_out(self, op: Op, waited: tuple[int, ...]) -> None:
@@ -328,9 +331,7 @@ class Executor:
                 self._retire_gpu_ops(op.lane)
                 self._leave(op, ticket)
             return
-        start = time.perf_counter()
-        with self._lock:
-            self._on_host[op.id] = op, start
+        start = self._on_host[op.id][1]
         result = self._perform(op)
         if result is None:
             self._finish(op, start, waited)

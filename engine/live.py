@@ -22,6 +22,9 @@ LOOK_S = 10.0
 LOOK_SHARE = 0.01
 """Of the time, at most, that is spent looking."""
 
+CLOSE_S = 5.0
+"""How long the end of a run waits for a look."""
+
 
 class Live:
     """While entered, tells the observer what a session's lanes do, from a thread that training never waits for.
@@ -47,7 +50,7 @@ class Live:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._end.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)  # it may be looking at a drive that does not answer
         if kind is None:
             self.tell()
         elif self._failure is None:
