@@ -15,6 +15,8 @@ HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}
 LIGHT = [
     "app.cli",
     "app.recipe",
+    "app.machines",
+    "app.recipe_file",
     "app.rundir",
     "app.run_log",
     "app.control",

@@ -127,6 +127,8 @@ async def test_a_wrong_value_shows_its_message_and_blocks_save_and_launch(place:
         await ui.type("train.lr", "fast")
         assert "must be a number" in ui.configure.form.rows["train.lr"].error
         assert (ui.state.phase, ui.state.stale) == ("idle", True)
+        assert "no plan" in ui.page()
+        assert "train.lr: 'fast' must be a number" in ui.page()
         ui.configure.form.go("name")
         for key in ("l", "ctrl+s"):
             await pilot.press(key)

@@ -252,3 +252,15 @@ async def test_any_size(glyphs: object) -> None:
             await pilot.press("1", "escape")
         if glyphs is ASCII:
             assert all(line(row).isascii() for row in app.query(FieldRow))
+
+
+async def test_another_theme_reaches_rows_titles_and_hint() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        await pilot.pause()
+        app.theme = "penstock-light"
+        await pilot.pause()
+        light = {"#1f2933", "#101820", "#66717e", "#0b6fa4"}
+        for place in ("#hint", "#section-recipe"):
+            found = [span.style for span in app.query_one(place, Static).content.spans]  # type: ignore[union-attr]
+            assert {style.color.triplet.hex for style in found} <= light

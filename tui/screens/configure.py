@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,17 @@ class ConfigureScreen(PenstockScreen):
         if self.client is None or not self.is_attached or not self.query(PlanPanel):
             return
         state = self.client.state
+        if self.draft is not None and self.draft.errors:
+            key, message = next(iter(self.draft.errors.items()))
+            state = replace(state, error=f"{key}: {message}", stale=state.forecast is not None)
         self.query_one(PlanPanel).show(state, self.machine_name)
         self.query_one(PlanSummary).show(state, self.machine_name)
-        field = error_field(state.error) if state.error is not None else None
-        found = {} if field is None or state.error is None else {field: state.error.removeprefix(f"{field}: ")}
+        error = self.client.state.error
+        field = error_field(error) if error is not None else None
+        found = {} if field is None or error is None else {field: error.removeprefix(f"{field}: ")}
         if found != self.form.planner_errors:
             self.form.planner_errors = found
             self.form.update_rows()
-        self.refresh_bindings()
 
     def on_form_edited(self, event: Form.Edited) -> None:
         """Textual's hook."""
@@ -150,6 +154,7 @@ class ConfigureScreen(PenstockScreen):
         assert self.client is not None
         if self.draft.recipe is None:
             self.client.forget()
+            self._show_plan()
             return
         machine = self.machine_name
         self.client.request(self._for_machine(self.draft.recipe), None if machine == THIS_MACHINE else machine)
@@ -384,6 +389,8 @@ class ConfigureScreen(PenstockScreen):
             reason = error.__cause__ or error
             self.notify(str(reason), title="not launched", severity="error")
             return
+        if self.draft is not None:
+            self._saved = self.draft.differences  # the run has them
         self.penstock.open_run(run_path)
 
     # ------------------------------------------------------------------ leaving

@@ -265,8 +265,10 @@ class Form(Vertical):
     }}
     .-short Form #hint {{ height: 4; }}
     .-tiny Form #hint {{ display: none; }}
-    .-ascii Form #hint {{ border-top: ascii $border; }}
+    App.-ascii Form #hint {{ border-top: ascii $border; }}
     """
+    SCOPED_CSS = False
+    """The rules ask for classes of the screen and of the application."""
 
     class Edited(Message):
         """The draft is another."""
@@ -282,6 +284,8 @@ class Form(Vertical):
         """What the planner found wrong with single fields."""
         self.rows = {key: FieldRow(key) for key in field_table()}
         self._words: list[str] = []
+        self._titles: dict[str, tuple[Text, bool]] = {}
+        self._hinted: tuple[str, bool] = ("", False)
         self._current = next(iter(self.rows))
 
     def compose(self) -> ComposeResult:
@@ -302,6 +306,12 @@ class Form(Vertical):
         self.update_rows()
         self.current.is_current = True
         self.query_one(FieldList).focus()
+        self.app.theme_changed_signal.subscribe(self, self._on_theme)
+
+    def _on_theme(self, theme: object) -> None:
+        for row in self.rows.values():
+            row.refresh()
+        self.update_rows()
 
     # ------------------------------------------------------------------ what is shown
 
@@ -331,11 +341,16 @@ class Form(Vertical):
         title.append(f"  {about}", style("dim", dark))
         if num_changed:
             title.append(f"  {num_changed} changed", style("warn", dark))
-        self.query_one(f"#section-{section}", Static).update(title, layout=False)
+        if self._titles.get(section) != (title, dark):
+            self._titles[section] = (title, dark)
+            self.query_one(f"#section-{section}", Static).update(title, layout=False)
 
     def _hint(self) -> None:
         key = self._current
         item, dark = field_table()[key], self.app.current_theme.dark
+        if self._hinted == (key, dark):
+            return
+        self._hinted = (key, dark)
         line = Text.assemble((key, style("title", dark)))
         keys = {"text": "enter edits", "choice": "left, right choose", "switch": "space switches"}[kind_of(key)]
         keys += ", o browses" if key in PATHS else ""
