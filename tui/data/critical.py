@@ -22,9 +22,9 @@ EPSILON_S = 2e-6
 _MAX_OVERLAPS = 64
 """Ops of a lane under way at once, at most."""
 
-IdleKind = Literal["waiting", "starting", "not queued", "no more work"]
-"""waiting: for `cause_row`. starting: what it waited for was done. not queued: it waited for no op, and yet did not
-run. no more work: none follows in what was read."""
+IdleKind = Literal["waiting", "starting", "for no op", "no more work"]
+"""waiting: for `cause_row`. starting: what it waited for was done. for no op: it waited for none, and yet did not
+run: it was not queued yet, or its thread did not run. no more work: none follows in what was read."""
 
 
 class PathPart(NamedTuple):
@@ -230,7 +230,7 @@ def _idle_times(view: SpanView, window: StepWindow, lane: str, blockers: Blocker
         following = int(rows[at])
         cause = blockers.awaited(following)
         if cause is None or view.end_s[cause] <= start_s:
-            found.append(Idle(start_s, end_s, "not queued", following, None))
+            found.append(Idle(start_s, end_s, "for no op", following, None))
             continue
         done_s = min(end_s, float(view.end_s[cause]))
         found.append(Idle(start_s, done_s, "waiting", following, cause))

@@ -73,7 +73,7 @@ def cause_text(total: IdleTotal) -> str:
         return f"waiting for {total.op} of {where}"
     return {
         "starting": "starting, with nothing missing",
-        "not queued": "its next op was not queued yet",
+        "for no op": "for no op: not queued yet, or its thread not running",
         "no more work": "no more work",
     }[total.kind]
 
@@ -169,7 +169,7 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
             ]
         )
     if view.waited(row) == ():
-        rows.append([("waited   ", "dim"), ("for no op: it ran as soon as its lane was free", "text")])
+        rows.append([("waited   ", "dim"), ("for no op", "text")])
     op_id = int(view.id[row])
     followers = [
         i for i in np.flatnonzero(view.start_s >= view.end_s[row] - 1e-5).tolist() if op_id in (view.waited(i) or ())
