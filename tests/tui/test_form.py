@@ -195,6 +195,10 @@ async def test_the_filter() -> None:
         app.form.end_filter()
         assert all(row.display for row in app.query(FieldRow))
         app.form.begin_filter()
+        await pilot.press(*"data.sequence_length", "enter")  # the help of others names it too
+        assert app.form.current.key == "data.sequence_length"
+        app.form.end_filter()
+        app.form.begin_filter()
         await pilot.press(*"zzzz", "enter")
         app.form.move(1)
         app.form.move_section(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 from typing import Any, cast
 
 from rich.cells import cell_len, set_cell_size
