@@ -471,14 +471,14 @@ class Form(Vertical):
             self.filter(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's hook: to the first field that was found, one with the words in its name before others."""
+        """Textual's hook: to the field that the words name best."""
         if event.input.id == "filter":
             event.stop()
-            found = self._visible()
-            self._focus_first(sorted(found, key=lambda row: not all(word in row.key for word in self._words)))
+            shown = self._visible()
+            if shown:
+                self.focus_fields()
+                self.go(min(shown, key=self._unlikeness).key)
 
-    def _focus_first(self, rows: Iterable[FieldRow]) -> None:
-        for row in rows:
-            self.focus_fields()
-            self.go(row.key)
-            return
+    def _unlikeness(self, row: FieldRow) -> tuple[bool, bool]:
+        """Least for the field of that very name, then for those whose name has the words; others' help only."""
+        return row.key != " ".join(self._words), not all(word in row.key for word in self._words)
