@@ -25,6 +25,7 @@ class LineWidget(Widget):
         super().__init__(id=id, classes=classes)
         self._strips: list[Strip] = []
         self._drawn_for: tuple[int, int, bool] | None = None
+        self._blank = Strip([])
 
     def rows(self, width: int, height: int) -> list[Row]:
         """What to show in `width` x `height` cells; missing rows are empty, further ones are not drawn."""
@@ -51,11 +52,16 @@ class LineWidget(Widget):
         dark = self.app.current_theme.dark
         if self._drawn_for != (width, height, dark):
             rows = self.rows(width, height) if width > 0 and height > 0 else []
+            base = self.rich_style  # costs as much as a row
             self._strips = [
-                Strip([Segment(text, style(token, dark)) for text, token in row]).adjust_cell_length(width)
+                Strip([Segment(text, base + style(token, dark)) for text, token in row]).adjust_cell_length(width, base)
                 for row in rows
             ]
+            self._blank = Strip.blank(width, base)
             self._drawn_for = (width, height, dark)
-        if y < len(self._strips):
-            return self._strips[y].apply_style(self.rich_style)
-        return Strip.blank(width, self.rich_style)
+        return self._strips[y] if y < len(self._strips) else self._blank
+
+    def notify_style_update(self) -> None:
+        """Textual's hook: the background may be another."""
+        self._drawn_for = None
+        super().notify_style_update()
