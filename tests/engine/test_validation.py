@@ -178,6 +178,38 @@ def test_documents_that_fill_less_than_was_asked_for_count_once(tmp_path: Path, 
     assert losses == {1: pytest.approx(loss, rel=1e-6)}
 
 
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3_text": ({"sliding_window": 8, "sliding_window_pattern": 2}, STREAMED),
+    "mixtral": ({"num_local_experts": 4}, {"save": "input"}),
+    "qwen3_next": (
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        {"chunk_tokens": 48},
+    ),
+}
+"""Sliding windows, experts, and a state that is carried from token to token."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_other_families(tmp_path: Path, model_type: str) -> None:
+    overrides, policy = FAMILIES[model_type]
+    m = tiny.model(model_type=model_type, overrides=overrides)
+    t = tiny.training(steps=2, validate_every=2, validation_sequences=4, **policy)
+    with tiny.session(tmp_path, m=m, t=t, d=HELD_OUT, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
+        _, losses, _ = run(session)
+        loss, _ = plain_loss(session, tiny.parameters(session.store, session.spec))
+    assert losses == {2: pytest.approx(loss, rel=1e-6)}
+
+
 def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
     parts: dict[str, Any] = {
         "model": tiny.model(),
