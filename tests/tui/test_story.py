@@ -1,0 +1,164 @@
+"""The whole story by keys alone, every process a real one: open, pick the quickstart, change fields, see its plan
+change, launch, watch, checkpoint, pause, go on, stop, resume, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.screen import ModalScreen
+from textual.widgets import DataTable
+
+from app.checkpoints import checkpoint_steps
+from app.rundir import read_info, read_tail
+from tui.app import PenstockApp
+from tui.render import plain
+from tui.screens.configure import ConfigureScreen
+from tui.screens.home import HomeScreen
+from tui.screens.run import RunScreen
+from tui.widgets.kpi_bar import KpiBar
+from tui.widgets.plan_panel import PlanPanel
+
+
+async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str, limit_s: float = 120) -> None:
+    for _ in range(int(limit_s / 0.1)):
+        if condition():
+            return
+        await pilot.pause(0.1)
+    shown = "\n".join(str(strip.text) for strip in pilot.app.screen._compositor.render_strips())
+    pytest.fail(f"waited in vain for {what}:\n{shown}")
+
+
+async def ask(pilot: Pilot[Any], key: str) -> None:
+    """Press a key that asks a question first, and wait for the question."""
+    await pilot.press(key)
+    await until(pilot, lambda: isinstance(pilot.app.screen, ModalScreen), "a question")
+
+
+async def set_field(pilot: Pilot[Any], key: str, text: str) -> None:
+    """As a person does it: filter by name, enter to edit, the value, enter."""
+    await pilot.press("slash", *key, "enter")
+    await pilot.press("enter", "end", *["backspace"] * 12, *text, "enter")
+    await pilot.press("escape")
+
+
+def plan_text(screen: ConfigureScreen) -> str:
+    panel = screen.query_one(PlanPanel)
+    return plain(panel.rows(70, 60))
+
+
+async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    app = PenstockApp(tmp_path)
+    async with app.run_test(size=(140, 44)) as pilot:
+        # ---- open, pick the quickstart
+        await pilot.pause(0.3)
+        assert isinstance(app.screen, HomeScreen)
+        recipes = app.screen.query_one("#recipes", DataTable)
+        assert recipes.has_focus  # there are no runs yet
+        assert Path(str(recipes.ordered_rows[recipes.cursor_row].key.value)).name == "quickstart.py"
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ConfigureScreen), "the form")
+        screen = app.screen
+        assert isinstance(screen, ConfigureScreen)
+        await until(pilot, lambda: "tokens/s" in plan_text(screen), "a plan")
+        before = plan_text(screen)
+        # ---- change fields, see the plan change
+        await set_field(pilot, "data.sequence_length", "512")
+        await set_field(pilot, "train.chunk_tokens", "256")
+        await set_field(pilot, "data.max_documents", "60")
+        await set_field(pilot, "train.validate_every", "20")
+        await set_field(pilot, "train.steps", "40")
+        await set_field(pilot, "storage.checkpoint_every", "10")
+        await until(pilot, lambda: "40 steps" in plan_text(screen), "a new plan")
+        assert plan_text(screen) != before
+        # ---- launch
+        await ask(pilot, "l")
+        await pilot.press("y")
+        await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run's screen")
+        (run,) = (tmp_path / "runs").iterdir()
+
+        def state() -> str:
+            return read_info(run).state
+
+        def step() -> int:
+            return read_info(run).step
+
+        def shown() -> str:
+            return plain(app.screen.query_one(KpiBar).rows(138, 1))
+
+        # ---- watch steps arrive
+        await until(pilot, lambda: step() >= 3 and "running" in shown(), "three steps")
+        # ---- a checkpoint
+        await ask(pilot, "k")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(checkpoint_steps(run)), "the checkpoint")
+        # ---- pause, and go on
+        await ask(pilot, "P")
+        await pilot.press("y")
+        await until(pilot, lambda: state() == "paused" and "paused" in shown(), "the pause")
+        held = step()
+        await pilot.pause(1)
+        assert step() == held
+        await ask(pilot, "R")
+        await pilot.press("y")
+        await until(pilot, lambda: step() > held, "a step after the pause")
+        # ---- stop
+        await ask(pilot, "S")
+        await pilot.press("y")
+        await until(pilot, lambda: state() == "stopped" and "stopped" in shown(), "the stop")
+        stopped = step()
+        assert held < stopped < 40
+        # ---- resume to the end
+        await ask(pilot, "R")
+        await pilot.press("y")
+        await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end", 240)
+        assert [line["step"] for line in read_tail(run / "metrics.jsonl")] == list(range(1, 41))
+        # ---- export
+        folder = tmp_path / "exported"
+        await ask(pilot, "e")
+        await pilot.press("end", *["backspace"] * 120, *str(folder), "enter")
+        await until(pilot, lambda: (folder / "model.safetensors").exists(), "the exported folder")
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, ConfigureScreen), "the form again")
+        await ask(pilot, "escape")  # the changes are in no file
+        await pilot.press("y")
+        await until(pilot, lambda: isinstance(app.screen, HomeScreen), "home")
+
+
+async def test_quitting_leaves_the_run_alone(tmp_path: Path) -> None:
+    """Nothing in this process holds the run: it goes on when the application has closed."""
+    from app import control
+    from app.launcher import start
+    from app.recipe import apply_overrides, load_recipe
+    from tui.data.catalog import SHIPPED
+
+    settings = ["data.sequence_length=256", "train.chunk_tokens=128", "data.max_documents=60", "train.compile=off"]
+    settings += [
+        "after.export=false",
+        "after.sample_prompt=none",
+        "train.steps=1000",
+        "train.validate_every=none",
+        "model.num_layers=1",
+    ]
+    run = start(apply_overrides(load_recipe(SHIPPED / "quickstart.py"), settings), tmp_path)
+    app = PenstockApp(tmp_path, run)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: read_info(run).step >= 2, "two steps")
+        step = read_info(run).step
+        await pilot.press("q")
+    for _ in range(300):
+        if read_info(run).step > step + 1:
+            break
+        await pilot.pause(0.1)
+    assert read_info(run).state == "running"
+    assert read_info(run).step > step + 1
+    control.ask(run, "stop")
+    for _ in range(600):
+        if read_info(run).state == "stopped":
+            break
+        await pilot.pause(0.1)
+    assert read_info(run).state == "stopped"
