@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from app import control
 from app.recipe import Recipe, resolve_paths, to_json
-from app.rundir import LEFT_BY_LAUNCHER, fresh_path, is_live, read_recipe
+from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
 
@@ -25,7 +25,7 @@ PYTHON_PATH = Path(__file__).resolve().parents[1]
 CLI = (sys.executable, "-m", "app.cli")
 
 START_S = 30.0
-"""How long a started run may take to lock its directory before it counts as started anyway: a loaded machine."""
+"""How long a started run may take to say something before it counts as started anyway: a loaded machine."""
 
 _children: list[subprocess.Popen[bytes]] = []
 """Started processes, which are asked for their end now and then so that none stays a zombie."""
@@ -105,7 +105,7 @@ def _make_folder(root: Path, name: str) -> Path:
 
 
 def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
-    """Start a process on the run; returns once it has locked the run's directory. UserError when it ends before."""
+    """Start a process on the run; returns once its word is in status.json. UserError when it ends before."""
     _children[:] = [child for child in _children if child.poll() is None]
     log = run_path / "output.log"
     try:
@@ -124,7 +124,7 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
         raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
     _children.append(process)
     deadline = time.monotonic() + START_S
-    while not is_live(run_path) and time.monotonic() < deadline:
+    while read_status(run_path).get("pid") != process.pid and time.monotonic() < deadline:
         if process.poll() is not None:
             if process.returncode == 0:
                 return

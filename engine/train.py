@@ -227,7 +227,8 @@ def _goes_on(session: Session, observer: Observer) -> bool:
                 session.checkpoint_now(name)
             _report_checkpoints(session, observer)
             time.sleep(POLL_S)
-        observer.on_pause(False)
+        if want == "run":
+            observer.on_pause(False)
     return want == "run"
 
 

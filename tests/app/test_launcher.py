@@ -41,6 +41,7 @@ def fake_cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_run_is_started_paused_resumed_and_stopped(tmp_path: Path) -> None:
     run = launcher.start(LONG, tmp_path)
     assert run.parent == tmp_path / "runs"
+    assert read_info(run).state in ("preparing", "running")
     wait_until(lambda: read_info(run).step > 2)
     status = json.loads((run / "status.json").read_text())
     assert os.getsid(status["pid"]) == status["pid"] != os.getsid(0)
@@ -92,7 +93,6 @@ def test_a_run_outlives_its_starter_and_the_terminal(tmp_path: Path) -> None:
     )
     assert starter.stdout is not None
     run = Path(starter.stdout.readline().strip())
-    wait_until(lambda: (run / "status.json").exists())
     pid = json.loads((run / "status.json").read_text())["pid"]
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL):

@@ -101,6 +101,7 @@ def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path
     observer = Pausing(at=(3,), then="stop")
     result = run(tmp_path, observer)
     assert (result.stopped, result.steps) == (True, 3)
+    assert observer.pauses == [(True, 3)]
     store = NvmeStore.open(tmp_path / "state")
     assert store.meta["step"] == 3
     store.close()
