@@ -142,7 +142,7 @@ def test_metrics_tell_the_time_and_what_the_tiers_hold(tmp_path: Path, monkeypat
 
 
 class Waiting(tiny.Silent):
-    """Says when a span has been told, and what was under way then."""
+    """Says when the head has been told to be under way, and spans before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Waiting(tiny.Silent):
     def on_progress(self, progress: Progress) -> None:
         super().on_progress(progress)
         self.progress.append(progress)
-        if self.spans and progress.under_way:
+        if self.spans and any(op.op == "head" for op in progress.under_way):
             self.told.set()
 
 
