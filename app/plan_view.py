@@ -75,9 +75,9 @@ def _headline(forecast: dict[str, Any], width: int) -> list[Text]:
     lines = [Text.assemble((recipe, "bold"), " on ", (machine["name"], "bold"), ": ", verdict)]
     if model:
         active = model.get("active_params")
-        sparse = f" ({_count(active)} active a token)" if active and active != model["params"] else ""
+        sparse = f" ({params_text(active)} active a token)" if active and active != model["params"] else ""
         lines += _wrapped(
-            f"{model['type']}, {_count(model['params'])} parameters{sparse}, {model['layers']} layers; "
+            f"{model['type']}, {params_text(model['params'])} parameters{sparse}, {model['layers']} layers; "
             f"{forecast['tokens_per_step']:,} tokens a step, context {forecast['context']:,}",
             width,
         )
@@ -93,8 +93,8 @@ def _times(forecast: dict[str, Any], width: int) -> list[Text]:
         f"{seconds_text(forecast['step_s'])} a step",
         f"{forecast['tokens_per_s']:,.{0 if forecast['tokens_per_s'] >= 10 else 2}f} tokens/s",
         f"bound by {bound}" + (f" ({share:.0%} busy)" if share is not None else ""),
-        f"MFU {_percent(forecast.get('mfu'))}",
-        f"HFU {_percent(forecast.get('hfu'))}",
+        f"MFU {percent_text(forecast.get('mfu'))}",
+        f"HFU {percent_text(forecast.get('hfu'))}",
     ]
     return _packed(parts, "   ", width, style="bold")
 
@@ -109,7 +109,7 @@ def _tiers(tiers: dict[str, Any], width: int, bars: tuple[str, str]) -> list[Tex
         if used.count(used[-4:]) == 2:  # one unit serves both
             used = used.replace(used[-4:], "", 1)
         style = "red" if over else "green" if share is not None and share < 0.9 else "yellow"
-        rows.append(([name, _percent(share, 0), used], share, style, tier.get("parts") or {}))
+        rows.append(([name, percent_text(share, 0), used], share, style, tier.get("parts") or {}))
     lines = []
     for cells, (_, share, style, parts) in zip(_aligned([row[0] for row in rows], "lrr"), rows, strict=True):
         bar = _bar(share, bars)
@@ -220,7 +220,7 @@ def _lanes(forecast: dict[str, Any], bars: tuple[str, str]) -> list[Text]:
     rows = [["lane", "busy", "share", "moved"]]
     for lane, figures in forecast["lanes"].items():
         moved = bytes_text(figures["bytes"]) if figures.get("bytes") else "-"
-        rows.append([lane, seconds_text(figures["busy_s"]), _percent(figures["share"], 0), moved])
+        rows.append([lane, seconds_text(figures["busy_s"]), percent_text(figures["share"], 0), moved])
     cells = _aligned(rows, "lrrr")
     lines = [Text("  ".join(cells[0]), style="bold")]
     for row, (lane, figures) in zip(cells[1:], forecast["lanes"].items(), strict=True):
@@ -250,7 +250,7 @@ def _run(forecast: dict[str, Any], width: int) -> list[Text]:
 def _drive(drive: dict[str, Any]) -> str:
     written, step = bytes_text(drive["bytes_written"]), bytes_text(drive["bytes_written_per_step"])
     share, endurance = drive.get("endurance_share"), drive.get("endurance_bytes")
-    worn = "n/a" if share is None else _percent(share, 1 if share >= 0.01 else 3)
+    worn = "n/a" if share is None else percent_text(share, 1 if share >= 0.01 else 3)
     of = "" if endurance is None else f" of {bytes_text(endurance)}"
     name = f"drive {drive['path']}" if drive.get("path") else "drive"
     return f"{name}: writes {written} ({step} a step), endurance used {worn}{of}"
@@ -305,11 +305,12 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds:.{min(digits, 5)}f} s"
 
 
-def _percent(share: float | None, digits: int = 1) -> str:
+def percent_text(share: float | None, digits: int = 1) -> str:
+    """A share in percent; n/a when unknown."""
     return "n/a" if share is None else f"{share:.{digits}%}"
 
 
-def _count(number: float) -> str:
+def params_text(number: float) -> str:
     """A number of parameters: 812, 1.5 M, 70.6 B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
@@ -329,7 +330,7 @@ def _settings(settings: Sequence[str], width: int) -> list[Text]:
     """Ready arguments; a value with blanks or shell characters is quoted."""
     return [
         Text("    " + line, style="cyan")
-        for line in _fill([f"--set {shlex.quote(item)}" for item in settings], " ", width - 4)
+        for line in filled([f"--set {shlex.quote(item)}" for item in settings], " ", width - 4)
     ]
 
 
@@ -363,14 +364,14 @@ def _hanging(prefix: Text, items: Sequence[str], width: int, style: str = "") ->
     if max(map(len, items), default=0) + 1 > room:
         prefix.rstrip()
         return [prefix, *_wrapped(", ".join(items), width, "    ")]
-    *filled, last = _fill(items, ", ", room - 1) or [""]
+    *filled, last = filled(items, ", ", room - 1) or [""]
     pieces = [*(piece + "," for piece in filled), last]
     first = prefix + Text(pieces[0], style=style)
     first.rstrip()
     return [first, *(Text(" " * len(prefix) + piece) for piece in pieces[1:])]
 
 
-def _fill(items: Sequence[str], separator: str, width: int) -> list[str]:
+def filled(items: Sequence[str], separator: str, width: int) -> list[str]:
     """Whole items on as few lines as they need."""
     lines: list[str] = []
     for item in items:
@@ -382,4 +383,4 @@ def _fill(items: Sequence[str], separator: str, width: int) -> list[str]:
 
 
 def _packed(items: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
-    return [Text(line, style=style) for line in _fill(items, separator, width)]
+    return [Text(line, style=style) for line in filled(items, separator, width)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from app.plan_view import seconds_text
+from app.plan_view import filled, params_text, percent_text, seconds_text
 from app.progress import bytes_text, duration_text
 from tui.glyphs import Glyphs
 from tui.render import Row
@@ -180,7 +180,7 @@ def _verdict(page: _Page, forecast: dict[str, Any], status: str) -> None:
     )
     if model:
         page.wrapped(
-            f"{model['type']} {_count(model['params'])}, {model['layers']} layers; {forecast['tokens_per_step']:,} "
+            f"{model['type']} {params_text(model['params'])}, {model['layers']} layers; {forecast['tokens_per_step']:,} "
             f"tokens a step, context {forecast['context']:,}",
             "text",
         )
@@ -200,7 +200,7 @@ def _figures(page: _Page, forecast: dict[str, Any]) -> None:
         (seconds_text(forecast.get("step_s")), "a step"),
         ("n/a" if rate is None else f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}", "tokens/s"),
         (duration_text((forecast.get("run") or {}).get("seconds")), f"{forecast['steps']:,} steps"),
-        (_percent(forecast.get("mfu"), 1), "MFU"),
+        (percent_text(forecast.get("mfu"), 1), "MFU"),
     ]
     page.gap()
     least = max(len(text) for figure in figures for text in figure) + 1
@@ -223,7 +223,7 @@ def _tier(page: _Page, name: str, tier: dict[str, Any]) -> None:
     peak, budget = tier.get("peak_bytes"), tier.get("budget_bytes")
     share = peak / budget if peak is not None and budget else None
     figures = _of(peak, budget)
-    percent = _percent(share, 0)
+    percent = percent_text(share, 0)
     token = "text" if share is None or share < _FULL else "warn" if share <= 1 else "bad"
     label: Row = [(f"{name:<5}", f"tier.{name} bold"), (f"{percent:>5} ", f"{token} bold"), (f" {figures}", "text")]
     parts = _largest(tier.get("parts") or {})
@@ -238,7 +238,7 @@ def _tier(page: _Page, name: str, tier: dict[str, Any]) -> None:
     texts = [
         f"{shades[min(index, len(shades) - 1)]} {part} {bytes_text(size)}" for index, (part, size) in enumerate(parts)
     ]
-    for line in _filled(texts, "  ", page.width - 5):
+    for line in filled(texts, "  ", page.width - 5):
         page.line([("     " + line, "dim")])
 
 
@@ -284,7 +284,7 @@ def _lanes(page: _Page, forecast: dict[str, Any]) -> None:
     for lane, figures in forecast["lanes"].items():
         share, moved = figures.get("share"), figures.get("bytes")
         weight = " bold" if lane == bound else ""
-        tail = f" {_percent(share, 0):>4} {seconds_text(figures.get('busy_s')):>8}"
+        tail = f" {percent_text(share, 0):>4} {seconds_text(figures.get('busy_s')):>8}"
         if wide:
             tail += f" {bytes_text(moved) if moved else '-':>9}"
         room = page.width - name - 1 - len(tail)
@@ -413,7 +413,7 @@ def _drives(page: _Page, forecast: dict[str, Any]) -> None:
 
 def _drive(drive: dict[str, Any]) -> str:
     share, endurance = drive.get("endurance_share"), drive.get("endurance_bytes")
-    worn = _percent(share, 1 if share is None or share >= 0.01 else 3)
+    worn = percent_text(share, 1 if share is None or share >= 0.01 else 3)
     of = "" if endurance is None else f" of {bytes_text(endurance)}"
     name = f"{drive['path']}: " if drive.get("path") else ""
     return f"{name}{bytes_text(drive['bytes_written'])} written, endurance used {worn}{of}"
@@ -436,26 +436,3 @@ def _of(peak: float | None, budget: float | None) -> str:
     if used.rpartition(" ")[2] == whole.rpartition(" ")[2] and " " in used:
         used = used.rpartition(" ")[0]
     return f"{used} of {whole}"
-
-
-def _percent(share: float | None, digits: int) -> str:
-    return "n/a" if share is None else f"{share:.{digits}%}"
-
-
-def _count(number: float) -> str:
-    """A number of parameters: 1.5 M, 70.6 B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.{0 if number >= 100 * size else 1}f} {unit}"
-    return f"{number:.0f}"
-
-
-def _filled(items: Sequence[str], separator: str, width: int) -> list[str]:
-    """Whole items on as few lines as they need."""
-    lines: list[str] = []
-    for item in items:
-        if lines and len(lines[-1]) + len(separator) + len(item) <= width:
-            lines[-1] += separator + item
-        else:
-            lines.append(item)
-    return lines
