@@ -364,8 +364,8 @@ def _hanging(prefix: Text, items: Sequence[str], width: int, style: str = "") ->
     if max(map(len, items), default=0) + 1 > room:
         prefix.rstrip()
         return [prefix, *_wrapped(", ".join(items), width, "    ")]
-    *filled, last = filled(items, ", ", room - 1) or [""]
-    pieces = [*(piece + "," for piece in filled), last]
+    *before, last = filled(items, ", ", room - 1) or [""]
+    pieces = [*(piece + "," for piece in before), last]
     first = prefix + Text(pieces[0], style=style)
     first.rstrip()
     return [first, *(Text(" " * len(prefix) + piece) for piece in pieces[1:])]

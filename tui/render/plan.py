@@ -180,8 +180,8 @@ def _verdict(page: _Page, forecast: dict[str, Any], status: str) -> None:
     )
     if model:
         page.wrapped(
-            f"{model['type']} {params_text(model['params'])}, {model['layers']} layers; {forecast['tokens_per_step']:,} "
-            f"tokens a step, context {forecast['context']:,}",
+            f"{model['type']} {params_text(model['params'])}, {model['layers']} layers; "
+            f"{forecast['tokens_per_step']:,} tokens a step, context {forecast['context']:,}",
             "text",
         )
     if forecast.get("note"):
