@@ -5,16 +5,17 @@ from __future__ import annotations
 import locale
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from textual.app import App, SystemCommand
+from textual.filter import LineFilter
 from textual.screen import Screen
 
 from tui.actions import Action, actions, bindings
-from tui.glyphs import ASCII, UNICODE, Glyphs
+from tui.glyphs import ASCII, UNICODE, AsciiFilter, Glyphs
 from tui.screens.base import PenstockScreen
 from tui.theme import THEMES
 
@@ -62,6 +63,11 @@ class PenstockApp(App[None]):
             self.open_run(self._first_run)
         if not self.glyphs.braille:
             self.add_class("-ascii")
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's hook: what every line drawn goes through."""
+        filters = [*super().get_line_filters()]
+        return filters if self.glyphs.braille else [*filters, AsciiFilter()]
 
     # ------------------------------------------------------------------ screens
 

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +73,31 @@ ASCII = Glyphs(
     up="^",
     down="v",
 )
+
+
+class AsciiFilter(LineFilter):
+    """Gives what Textual itself draws in other characters, borders and scrollbars, in ASCII; letters stay."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Textual's hook."""
+        return [
+            segment if segment.text.isascii() else Segment(_ascii(segment.text), segment.style, segment.control)
+            for segment in segments
+        ]
+
+
+_FIRST_SYMBOL = 0x2000
+"""Below it are letters."""
+_REPLACED = str.maketrans(
+    dict.fromkeys("─━═┄┈╌╴╶▔", "-")
+    | dict.fromkeys("│┃║┆┊╎▌▐▎▏▊▍▋", "|")
+    | dict.fromkeys("╭╮╰╯┌┐└┘├┤┬┴┼╔╗╚╝┏┓┗┛", "+")
+    | dict.fromkeys("▁▂▃▄▅▆▇▀", " ")
+    | {"█": "#", "…": "~", "●": "*", "▲": "^", "▼": "v"}
+)
+
+
+@lru_cache(maxsize=4096)
+def _ascii(text: str) -> str:
+    text = text.translate(_REPLACED)
+    return "".join(char if ord(char) < _FIRST_SYMBOL else "?" * cell_len(char) for char in text)

@@ -31,7 +31,7 @@ def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(made_runs: Path, tmp_path: Path) -> Path:
-    """A root of the test's own, with finished runs `first` and `second`, and `crashed`, which a kill ended in step 9."""
+    """A root of the test's own: finished runs `first` and `second`, and `crashed`, which a kill ended in step 9."""
     root = tmp_path / "root"
     shutil.copytree(made_runs, root)
     crashed = root / "runs" / "crashed"

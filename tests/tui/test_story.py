@@ -73,6 +73,7 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await set_field(pilot, "train.validate_every", "20")
         await set_field(pilot, "train.steps", "40")
         await set_field(pilot, "storage.checkpoint_every", "10")
+        await pilot.press("slash", *"train.compile", "enter", "right", "right", "escape")
         await until(pilot, lambda: "40 steps" in plan_text(screen), "a new plan")
         assert plan_text(screen) != before
         # ---- launch
@@ -123,9 +124,8 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await pilot.press("end", *["backspace"] * 120, *str(folder), "enter")
         await until(pilot, lambda: (folder / "model.safetensors").exists(), "the exported folder")
         await pilot.press("escape")
-        await until(pilot, lambda: isinstance(app.screen, ConfigureScreen), "the form again")
-        await ask(pilot, "escape")  # the changes are in no file
-        await pilot.press("y")
+        await until(pilot, lambda: not isinstance(app.screen, RunScreen), "the screen before")
+        await pilot.press("escape")
         await until(pilot, lambda: isinstance(app.screen, HomeScreen), "home")
 
 
@@ -142,6 +142,7 @@ async def test_quitting_leaves_the_run_alone(tmp_path: Path) -> None:
         "after.sample_prompt=none",
         "train.steps=1000",
         "train.validate_every=none",
+        "train.validation_sequences=none",
         "model.num_layers=1",
     ]
     run = start(apply_overrides(load_recipe(SHIPPED / "quickstart.py"), settings), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tracemalloc
@@ -48,7 +49,7 @@ def test_any_split_gives_the_same_objects(
     tail = JsonTail(path, read_bytes=read_bytes)
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     found: list[str] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         append(path, data[start:end])
         found += map(repr, tail.read())
         while tail.behind:
