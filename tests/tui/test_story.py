@@ -3,6 +3,7 @@ change, launch, watch, checkpoint, pause, go on, stop, resume, export."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,12 @@ async def test_quitting_leaves_the_run_alone(tmp_path: Path) -> None:
     for _ in range(300):
         if read_info(run).step > step + 1:
             break
-        await pilot.pause(0.1)
+        await asyncio.sleep(0.1)
     assert read_info(run).state == "running"
     assert read_info(run).step > step + 1
     control.ask(run, "stop")
     for _ in range(600):
         if read_info(run).state == "stopped":
             break
-        await pilot.pause(0.1)
+        await asyncio.sleep(0.1)
     assert read_info(run).state == "stopped"
