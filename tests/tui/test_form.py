@@ -268,3 +268,29 @@ async def test_another_theme_reaches_rows_titles_and_hint() -> None:
         for place in ("#hint", "#section-recipe"):
             found = [span.style for span in app.query_one(place, Static).content.spans]  # type: ignore[union-attr]
             assert {style.color.triplet.hex for style in found} <= light
+
+
+async def test_typing_faster_than_it_is_drawn_loses_nothing() -> None:
+    app = FormApp()
+    async with app.run_test(size=(80, 40)) as pilot:
+        app.form.go("train.steps")
+        row = app.row("train.steps")
+        row.begin_edit()
+        await pilot.pause()
+        entry = row.query_one(Input)
+        for text in ("", "6", "60", "600"):
+            entry.value = text  # all before the first message is handled
+        await pilot.pause()
+        await pilot.pause()
+        assert entry.value == "600"
+        assert app.draft.text("train.steps") == "600"
+        for text in ("6001", "600"):  # back to what is still shown
+            entry.value = text
+        await pilot.pause()
+        await pilot.pause()
+        assert app.draft.text("train.steps") == "600"
+        entry.value = "7"
+        row.end_edit(undo=True)  # before the change is told
+        await pilot.pause()
+        await pilot.pause()
+        assert app.draft.text("train.steps") == "84"

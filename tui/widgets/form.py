@@ -76,7 +76,9 @@ class FieldRow(Widget):
         self.kind: Kind = kind_of(key)
         self._shown: tuple[str, str, bool, str] = ("", "", False, "")
         self._is_current = False
-        self._before = ""
+        self._before = self._typed = ""
+        """The text before the edit, and as it was last typed."""
+        self._undone = False
 
     @property
     def is_current(self) -> bool:
@@ -111,8 +113,6 @@ class FieldRow(Widget):
             return
         error_was, self._shown = self.error, shown
         self.set_class(bool(error), "-wrong")
-        if self.is_editing and cast(Input, self.children[0]).value != text:
-            cast(Input, self.children[0]).value = text
         self.refresh(layout=error != error_was)
 
     # ------------------------------------------------------------------ drawing
@@ -188,7 +188,8 @@ class FieldRow(Widget):
         """Mount the input with the field's text."""
         if self.kind != "text" or self.is_editing:
             return
-        self._before = self.value
+        self._before = self._typed = self.value
+        self._undone = False
         placeholder = "none" if may_be_none(self.key) else ""
         entry = ValueInput(self.value, placeholder=placeholder, compact=True, select_on_focus=True)
         self.mount(entry)
@@ -199,6 +200,7 @@ class FieldRow(Widget):
         if not self.is_editing:
             return
         if undo:
+            self._undone = True
             self.post_message(self.Changed(self, self._before))
         entry = self.children[0]
         had_focus = entry.has_focus
@@ -209,7 +211,8 @@ class FieldRow(Widget):
     def on_input_changed(self, event: Input.Changed) -> None:
         """Textual's hook."""
         event.stop()
-        if event.value != self.value:
+        if event.value != self._typed and not self._undone:  # what is shown may lag behind fast typing
+            self._typed = event.value
             self.post_message(self.Changed(self, event.value))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
