@@ -4,7 +4,10 @@ change, launch, watch, checkpoint, pause, go on, stop, resume, export."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable
 
 from app.checkpoints import checkpoint_steps
-from app.rundir import read_info, read_tail
+from app.rundir import read_info, read_status, read_tail
 from tui.app import PenstockApp
 from tui.render import plain
 from tui.screens.configure import ConfigureScreen
@@ -147,20 +150,24 @@ async def test_quitting_leaves_the_run_alone(tmp_path: Path) -> None:
         "model.num_layers=1",
     ]
     run = start(apply_overrides(load_recipe(SHIPPED / "quickstart.py"), settings), tmp_path)
-    app = PenstockApp(tmp_path, run)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: read_info(run).step >= 2, "two steps")
-        step = read_info(run).step
-        await pilot.press("q")
-    for _ in range(300):
-        if read_info(run).step > step + 1:
-            break
-        await asyncio.sleep(0.1)
-    assert read_info(run).state == "running"
-    assert read_info(run).step > step + 1
-    control.ask(run, "stop")
-    for _ in range(600):
-        if read_info(run).state == "stopped":
-            break
-        await asyncio.sleep(0.1)
-    assert read_info(run).state == "stopped"
+    try:
+        app = PenstockApp(tmp_path, run)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await until(pilot, lambda: read_info(run).step >= 2, "two steps")
+            step = read_info(run).step
+            await pilot.press("q")
+        for _ in range(300):
+            if read_info(run).step > step + 1:
+                break
+            await asyncio.sleep(0.1)
+        assert read_info(run).state == "running"
+        assert read_info(run).step > step + 1
+        control.ask(run, "stop")
+        for _ in range(600):
+            if read_info(run).state == "stopped":
+                break
+            await asyncio.sleep(0.1)
+        assert read_info(run).state == "stopped"
+    finally:
+        with suppress(ProcessLookupError):  # nothing is left behind where the test fails
+            os.kill(read_status(run)["pid"], signal.SIGKILL)
