@@ -197,7 +197,7 @@ def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "gradient norm 50.0 is" in found
     assert "the loss of step 60 is not a number" in found
     assert "no op has ended for 5m00s; d2h store_x layers.1 under way" in found
-    assert "nvme is 97% full" in found
+    assert "nvme is 97% full, which the plan did not foresee" in found
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -54,10 +54,15 @@ def alerts(data: RunData) -> list[Alert]:
     stalled = stall(data)
     if stalled is not None:
         found.append(stalled)
-    for tier in tiers(data):
-        if tier.share is not None and tier.held_bytes is not None and tier.share > FULL_SHARE and tier.name != "gpu":
-            found.append(Alert(f"{tier.name} is {tier.share:.0%} full", "warn"))
-    return found
+    return [*found, *(alert for tier in tiers(data) if (alert := _of_tier(tier)) is not None)]
+
+
+def _of_tier(tier: Tier) -> Alert | None:
+    """Nearly full, where the plan did not mean it to be: a plan fills memory to its budget."""
+    held, planned = tier.held_bytes, tier.planned_bytes
+    if held is None or tier.share is None or tier.share <= FULL_SHARE or (planned is not None and held <= planned):
+        return None
+    return Alert(f"{tier.name} is {tier.share:.0%} full, which the plan did not foresee", "warn")
 
 
 def _of_state(data: RunData) -> list[Alert]:
