@@ -25,6 +25,7 @@ from app.rundir import read_info
 from tui.actions import keys_page
 from tui.app import PenstockApp
 from tui.data.catalog import SHIPPED
+from tui.widgets.plan_panel import PlanPanel
 
 _LIVE_STEP = 22
 """Step of the live run from which on pictures are taken."""
@@ -54,13 +55,19 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
     async def home(pilot: Pilot[Any]) -> None:
         await pilot.pause(1)
 
+    async def planned(pilot: Pilot[Any], recipe: str) -> None:
+        app_of(pilot).open_configure(root / "recipes" / recipe)
+        for _ in range(240):
+            await pilot.pause(0.5)
+            shown = [panel.state for panel in pilot.app.screen.query(PlanPanel)]
+            if shown and shown[0].phase == "done" and shown[0].forecast is not None:
+                return
+
     async def configure(pilot: Pilot[Any]) -> None:
-        app_of(pilot).open_configure(SHIPPED / "14b_workstation.py")
-        await pilot.pause(25)
+        await planned(pilot, "14b_workstation.py")
 
     async def refused(pilot: Pilot[Any]) -> None:
-        app_of(pilot).open_configure(root / "recipes" / "too_large.py")
-        await pilot.pause(25)
+        await planned(pilot, "120b_moe.py")
 
     async def run(pilot: Pilot[Any]) -> None:
         app_of(pilot).open_run(live)
@@ -91,14 +98,18 @@ def make_runs(root: Path) -> tuple[Path, list[Path]]:
     """A run under way, and two that have finished."""
     quickstart = load_recipe(SHIPPED / "quickstart.py")
     (root / "recipes").mkdir()
-    large = (SHIPPED / "70b_gh200.py").read_text().replace("gh200-480", "rtx4090-64")
-    (root / "recipes" / "too_large.py").write_text(large)
+    for name, machine in (("14b_workstation", "rtx4090-128"), ("120b_moe", "rtx4090-64")):
+        text = re.sub(r'\bpath="models/[^"]*",\s*', "", (SHIPPED / f"{name}.py").read_text())
+        text = re.sub(r'machine="[^"]*"', f'machine="{machine}"', text)
+        (root / "recipes" / f"{name}.py").write_text(text)
     finished = []
     for name, settings in (("slow-learner", ["train.lr=2e-4"]), ("baseline", ["train.lr=1e-3"])):
-        settings += ["train.steps=30", "after.export=false", "after.sample_prompt=none", f"name={name}"]
+        settings += ["train.steps=20", "after.export=false", "after.sample_prompt=none", f"name={name}"]
         finished.append(start(apply_overrides(quickstart, settings), root))
         _wait(lambda path=finished[-1]: read_info(path).state == "finished", 600)  # type: ignore[misc]
-    live = start(apply_overrides(quickstart, ["after.export=false", "after.sample_prompt=none"]), root)
+    settings = ["train.validate_every=7", "train.validation_sequences=1", "storage.checkpoint_every=10"]
+    settings += ["storage.keep_every=10", "after.export=false", "after.sample_prompt=none"]
+    live = start(apply_overrides(quickstart, settings), root)
     _wait(lambda: read_info(live).step >= _LIVE_STEP, 600)
     return live, finished
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from textual.widgets import Footer, Input, Static
 from app.recipe import Recipe, from_dict, from_json, load_recipe, resolve_paths
 from app.recipe_file import save_recipe
 from storage.errors import UserError
+from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of
 from tui.data.plan_client import PlanClient, PlanState
 from tui.render.plan import fixes
@@ -121,9 +121,10 @@ class ConfigureScreen(PenstockScreen):
 
     @property
     def _base_name(self) -> str:
-        with suppress(ValueError):
-            return str(self.recipe_path.resolve().relative_to(self.penstock.root))
-        return str(self.recipe_path)
+        path = self.recipe_path.resolve()
+        if path.parent == SHIPPED:
+            return f"recipes/{path.name}"
+        return str(path.relative_to(self.penstock.root)) if path.is_relative_to(self.penstock.root) else str(path)
 
     def _show_plan(self) -> None:
         """The planner's state is another."""

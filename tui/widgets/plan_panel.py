@@ -30,6 +30,11 @@ class PlanPanel(LineWidget, can_focus=True):
         self._top = 0
         self._num_rows = 0
 
+    @property
+    def state(self) -> PlanState:
+        """What is shown."""
+        return self._state
+
     def show(self, state: PlanState, machine: str) -> None:
         """Draw another state; `machine` is what is planned for."""
         if (state, machine) == (self._state, self._machine):
