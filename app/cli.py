@@ -312,12 +312,14 @@ def runs() -> None:
 def trace(
     run: RunArgument,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Trace file to write.")] = Path("trace.json"),
+    steps: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Steps to write; default all.")] = None,
 ) -> None:
     """Write a run's spans as a trace that https://ui.perfetto.dev opens."""
+    from app.lanes import parse_steps
     from app.rundir import find_run
     from app.trace import write_trace
 
-    count = write_trace(find_run(run), out)
+    count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
     typer.echo(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev")
 
 

@@ -94,7 +94,7 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     ends = [span["step"] for span in spans if span["op"] == "clip"]
     if len(ends) < 2:
         raise UserError(f"{path}: holds fewer than two steps; shares are counted from the end of the first one")
-    first, last = _parse_steps(steps) if steps else (min(ends) + 1, max(ends))
+    first, last = parse_steps(steps) if steps else (min(ends) + 1, max(ends))
     shares = lane_shares(spans, first, last)
     if as_json:
         return json.dumps(asdict(shares), indent=2)
@@ -109,7 +109,8 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     return "\n".join(lines)
 
 
-def _parse_steps(text: str) -> tuple[int, int]:
+def parse_steps(text: str) -> tuple[int, int]:
+    """The two numbers of `--steps FIRST:LAST`. Raises UserError for anything else."""
     first, separator, last = text.partition(":")
     if not (separator and first.isdigit() and last.isdigit()):
         raise UserError(f"--steps {text}: write FIRST:LAST, for example 10:20")
