@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tui.app import PenstockApp
 from tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
 from tui.glyphs import ASCII
@@ -132,12 +130,11 @@ async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> No
         assert len(figures.head) == MOST_RUNS + 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_any_size_and_change_of_size(root: Path, size: tuple[int, int]) -> None:
+async def test_any_size_and_change_of_size(root: Path) -> None:
     app = PenstockApp(root)
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=SIZES[0]) as pilot:
         app.open_compare([root / "runs/first", root / "runs/second", root / "runs/nowhere"])
-        for width, height in (*SIZES, size):
+        for width, height in SIZES:
             await pilot.resize_terminal(width, height)
             await pilot.press("x", "y", "d", "f2")
             await pilot.pause(0.1)
