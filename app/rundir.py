@@ -28,6 +28,9 @@ State = Literal["preparing", "running", "paused", "finished", "stopped", "failed
 LIVE_STATES = ("preparing", "running", "paused")
 """States in which a process works on the run, if it has not died."""
 
+ATTENDED_STATES = (*LIVE_STATES, "stale")
+"""What `state_of` says of a run whose process is there, silent or not."""
+
 STALE_S = 10.0
 """A live run without a heartbeat for so long is stale: its process hangs, or its disk does."""
 

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from app.lanes import LANES
 from app.rundir import read_jsonl
 from engine.events import Span
 from storage.errors import UserError
-
-LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
-"""The order of the tracks; other lanes follow."""
 
 _MAX_ROWS = 100
 """Tracks of one lane; far more ops than a lane ever has under way at once."""

@@ -15,7 +15,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+from app.lanes import LANES
+
 TOKENS = 65_536
 """Of a step."""
 GIB = 2**30

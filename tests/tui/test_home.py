@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
 from tui.app import PenstockApp
-from tui.data.catalog import RunCatalog, find_recipes, matches, read_recipe_entry, read_run_entry
+from tui.data.catalog import RunCatalog, find_recipes, matches, plan_lines, read_recipe_entry, read_run_entry
 from tui.screens.home import HomeScreen
 
 SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
@@ -230,3 +230,15 @@ def test_words_match_in_any_order_and_case() -> None:
     assert matches("b A", "xA", "yb")
     assert not matches("a c", "xA", "yb")
     assert matches("", "anything")
+
+
+def test_plans_of_any_content_are_no_crash(tmp_path: Path) -> None:
+    for content in (
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"step_s": "x", "tokens_per_s": 1, "bound_by": "compute"}',
+        '{"step_s": 1}',
+    ):
+        (tmp_path / "plan.json").write_text(content)
+        assert plan_lines(tmp_path) == []

@@ -6,7 +6,6 @@ A recipe is listed from its text, without running it; a damaged run directory is
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import statistics
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.progress import WARMUP_STEPS
-from app.rundir import read_info, read_tail
+from app.rundir import ATTENDED_STATES, read_info, read_object, read_tail
 from tui.render.ticks import count_text
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
@@ -68,7 +67,7 @@ class RunEntry:
     @property
     def live(self) -> bool:
         """Whether a process works on it."""
-        return self.state in ("preparing", "running", "paused", "stale")
+        return self.state in ATTENDED_STATES
 
 
 def find_recipes(root: Path) -> list[RecipeEntry]:
@@ -181,29 +180,24 @@ def _read_run_entry(folder: Path, *, damaged: bool) -> RunEntry:
     info = read_info(folder)
     lines = [line for line in read_tail(folder / "metrics.jsonl") if isinstance(line, dict)][-_RECENT:]
     losses = tuple(float(loss) for line in lines if isinstance(loss := line.get("loss"), (int, float)))
-    step, total = _whole(info.step), _whole(info.total_steps)
+    step, total = info.step, info.total_steps
     seconds = [line["step_s"] for line in lines if isinstance(line.get("step_s"), (int, float))]
     begun = len(seconds) - WARMUP_STEPS if step <= _RECENT else len(seconds)
     left = statistics.fmean(seconds[-begun:]) * (total - step) if begun > 0 and total > step else None
     changed = max(_stamp(folder / name)[0] for name in ("recipe.json", "status.json", "metrics.jsonl")) / 1e9
-    speed = lines[-1].get("tokens_per_s") if lines else None
-    live = info.state in ("preparing", "running", "paused", "stale")
+    live = info.state in ATTENDED_STATES
     return RunEntry(
         folder,
         info.state,
         step,
         total,
         losses[-1] if losses else None,
-        float(speed) if isinstance(speed, (int, float)) else None,
+        info.tokens_per_s,
         left if live else None,
         changed,
         None if info.error is None else str(info.error),
         losses,
     )
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def matches(words: str, *texts: str) -> bool:
@@ -214,11 +208,11 @@ def matches(words: str, *texts: str) -> bool:
 
 def plan_lines(folder: Path) -> list[str]:
     """What a run's plan promised, in a few lines; [] without a plan."""
+    plan = read_object(folder / "plan.json") or {}
     try:
-        plan = json.loads((folder / "plan.json").read_bytes())
         return [
             f"planned {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:,.0f} tok/s, bound by {plan['bound_by']}",
             f"{count_text(plan['model']['params'])} parameters, {plan['model']['layers']} layers",
         ]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return []

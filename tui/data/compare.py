@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.rundir import read_info
+from app.rundir import read_info, read_object
 from tui.data.metrics import MetricsLog
-from tui.data.tail import JsonTail, read_object
+from tui.data.tail import JsonTail
 
 Floats = NDArray[np.float64]
 MOST_RUNS = 6
@@ -52,8 +52,8 @@ class ComparedRun:
             step, loss = line.get("step"), line.get("loss")
             if isinstance(step, int) and isinstance(loss, (int, float)):
                 self.validations[step] = float(loss)
-        self.recipe = self.recipe or _flat(_object(self.path / "recipe.json"))
-        tiers = _object(self.path / "summary.json").get("tiers")
+        self.recipe = self.recipe or _flat(read_object(self.path / "recipe.json") or {})
+        tiers = (read_object(self.path / "summary.json") or {}).get("tiers")
         self.peaks = tiers if isinstance(tiers, dict) else self.peaks
         self.state = str(read_info(self.path).state) if self.path.is_dir() else "vanished"
         return before != (self.state, self.metrics.rows, len(self.validations), bool(self.recipe), bool(self.peaks))
@@ -61,11 +61,6 @@ class ComparedRun:
     def x(self, axis: str, rows: int) -> Floats:
         """The first `rows` steps' places on `axis`: step, tokens or time (seconds of training)."""
         return self.metrics.column({"step": "step", "tokens": "total_tokens", "time": "total_s"}[axis], rows)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value, _ = read_object(path)
-    return value or {}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.checkpoints import checkpoint_steps, committed_step
-from app.rundir import LIVE_STATES, STALE_S, state_of
+from app.rundir import ATTENDED_STATES, STALE_S, state_of
 from tui.data.blocks import BlockPlace, BlockPlaces
 from tui.data.fields import get, number, printable, text, whole
 from tui.data.metrics import MetricsLog
@@ -27,10 +27,7 @@ _SLOW_S = 2.0
 _POLL_S = 0.3
 """Time after which a poll ends although files hold more."""
 
-LIVE = (*LIVE_STATES, "stale")
-"""States in which a process works on the run."""
-
-STATES = (*LIVE, "finished", "stopped", "failed", "crashed", "gone")
+STATES = (*ATTENDED_STATES, "finished", "stopped", "failed", "crashed", "gone")
 
 
 class LogLine(NamedTuple):
@@ -108,7 +105,7 @@ class RunData:
     @property
     def is_live(self) -> bool:
         """Whether a process works on the run."""
-        return self.state in LIVE
+        return self.state in ATTENDED_STATES
 
     @property
     def error(self) -> str | None:

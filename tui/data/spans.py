@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
-"""Always shown, in this order; lanes of other names follow as they are found."""
+from app.lanes import LANES
 
 STEP_END = "clip"
 """The op with whose end a step ends: loss and gradient norm are known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
 from app.progress import duration_text
+from app.rundir import read_object
 from storage.errors import UserError
 from tui.data.catalog import RecipeEntry, RunCatalog, RunEntry, describe, find_recipes, matches, plan_lines
 from tui.render.sparkline import sparkline
@@ -386,13 +386,13 @@ def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
 
 
 def _summary_lines(path: Path) -> list[str]:
+    summary = read_object(path / "summary.json") or {}
     try:
-        summary = json.loads((path / "summary.json").read_bytes())
         return [
             f"took {summary['step_s_median']:.3g} s a step, {summary['tokens_per_s']:,.0f} tok/s",
             f"{summary['tokens']:,} tokens, loss {summary['first_loss']:.4f} to {summary['last_loss']:.4f}",
         ]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return []
 
 
