@@ -68,7 +68,7 @@ def calibrate(
     device, documents = runner.device, [m.documents for m in batch]
     gpu = allocate_gpu(plan, device, runner.dtype)
     _fill(gpu, runner.dtype)
-    arena = HostArena(ALIGNMENT, budget_bytes=ALIGNMENT, pin=False)
+    arena = HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
     try:

@@ -185,10 +185,11 @@ def link_rates(device: torch.device, sizes: Sizes, seconds: float) -> LinkRates:
     with contextlib.ExitStack() as cleanup:
         if placement is not None:
             cleanup.enter_context(placement.near_gpu())
-        arena = HostArena(total, budget_bytes=total, pin=on_gpu)
+        arena = HostArena(total, budget_bytes=total)
         cleanup.callback(arena.close)
         host = [arena.slot(f"host {index}", nbytes).zero_() for index in range(pairs)]
         if on_gpu:
+            arena.pin()
             there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(pairs)]
         else:
             there = [arena.slot(f"device {index}", nbytes).zero_() for index in range(pairs)]
@@ -259,7 +260,7 @@ def _updates_per_s(sizes: Sizes, seconds: float) -> float:
     adamw = AdamW("compiled" if compiled else "fused")
     values = scalars(TrainConfig(), 1, 1.0, cpu)
     total = _STATE_PARTS * 5 * numel * 4
-    arena = HostArena(total, budget_bytes=total, pin=False)
+    arena = HostArena(total, budget_bytes=total)
     try:
 
         def floats(name: str) -> Tensor:

@@ -184,7 +184,7 @@ class _Bench:
         self._phases = phases
         self._block_bytes = block_bytes
         size = threads * block_bytes
-        self._arena = HostArena(size, budget_bytes=size, pin=False)
+        self._arena = HostArena(size, budget_bytes=size)
         self._slots = [self._arena.slot(str(index), block_bytes) for index in range(threads)]
         self._slots[0].random_(generator=torch.Generator().manual_seed(0))  # a drive might compress
         for index, slot in enumerate(self._slots[1:], 1):

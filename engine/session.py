@@ -118,10 +118,10 @@ class Session:
             self.settings.restore()
             raise explain(error, None, plan) or error from error
         placement = place_threads(device)
-        with nullcontext() if placement is None else placement.near_gpu():  # pinning touches every page
-            self.ram: RamMemory = allocate_ram(
-                plan, pin=device.type == "cuda", compute_dtype=dtype, gradient_dtype=gradient_dtype
-            )
+        self.ram: RamMemory = allocate_ram(plan, compute_dtype=dtype, gradient_dtype=gradient_dtype)
+        if device.type == "cuda":
+            with nullcontext() if placement is None else placement.near_gpu():  # pinning touches every page
+                self.ram.arena.pin()
         load_memory(store, plan, self.gpu, self.ram, dtype)
         self.runtime = Runtime(
             plan,

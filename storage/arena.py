@@ -3,27 +3,67 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
-from typing import Any
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 
 from storage.errors import BudgetError
 
 PAGE_BYTES = 4096
-_REGISTER_BYTES = 1 << 30
-"""Pinning goes in pieces of this size: one huge registration blocks the driver for seconds and fails as a whole."""
+PIECE_BYTES = 64 << 30
+"""Pinning goes in pieces of at most this size, unless one slot is larger. Few pieces are quick to look up for every
+copy; one huge one fails as a whole."""
+MOST_BYTES = 512 << 30
+"""The driver refuses to register this much in one call, or more."""
+_STEP_BYTES = 256 << 20
+"""What one thread pages in at once."""
+_PAGE_IN_THREADS = 16
+_MADV_POPULATE_WRITE = 23
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of how many are done."""
+
+
+class Registrar(Protocol):
+    """Makes ranges of host memory known to the GPU's driver, which pins them."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin a range; 0, or the driver's error code."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        ...
+
+
+class CudaRegistrar:
+    """cudaHostRegister."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """See Registrar."""
+        return int(_cudart().cudaHostRegister(address, nbytes, 0))
+
+    def unregister(self, address: int) -> None:
+        """See Registrar."""
+        _cudart().cudaHostUnregister(address)
 
 
 class HostArena:
-    """A private anonymous mapping of `capacity_bytes`, pinned for the GPU when `pin`.
+    """A private anonymous mapping of `capacity_bytes`, carved into slots, then pinned for the GPU by `pin`.
 
     Slots are carved once and live as long as the arena. torch's own pinned allocator rounds every allocation up to a
-    power of two; here a slot costs its size rounded up to a page. Nothing is resident before it is touched (unless
-    pinned), and nothing here touches it.
+    power of two; here a slot costs its size rounded up to a page. Nothing is resident before it is touched or pinned,
+    and nothing here touches it before.
     """
 
-    def __init__(self, capacity_bytes: int, *, budget_bytes: int, pin: bool):
+    def __init__(self, capacity_bytes: int, *, budget_bytes: int):
         """Map the arena; BudgetError when `capacity_bytes` exceeds `budget_bytes`."""
         if capacity_bytes > budget_bytes:
             raise BudgetError(
@@ -36,9 +76,8 @@ class HostArena:
         self._offset = 0
         self._map = _map_memory(self.capacity_bytes)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._registrar: Registrar | None = None
         self._registered: list[int] = []
-        if pin:
-            self._register()
 
     @property
     def used_bytes(self) -> int:
@@ -47,8 +86,13 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether the arena is registered with CUDA."""
+        """Whether the arena is registered with the GPU's driver."""
         return bool(self._registered)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of what `pin` registers at once; see `cut_pieces`."""
+        return cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()])
 
     def slot(self, name: str, nbytes: int) -> torch.Tensor:
         """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full.
@@ -57,6 +101,7 @@ class HostArena:
         views of one another.
         """
         assert self._bytes is not None, "the arena is closed"
+        assert not self._registered, "the arena is pinned already"
         assert name not in self.slots, f"slot {name} carved twice"
         assert nbytes > 0, (name, nbytes)
         free = self.capacity_bytes - self._offset
@@ -70,6 +115,31 @@ class HostArena:
         self.slots[name] = nbytes
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
 
+    def pin(self, registrar: Registrar | None = None, on_progress: Progress | None = None) -> None:
+        """Page all slots in and register them, once all are carved. BudgetError when the driver refuses.
+
+        Pages come in from as many threads as the calling one has cores, and lie on its NUMA node: paging in is what
+        takes long, and the driver would do it with one thread. `registrar`: CUDA's by default.
+        """
+        assert self._bytes is not None, "the arena is closed"
+        assert not self._registered, "pinned twice"
+        self._registrar = registrar or CudaRegistrar()
+        base, total = self._bytes.data_ptr(), self._offset
+        try:
+            with _Pager(base, total, on_progress) as pager:
+                for offset, nbytes in self.pieces:
+                    pager.wait(offset + nbytes)
+                    code = self._registrar.register(base + offset, nbytes)
+                    if code != 0:
+                        raise BudgetError(
+                            f"cannot pin {total:,} bytes of RAM (cudaHostRegister error {code} after {offset:,} "
+                            "bytes); raise the memlock limit (ulimit -l) or lower budgets.ram"
+                        )
+                    self._registered.append(base + offset)
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Unpin the arena and give its memory back; what slots held is lost.
 
@@ -79,24 +149,71 @@ class HostArena:
         if self._bytes is None:
             return
         for address in self._registered:
-            _cudart().cudaHostUnregister(address)
+            assert self._registrar is not None
+            self._registrar.unregister(address)
         self._registered.clear()
         self._map.madvise(mmap.MADV_DONTNEED)
         self._bytes = None
 
-    def _register(self) -> None:
-        assert self._bytes is not None
-        base = self._bytes.data_ptr()
-        for offset in range(0, self.capacity_bytes, _REGISTER_BYTES):
-            size = min(_REGISTER_BYTES, self.capacity_bytes - offset)
-            code = int(_cudart().cudaHostRegister(base + offset, size, 0))
-            if code != 0:
-                self.close()
-                raise BudgetError(
-                    f"cannot pin {self.capacity_bytes:,} bytes of RAM (cudaHostRegister error {code} after "
-                    f"{offset:,} bytes); raise the memlock limit (ulimit -l) or lower budgets.ram"
-                )
-            self._registered.append(base + offset)
+
+def cut_pieces(slot_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """(offset, bytes) of the ranges in which slots of these sizes, end to end, are registered with the GPU's driver.
+
+    A copy whose host range spans two registrations fails ("invalid argument"), so a range ends only where a slot ends;
+    it has at most PIECE_BYTES, unless one slot alone is larger. Nothing is skipped. BudgetError for a slot that no
+    registration can hold.
+    """
+    pieces: list[tuple[int, int]] = []
+    start = end = 0
+    for nbytes in slot_bytes:
+        if nbytes >= MOST_BYTES:
+            raise BudgetError(
+                f"one slot of host memory needs {nbytes:,} bytes, and CUDA pins less than {MOST_BYTES:,} at once; "
+                "lower train.chunk_tokens or data.sequence_length, or let this block live on NVMe"
+            )
+        if end > start and end + nbytes - start > PIECE_BYTES:
+            pieces.append((start, end - start))
+            start = end
+        end += nbytes
+    return [*pieces, (start, end - start)] if end > start else pieces
+
+
+class _Pager:
+    """Makes a fresh mapping resident from several threads, in ascending order."""
+
+    def __init__(self, address: int, nbytes: int, on_progress: Progress | None) -> None:
+        self._nbytes, self._on_progress, self._reached = nbytes, on_progress, 0
+        threads = min(_PAGE_IN_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="page-in")
+        steps = range(0, nbytes, _STEP_BYTES)
+        self._left = deque(
+            self._pool.submit(_page_in, address + start, min(_STEP_BYTES, nbytes - start)) for start in steps
+        )
+
+    def __enter__(self) -> _Pager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def wait(self, end: int) -> None:
+        """Return once the first `end` bytes are resident."""
+        while self._reached < end:
+            self._left.popleft().result()
+            self._reached = min(self._reached + _STEP_BYTES, self._nbytes)
+            if self._on_progress is not None:
+                self._on_progress(self._reached, self._nbytes)
+
+
+def _page_in(address: int, nbytes: int) -> None:
+    """Make fresh memory resident without holding the interpreter's lock. BudgetError where there is none left."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code == errno.ENOMEM:
+        raise BudgetError(f"no RAM is left to pin ({os.strerror(code)}); lower budgets.ram, or end what else runs")
+    ctypes.memset(address, 0, nbytes)  # a kernel before 5.14
 
 
 def empty_aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:

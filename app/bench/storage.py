@@ -221,7 +221,7 @@ def _run_case(
         for folder in plan.folders
     ]
     num_slots = num_drives * _SLOTS
-    arena = HostArena(num_slots * raw[0].file_bytes, budget_bytes=num_slots * raw[0].file_bytes, pin=False)
+    arena = HostArena(num_slots * raw[0].file_bytes, budget_bytes=num_slots * raw[0].file_bytes)
     memory = [arena.slot(f"slot {index}", raw[0].file_bytes) for index in range(num_slots)]
     for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
         slot.random_(generator=torch.Generator().manual_seed(index))

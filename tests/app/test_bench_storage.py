@@ -196,7 +196,7 @@ def _raw(folder: Path, arena: HostArena) -> tuple[RawFiles, list[torch.Tensor]]:
 
 
 def test_own_loop_moves_every_byte(tmp_path: Path) -> None:
-    arena = HostArena(32 * CHUNK, budget_bytes=32 * CHUNK, pin=False)
+    arena = HostArena(32 * CHUNK, budget_bytes=32 * CHUNK)
     files, slots = _raw(tmp_path, arena)
     slots[0].fill_(99)
     written = OwnLoop(slots).run([files], write=True)
@@ -211,7 +211,7 @@ def test_own_loop_moves_every_byte(tmp_path: Path) -> None:
 
 
 def test_fio_moves_every_byte(tmp_path: Path) -> None:
-    arena = HostArena(32 * CHUNK, budget_bytes=32 * CHUNK, pin=False)
+    arena = HostArena(32 * CHUNK, budget_bytes=32 * CHUNK)
     files, _ = _raw(tmp_path, arena)
     fio = Fio.find(tmp_path)
     if fio is None:

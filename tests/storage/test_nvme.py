@@ -150,7 +150,7 @@ def test_any_order_of_operations(data: st.DataObject, tmp_path_factory: pytest.T
     shapes = data.draw(st.lists(st.tuples(sizes, dtypes, st.sampled_from([2048, 4096])), min_size=1, max_size=3))
     specs = [ArraySpec(f"b{i}", "master", n, dtype, part) for i, (n, dtype, part) in enumerate(shapes)]
     store = NvmeStore.create(tmp_path_factory.mktemp("any") / "s", specs, budget_bytes=None)
-    arena = HostArena(1 << 20, budget_bytes=1 << 20, pin=False)
+    arena = HostArena(1 << 20, budget_bytes=1 << 20)
     committed: dict[tuple[str, int], float] = {}
     latest: dict[tuple[str, int], float] = {}
 
@@ -255,7 +255,7 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "open", refuse)
     store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=None)
     assert any("direct I/O" in warning for warning in store.warnings)
-    arena = HostArena(1 << 16, budget_bytes=1 << 16, pin=False)
+    arena = HostArena(1 << 16, budget_bytes=1 << 16)
     aligned = arena.slot("a", 16384)
     write_all(store, 1)
     store.commit({})

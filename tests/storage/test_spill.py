@@ -59,7 +59,7 @@ def test_round_trip(store: NvmeStore, size: int, write_aligned: bool, read_align
 
 def test_neighbours_of_a_slot_are_left_alone(store: NvmeStore) -> None:
     """A slot ends in a page of its own, but a slice of a slot does not."""
-    arena = HostArena(1 << 16, budget_bytes=1 << 16, pin=False)
+    arena = HostArena(1 << 16, budget_bytes=1 << 16)
     slot = arena.slot("slot", 1 << 14)
     slot.fill_(7)
     store.spill("k", noise(5000)).result()
