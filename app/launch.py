@@ -23,7 +23,7 @@ from app.progress import Display, StepLanes, print_summary, run_console
 from app.recipe import Recipe
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info, read_jsonl
-from engine.events import Progress, Span, StepMetrics, ValidationMetrics, Want
+from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.folders import drive_folders
 from storage.errors import UserError
 
@@ -116,6 +116,10 @@ class _RunObserver:
     def wall_s(self) -> float:
         """Seconds from the first span's start to the last span's end in this process."""
         return self._last_s - self._first_s if self._first_s is not None else 0.0
+
+    def on_prepare(self, item: Preparing) -> None:
+        if item.state == "done":
+            self.tell(f"  {item.name}  {item.seconds:.1f} s")
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self._signals.interrupts_main = False

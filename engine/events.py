@@ -113,11 +113,29 @@ class ValidationMetrics:
     """Unix seconds at its end."""
 
 
+class Preparing(NamedTuple):
+    """One item of what is prepared before the first step (engine/preparing.py)."""
+
+    name: str
+    """For people: "self-check", "pinning 350 GB"."""
+    state: Literal["begun", "progress", "done"]
+    """An item that begins and is never done was broken off."""
+    seconds: float
+    """Since it began."""
+    detail: str | None = None
+    """What it is at, in a few words."""
+    fraction: float | None = None
+    """How much of it is done, 0 to 1; None where that is not known."""
+
+
 class Observer(Protocol):
     """Receives the events of a run; must never block for long.
 
-    All calls come from the training thread, but for `on_progress`.
+    All calls come from the training thread, but for `on_progress`, and `on_prepare` of an item's progress.
     """
+
+    def on_prepare(self, item: Preparing) -> None:
+        """An item before the first step has begun, got on, or is done; never two at once."""
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         """The forecast (engine/forecast.py) as JSON-ready data, with its `calibration`, before the first step.

@@ -36,6 +36,7 @@ from engine.prepare import (
     model_spec,
     prepare_data,
 )
+from engine.preparing import Checklist
 from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
 from engine.state import fill_store, state_arrays
 from storage.errors import UserError
@@ -66,7 +67,9 @@ def open_session(
     device = resolve_device(train)
     if train.compile == "auto" and not can_compile(device):
         observer.on_message("no compiler for torch.compile: layers run eagerly, AdamW through torch's fused kernel")
-    prepared = prepare_data(model, data, run_dir / "data")
+    checklist = Checklist(observer)
+    with checklist.step("tokenizing the data"):
+        prepared = prepare_data(model, data, run_dir / "data")
     config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     spec = model_spec(config, data)
     loader = make_loader(prepared.corpus, spec, data, train)
@@ -100,8 +103,10 @@ def open_session(
         )
     batch = typical_batch(loader)
     documents = [m.documents for m in batch]
-    found = task.search(machine, documents=documents)
-    _refuse_unless_exact(spec, found.plan, observer)
+    with checklist.step("searching a plan"):
+        found = task.search(machine, documents=documents)
+    with checklist.step("self-check"):
+        _refuse_unless_exact(spec, found.plan, observer)
     nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     identity = run_identity(model, data, train)
     recorded: tuple[int, Choice] | None = None
@@ -121,30 +126,34 @@ def open_session(
             )
         recorded = _recorded(store, task)
     else:
-        store = _new_state(root, drives, readers, spec, found.plan, model, train, loader, nvme_budget, identity)
+        with checklist.step("writing the first generation"):
+            store = _new_state(root, drives, readers, spec, found.plan, model, train, loader, nvme_budget, identity)
     for warning in store.warnings:
         observer.on_message(warning)
     compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE))
     try:
         if recorded is not None:
             found = task.search(machine, documents=documents, only=recorded)
-        choose_kernels(spec, found.plan, device, compute_dtype(train))
+        with checklist.step("measuring attention kernels", when=device.type == "cuda"):
+            choose_kernels(spec, found.plan, device, compute_dtype(train))
         calibration = None
         if train.calibrate:
-            calibration = calibrate(
-                found.plan,
-                layouts(spec),
-                compute.runner,
-                compute.adamw,
-                train,
-                batch,
-                machine,
-                LOGITS_BYTES[device.type],
-            )
+            with checklist.step("compiling, and timing the ops"):
+                calibration = calibrate(
+                    found.plan,
+                    layouts(spec),
+                    compute.runner,
+                    compute.adamw,
+                    train,
+                    batch,
+                    machine,
+                    LOGITS_BYTES[device.type],
+                )
             task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
             known = (found.best.chunk_tokens, found.best.choice)
             only = known if recorded is not None or train.deterministic else None
-            found = task.search(machine, calibration, documents, known=known, only=only)
+            with checklist.step("planning with these times"):
+                found = task.search(machine, calibration, documents, known=known, only=only)
     except BaseException:
         store.close()
         raise
@@ -167,6 +176,7 @@ def open_session(
         device=device,
         identity=identity,
         validation=validation,
+        checklist=checklist,
     )
     if session.settings.message is not None:
         observer.on_message(session.settings.message)

@@ -42,6 +42,7 @@ from engine.prepare import (
     compute_dtype,
     layouts,
 )
+from engine.preparing import Checklist
 from engine.runtime import Runtime
 from engine.schedule import ScheduleBuilder
 from engine.state import load_memory, scratch_arrays
@@ -90,7 +91,9 @@ class Session:
         device: torch.device,
         identity: dict[str, Any],
         validation: ValidationSet | None = None,
+        checklist: Checklist | None = None,
     ) -> None:
+        checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
         self.validation = validation
         self.storage, self.device = storage, device
@@ -120,9 +123,11 @@ class Session:
         placement = place_threads(device)
         self.ram: RamMemory = allocate_ram(plan, compute_dtype=dtype, gradient_dtype=gradient_dtype)
         if device.type == "cuda":
-            with nullcontext() if placement is None else placement.near_gpu():  # pinning touches every page
-                self.ram.arena.pin()
-        load_memory(store, plan, self.gpu, self.ram, dtype)
+            near_gpu = nullcontext() if placement is None else placement.near_gpu()  # pinning touches every page
+            with checklist.step(f"pinning {self.ram.arena.used_bytes / 1e9:.3g} GB"), near_gpu:
+                self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
+        with checklist.step("filling the tiers"):
+            load_memory(store, plan, self.gpu, self.ram, dtype)
         self.runtime = Runtime(
             plan,
             self.layouts,

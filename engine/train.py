@@ -29,6 +29,7 @@ from engine.model import ModelSpec
 from engine.opening import open_session
 from engine.ops import Op
 from engine.prepare import layouts, model_config
+from engine.preparing import Checklist
 from engine.runtime import DivergedError
 from engine.session import CONSTANTS_FILE, Session
 from engine.state import read_parameters
@@ -170,10 +171,13 @@ def _garbage_restored() -> Iterator[None]:
 def _run(session: Session, observer: Observer) -> TrainResult:
     """Step until the recipe's last step or until the observer asks to stop; then commit."""
     steps: list[StepMetrics] = []
+    checklist = Checklist(observer)
     with Live(session, observer) as live:
         while session.step < session.config.steps and _goes_on(session, observer):
-            _validate(session, observer)
-            metrics = train_step(session)
+            with checklist.step("validation", when=not steps and validation.due(session)):
+                _validate(session, observer)
+            with checklist.step("first step", when=not steps):
+                metrics = train_step(session)
             live.tell()
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
             observer.on_step(metrics)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from storage.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.events import Progress, Span, StepMetrics, ValidationMetrics, Want
+    from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 1024, 3072, 16, 8, 64, 8192
 ROWS, ROW_TOKENS = 2, 512
@@ -147,6 +147,9 @@ class _StepClock:
     def __init__(self) -> None:
         self.times_s: list[float] = []
         self._last = time.perf_counter()
+
+    def on_prepare(self, item: Preparing) -> None:
+        pass
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         print(json_module.dumps(plan), file=sys.stderr)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
-from engine.events import Progress, Span, StepMetrics, ValidationMetrics, Want
+from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.model import ModelSpec, initialize
 from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
 from engine.planning import Budgets, Task
@@ -41,6 +41,9 @@ class Silent:
         self.spans: list[Span] = []
         self.plan: dict[str, Any] = {}
         self._stop_after = stop_after
+
+    def on_prepare(self, item: Preparing) -> None:
+        pass
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.plan = plan

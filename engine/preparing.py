@@ -1,0 +1,77 @@
+"""The checklist of what a run prepares before its first step: what is being done, and how long each item took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from engine.events import Preparing
+
+TELL_S = 0.25
+"""Between two words of progress on an item."""
+
+
+class Listener(Protocol):
+    """The part of an `Observer` that a checklist needs."""
+
+    def on_prepare(self, item: Preparing) -> None:
+        """An item has begun, got on, or is done."""
+
+
+class Checklist:
+    """Tells `listener` of one item after the other; nobody, if it is None.
+
+    Whoever prepares something may make one: the items of several checklists follow one another.
+    """
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._item: str | None = None
+        self._began = self._told = 0.0
+
+    @contextmanager
+    def step(self, item: str, *, when: bool = True) -> Iterator[None]:
+        """While entered, `item` is being done; nothing is told unless `when`. Items do not nest.
+
+        An error passes through and leaves the item begun: it was not done.
+        """
+        if not when:
+            yield
+            return
+        with self._lock:
+            assert self._item is None, f"{item} begins within {self._item}"
+            self._item, self._began = item, time.perf_counter()
+            self._told = self._began
+            self._tell(Preparing(item, "begun", 0.0))
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._item = None
+            raise
+        with self._lock:
+            self._item = None
+            self._tell(Preparing(item, "done", time.perf_counter() - self._began))
+
+    def progress(self, fraction: float | None = None, detail: str | None = None) -> None:
+        """How far the present item is: a `fraction` from 0 to 1, and a few words of what it is at.
+
+        Any thread may call this as often as it likes; it is told every TELL_S seconds at most. A late call, when no
+        item is being done any more, says nothing.
+        """
+        with self._lock:
+            now = time.perf_counter()
+            if self._item is None or now - self._told < TELL_S:
+                return
+            self._told = now
+            if fraction is not None:
+                fraction = min(1.0, max(0.0, fraction))
+            self._tell(Preparing(self._item, "progress", now - self._began, detail, fraction))
+
+    def _tell(self, item: Preparing) -> None:
+        if self._listener is not None:
+            self._listener.on_prepare(item)
