@@ -1,5 +1,7 @@
 import mmap
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,8 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import chunk
-from storage.crc import checksum, through_tensorstore
+from storage import chunk, crc
+from storage.crc import checksum
 
 
 @given(st.binary(max_size=5000), st.integers(0, 20000))
@@ -17,9 +19,34 @@ def test_zeros_need_not_exist(data: bytes, num_zeros: int) -> None:
     assert checksum(memoryview(data), num_zeros) == crc32c(data + bytes(num_zeros))
 
 
-@pytest.mark.parametrize("data", [b"x", bytes(50), bytes(range(256)) * 17])
-def test_the_checksum_is_the_same_without_the_crc32c_package(data: bytes) -> None:
-    assert through_tensorstore(memoryview(data)) == crc32c(data)
+@settings(deadline=None)
+@given(st.binary(max_size=5000), st.integers(0, 3))
+def test_the_checksum_is_the_same_without_the_crc32c_package(data: bytes, pieces: int) -> None:
+    data = bytes(range(256)) * (pieces * crc._PIECE_BYTES // 256) + data
+    assert crc.through_tensorstore(memoryview(data)) == crc32c(data)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 7, 8, 4095, 4097, *(k * crc._PIECE_BYTES + d for k in (1, 3) for d in (-1, 0, 1))]
+)
+@pytest.mark.parametrize("num_zeros", [0, 1, 4092])
+def test_sizes_without_the_crc32c_package(size: int, num_zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crc, "HAVE_CRC32C", False)
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    assert checksum(data.data, num_zeros) == crc32c(data.tobytes() + bytes(num_zeros))
+
+
+def test_without_the_package_a_thread_opens_one_store_however_many_checksums_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = []
+    real = crc._one_chunk_store
+    monkeypatch.setattr(crc, "_one_chunk_store", lambda: opened.append(threading.get_ident()) or real())
+    data = np.random.default_rng(0).integers(0, 256, (8, 200_001), dtype=np.uint8)
+    with ThreadPoolExecutor(4) as pool:  # at once: what threads share would be written over
+        found = list(pool.map(lambda i: crc.through_tensorstore(data[i % 8].data), range(64)))
+    assert found == [crc32c(data[i % 8].tobytes()) for i in range(64)]
+    assert 1 <= len(opened) == len(set(opened)) <= 4
 
 
 def test_known_value() -> None:
