@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from app.progress import bytes_text
+from engine.limits import machine_memory
 from engine.machine import Machine, load_machine
 from engine.presets import PRESETS, profile_path
 from storage.errors import UserError
@@ -30,7 +29,7 @@ class MachineInfo:
 def this_machine_info() -> MachineInfo:
     """This machine, with its stored profile where it was probed."""
     path = profile_path()
-    ram = bytes_text(psutil.virtual_memory().total)
+    ram = bytes_text(machine_memory())
     text = f"{os.cpu_count()} cores, {ram} RAM"
     try:
         stored = load_machine(path) if path.exists() else None

@@ -2,8 +2,10 @@
 
 RAM is the least of what the kernel calls available, of what every control group above this process leaves (batch
 systems and containers), of what `ulimit -v` leaves and, where the kernel promises no more than it has, of its promise.
-Swap never counts: state that is swapped is slower than state on NVMe. RLIMIT_MEMLOCK (`ulimit -l`) is not among them:
-it binds mlock, while CUDA's driver pins pages by its own means; where that fails all the same, the arena says so.
+Memory of NUMA nodes without CPUs does not count: where GPU and CPU share an address space (GH200) the GPU's own memory
+is such a node, and the kernel's sums contain it. Swap never counts: state that is swapped is slower than state on NVMe.
+RLIMIT_MEMLOCK (`ulimit -l`) is not among them: it binds mlock, while CUDA's driver pins pages by its own means; where
+that fails all the same, the arena says so.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import contextlib
 import ctypes
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,14 +131,42 @@ def free_memory(
 def total_memory(root: Path = Path("/")) -> int:
     """RAM in bytes that this process could have with nothing else running: the machine's, or a group's limit."""
     limits = (group.limit_bytes() for group in memory_groups(root))
-    machine = _table(root / "proc/meminfo")["MemTotal"] * 1024
-    return min([machine, *(limit for limit in limits if limit is not None)])
+    return min([machine_memory(root), *(limit for limit in limits if limit is not None)])
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """RAM in bytes that the machine has: all but what NUMA nodes without CPUs hold, whoever may use how much of it."""
+    total = _table(root / "proc/meminfo")["MemTotal"] * 1024
+    return total - sum(node["MemTotal"] for node in _nodes_without_cpus(root))
+
+
+def _nodes_without_cpus(root: Path) -> list[dict[str, int]]:
+    """What the kernel says of each NUMA node that has memory and no CPU, in bytes; none where all have none."""
+    bare, others = [], 0
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        rows = (line.split(maxsplit=2)[-1] for line in _lines(folder / "meminfo"))  # Node 0 MemTotal:   123 kB
+        node = {name: kib * 1024 for name, kib in _pairs(rows).items()}
+        if not node.get("MemTotal"):
+            continue
+        if (folder / "cpulist").is_file() and not any(_lines(folder / "cpulist")):
+            bare.append(node)
+        else:
+            others += 1
+    return bare if others else []
+
+
+_AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+"""What MemAvailable is made of, less some of it that the kernel keeps."""
 
 
 def _machine_memory(root: Path) -> Iterator[FreeMemory]:
     values = {name: kib * 1024 for name, kib in _table(root / "proc/meminfo").items()}
-    total = values["MemTotal"]
-    yield FreeMemory(values["MemAvailable"], total, "this machine's memory")
+    total, free, where = values["MemTotal"], values["MemAvailable"], "this machine's memory"
+    if bare := _nodes_without_cpus(root):
+        total -= sum(node["MemTotal"] for node in bare)
+        free = max(0, free - sum(node.get(name, 0) for node in bare for name in _AVAILABLE))
+        where += f" without the NUMA node{'s' if len(bare) > 1 else ''} that no CPU is on"
+    yield FreeMemory(free, total, where)
     if _number(root / "proc/sys/vm/overcommit_memory") == 2:
         promise = values["CommitLimit"]
         yield FreeMemory(max(0, promise - values["Committed_AS"]), promise, "vm.overcommit_memory=2 (CommitLimit)")
@@ -265,7 +295,11 @@ def _number(path: Path) -> int | None:
 
 def _table(path: Path) -> dict[str, int]:
     """Lines of `name value` or `name: value kB`."""
-    rows = (line.split() for line in _lines(path))
+    return _pairs(_lines(path))
+
+
+def _pairs(lines: Iterable[str]) -> dict[str, int]:
+    rows = (line.split() for line in lines)
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 

@@ -31,6 +31,7 @@ from app.bench.plan_cases import CASES, PlanCase
 from app.plan_view import seconds_text
 from app.progress import bytes_text
 from app.rundir import RunDir, read_jsonl
+from engine.limits import machine_memory
 from storage.errors import UserError
 
 PEAK_TOLERANCE = 0.05
@@ -152,11 +153,9 @@ def _machine() -> dict[str, Any]:
     import platform
     from importlib.metadata import version
 
-    import psutil
-
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "ram_bytes": psutil.virtual_memory().total,
+        "ram_bytes": machine_memory(),
         "python": platform.python_version(),
         "torch": version("torch"),
     }

@@ -26,7 +26,8 @@ from engine.hardware import peak_flops
 from storage.errors import UserError
 
 _PROBE = """
-import json, os, platform, psutil, torch, transformers
+import json, os, platform, torch, transformers
+from engine.limits import machine_memory
 cuda = torch.cuda.is_available()
 properties = torch.cuda.get_device_properties(0) if cuda else None
 print(json.dumps({
@@ -37,7 +38,7 @@ print(json.dumps({
     "transformers": transformers.__version__,
     "python": platform.python_version(),
     "cores": len(os.sched_getaffinity(0)),
-    "ram_bytes": psutil.virtual_memory().total,
+    "ram_bytes": machine_memory(),
 }))
 """
 

@@ -20,9 +20,11 @@ from engine.limits import (
     free_budgets,
     free_disk,
     free_memory,
+    machine_memory,
     memory_groups,
     reserve_bytes,
     split_shared,
+    total_memory,
 )
 
 UNLIMITED_V1 = 9223372036854771712
@@ -116,6 +118,57 @@ def test_a_kernel_that_promises_no_more_than_it_has(tmp_path: Path) -> None:
     memory = free_memory(tmp_path)
     assert memory.free_bytes == 15 * GIB  # CommitLimit of 16 GiB, 1 GiB promised
     assert "overcommit" in memory.where
+
+
+def node(root: Path, number: int, cpus: str, total: int, **parts: int) -> None:
+    """A NUMA node; `parts`: what else its meminfo says, in bytes."""
+    folder = root / f"sys/devices/system/node/node{number}"
+    write(folder / "cpulist", cpus)
+    names = {
+        "free": "MemFree",
+        "active_file": "Active(file)",
+        "inactive_file": "Inactive(file)",
+        "slab": "SReclaimable",
+    }
+    rows = {"MemTotal": total, "Active": 5 * GIB} | {names[name]: size for name, size in parts.items()}
+    lines = [f"Node {number} {name}: {size // 1024:>12} kB" for name, size in rows.items()]
+    write(folder / "meminfo", "\n".join([*lines, f"Node {number} HugePages_Total:     7"]))
+
+
+def test_a_gpus_memory_that_the_kernel_counts_is_no_ram(tmp_path: Path) -> None:
+    """GH200: one node with all CPUs, the GPU's memory as a second one, and nodes for partitions that hold nothing."""
+    machine(tmp_path, available=(400 + 90) * GIB, total=(480 + 96) * GIB, cgroup="0::/")
+    node(tmp_path, 0, "0-71", 480 * GIB, free=350 * GIB, active_file=30 * GIB, inactive_file=30 * GIB)
+    node(tmp_path, 1, "", 96 * GIB, free=86 * GIB, active_file=GIB, inactive_file=2 * GIB, slab=GIB)
+    for number in (2, 10):
+        node(tmp_path, number, "", 0)
+    memory = free_memory(tmp_path)
+    assert (memory.free_bytes, memory.total_bytes) == (400 * GIB, 480 * GIB)
+    assert memory.where == "this machine's memory without the NUMA node that no CPU is on"
+    assert total_memory(tmp_path) == machine_memory(tmp_path) == 480 * GIB
+    group_v2(tmp_path / "sys/fs/cgroup", 200 * GIB, 50 * GIB)  # a limit binds as before
+    assert free_memory(tmp_path).free_bytes == 150 * GIB
+    assert (total_memory(tmp_path), machine_memory(tmp_path)) == (200 * GIB, 480 * GIB)
+
+
+def test_a_full_gpu_takes_nothing_from_ram(tmp_path: Path) -> None:
+    machine(tmp_path, available=400 * GIB, total=576 * GIB)
+    node(tmp_path, 0, "0-71", 480 * GIB, free=400 * GIB)
+    node(tmp_path, 1, "", 96 * GIB, free=0)
+    assert free_memory(tmp_path).free_bytes == 400 * GIB
+
+
+@pytest.mark.parametrize("nodes", [[], ["0-7"], ["0-7", "8-15"], ["0-15", None], ["", ""]])
+def test_ordinary_machines_count_as_the_kernel_does(tmp_path: Path, nodes: list[str | None]) -> None:
+    """One node, two with CPUs each, a kernel that does not say, and a tree in which no node has a CPU."""
+    machine(tmp_path)
+    for number, cpus in enumerate(nodes):
+        node(tmp_path, number, cpus or "", 16 * GIB, free=10 * GIB)
+        if cpus is None:
+            (tmp_path / f"sys/devices/system/node/node{number}/cpulist").unlink()
+    memory = free_memory(tmp_path)
+    assert (memory.free_bytes, memory.total_bytes, memory.where) == (20 * GIB, 32 * GIB, "this machine's memory")
+    assert total_memory(tmp_path) == 32 * GIB
 
 
 def test_an_address_space_limit_counts() -> None:
