@@ -34,6 +34,10 @@ WRITE_THREADS = 8
 which the kernel splits into a deep queue. A thread that computes a checksum has no request in flight, so that four are
 too few where other work holds the cores (docs/results/storage.md)."""
 
+OnThreadStart = Callable[[], None]
+"""What a thread that moves chunk files calls before its first one, to bind itself to cores of its own: it would have
+those of whichever thread asked first. It must not raise, as its pool would then do no work at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -64,13 +68,13 @@ class Traffic:
 class Drive:
     """One folder of chunk files, with its own threads: a slow drive never keeps another one waiting."""
 
-    def __init__(self, id: str, folder: Path, *, writable: bool):
+    def __init__(self, id: str, folder: Path, *, writable: bool, on_thread_start: OnThreadStart | None = None):
         """Use existing `folder`."""
         self.id = id
         self.folder = folder
         self.direct = writable and chunk.supports_direct(folder)
-        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="nvme-read")
-        self.writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="nvme-write")
+        self.readers = _threads(READ_THREADS, "nvme-read", folder, on_thread_start)
+        self.writers = _threads(WRITE_THREADS, "nvme-write", folder, on_thread_start)
         self._lock = threading.Lock()
         self._traffic = Traffic()
 
@@ -89,6 +93,18 @@ class Drive:
         """Wait for operations in flight."""
         self.readers.shutdown()
         self.writers.shutdown()
+
+
+def _threads(count: int, name: str, folder: Path, on_thread_start: OnThreadStart | None) -> ThreadPoolExecutor:
+    """A pool whose threads are called by `name` and `folder` in Python, and by `name` in top and perf."""
+
+    def begin() -> None:
+        with contextlib.suppress(OSError):
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        if on_thread_start is not None:
+            on_thread_start()
+
+    return ThreadPoolExecutor(count, thread_name_prefix=f"{name} {folder}", initializer=begin)
 
 
 def stripe(number: int, part: int, count: int) -> int:
@@ -240,12 +256,15 @@ class DriveSet:
         active: Sequence[str],
         *,
         writable: bool,
+        on_thread_start: OnThreadStart | None = None,
     ):
         """`folders`: drive id -> existing folder; `active`: ids in striping order. `root`: folder of the manifest."""
         self.root = root
         self.store = store
         self.locks = locks
-        self.by_id = {id: Drive(id, folder, writable=writable) for id, folder in folders.items()}
+        self.by_id = {
+            id: Drive(id, folder, writable=writable, on_thread_start=on_thread_start) for id, folder in folders.items()
+        }
         self.active = tuple(self.by_id[id] for id in active)
         self._retired: dict[Path, Traffic] = {}
 

@@ -26,7 +26,7 @@ import torch
 from storage import checkpoints, chunk, drives, manifest
 from storage.arrays import Array, make_folders, remove_arrays, sweep_strays
 from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
-from storage.drives import CHECKPOINTS, READ_THREADS, SCRATCH, Drive, DriveSet, Locks, Traffic
+from storage.drives import CHECKPOINTS, READ_THREADS, SCRATCH, Drive, DriveSet, Locks, OnThreadStart, Traffic
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest
 from storage.readers import DirectReader, Readers
@@ -54,11 +54,15 @@ class NvmeStore:
         active: Sequence[str],
         budget_bytes: int | None,
         readers: Readers | None,
+        on_thread_start: OnThreadStart | None,
     ):
         """Use `create` or `open`. `folders`: drive id -> folder, of which `active` are written to, in this order."""
         self.root = root
         self._read_only = current.checkpoint is not None
-        self._drives = DriveSet(root, current.store, locks, folders, active, writable=not self._read_only)
+        writable = not self._read_only
+        self._drives = DriveSet(
+            root, current.store, locks, folders, active, writable=writable, on_thread_start=on_thread_start
+        )
         self.warnings = self._drives.warnings()
         """What is doubtful about the drives, one sentence each."""
         self._manifest = current
@@ -87,12 +91,14 @@ class NvmeStore:
         budget_bytes: int | None,
         drives: Sequence[Path] | None = None,
         readers: Readers | None = None,
+        on_thread_start: OnThreadStart | None = None,
     ) -> NvmeStore:
         """Make an empty store with its manifest in folder `root` and chunk files on `drives` (default: in `root`).
 
         Nothing is committed yet (generation 0). Before the first byte of state it is checked that the folders can be
         written and hold no other state, and that two generations of all arrays, plus 5 %, fit the budget and the free
-        disk. UserError says what does not. `readers` defaults to direct I/O.
+        disk. UserError says what does not. `readers` defaults to direct I/O; `on_thread_start` is called by each thread
+        that moves chunk files, before its first one.
         """
         root = Path(root).expanduser().absolute()
         folders = _distinct(drives or [root])
@@ -110,7 +116,7 @@ class NvmeStore:
             store_id = uuid.uuid4().hex
             ids = {uuid.uuid4().hex: folder for folder in folders}
             empty = Manifest(store_id, 0, {}, (), {})
-            store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers)
+            store = NvmeStore(root, locks, empty, ids, list(ids), budget_bytes, readers, on_thread_start)
             added = [store._add(spec, scratch=False) for spec in arrays]
             assert len(store._arrays) == len(arrays), "an array is listed twice"
             store._room.require_new(added, [], "two generations of the state")
@@ -131,13 +137,15 @@ class NvmeStore:
         budget_bytes: int | None = None,
         drives: Sequence[Path] | None = None,
         readers: Readers | None = None,
+        on_thread_start: OnThreadStart | None = None,
     ) -> NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
         `drives`: folders that new state goes to, where they differ from the recorded ones; state that lies elsewhere
         is read from there until it is written anew. `root` may also be a checkpoint's folder: it is only read then,
-        and `drives` are where its drives are now. UserError when there is no generation, its manifest is unreadable,
-        a drive that holds part of it is missing, or another process has the store open.
+        and `drives` are where its drives are now. `readers` and `on_thread_start` as in `create`. UserError when there
+        is no generation, its manifest is unreadable, a drive that holds part of it is missing, or another process has
+        the store open.
         """
         root = Path(root).expanduser().absolute()
         given = _distinct(drives or [])
@@ -158,7 +166,7 @@ class NvmeStore:
                     active.append(id)
             for folder in found.values():
                 locks.take(folder)
-            store = NvmeStore(root, locks, current, found, active, budget_bytes, readers)
+            store = NvmeStore(root, locks, current, found, active, budget_bytes, readers, on_thread_start)
             if current.checkpoint is None:
                 store._sweep()
                 if any(array.layout != array.target for array in store._arrays.values()):

@@ -1,11 +1,14 @@
 """Several drives: striping, identity, changes between openings, missing drives."""
 
 import json
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_state import SPECS, assert_holds, content, read_all, write_all
 
-from storage import manifest
+from storage import chunk, manifest
 from storage.errors import UserError
 from storage.manifest import Manifest
 from storage.nvme import ArraySpec, NvmeStore
@@ -48,6 +51,55 @@ def test_parts_are_striped(store: NvmeStore, tmp_path: Path) -> None:
     assert_holds(store, 2)
     assert store.verify() == 3 * 20480 + 3 * 12288 + 12288
     assert any("on one device" in warning for warning in store.warnings)
+
+
+def test_every_thread_of_a_store_binds_itself_before_it_moves_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever submits is bound to other cores; on a machine of one core a thread's own set is left as it is."""
+    allowed = sorted(os.sched_getaffinity(0))
+    mine, theirs = {allowed[0]}, {allowed[-1]}
+    lock = threading.Lock()
+    bound: set[int] = set()
+    seen: list[tuple[str, str, set[int], bool]] = []
+
+    def bind() -> None:
+        os.sched_setaffinity(0, theirs)
+        with lock:
+            bound.add(threading.get_ident())
+
+    def watched(name: str) -> None:
+        real = getattr(chunk, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.current_thread()
+            comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
+            with lock:
+                seen.append((thread.name, comm, os.sched_getaffinity(0), thread.ident in bound))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(chunk, name, call)
+
+    watched("read_chunk")
+    watched("write_chunk")
+    os.sched_setaffinity(0, mine)
+    try:
+        drives = folders(tmp_path, "ab")
+        store = NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=drives, on_thread_start=bind)
+        with closing(store):
+            write_all(store, 1)
+            store.commit({})
+            assert_holds(store, 1)
+        bound.clear()  # a new thread may have the number of an old one
+        with closing(NvmeStore.open(tmp_path / "root", on_thread_start=bind)) as store:
+            assert_holds(store, 1)
+        assert os.sched_getaffinity(0) == mine
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert {cores == theirs and own for _, _, cores, own in seen} == {True}
+    assert {(name.rpartition("_")[0], comm) for name, comm, _, _ in seen} == {
+        (f"{work} {drive}", work) for work in ("nvme-read", "nvme-write") for drive in drives
+    }
 
 
 def test_requests_spread_evenly(tmp_path: Path) -> None:
