@@ -1,15 +1,16 @@
-"""Which CPUs a run's threads use on a machine with a GPU: those of the GPU's NUMA node, lanes and optimizer apart.
+"""Which CPUs a run's threads use on a machine with a GPU: those of the GPU's NUMA node, in three sets.
 
 A lane's thread only hands out work, but where it is late the GPU stands still. So the lanes have a few cores to
-themselves, and the optimizer's threads have the rest of the node, whose memory the pinned arena is taken from.
-Everything is read from sysfs, and bindings end with the threads that have them.
+themselves, the drives' threads, which compute checksums, have some others, and the optimizer's threads have the rest of
+the node, whose memory the pinned arena is taken from. Everything is read from sysfs, and bindings end with the threads
+that have them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ SYSFS = Path("/sys")
 LANE_CORES = 4
 """Cores kept for the lanes, where that is no more than a quarter of the node's."""
 
+DRIVE_CORES = 4
+"""Cores kept for the drives' threads, where that is no more than an eighth of the node's; with fewer than eight cores
+they use the optimizer's. A core reads and checks some 5 GB/s (docs/results/storage.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -30,6 +35,8 @@ class Placement:
     """NUMA node of the GPU; None where the machine does not say."""
     lanes: frozenset[int]
     """CPUs of the threads that hand out work."""
+    drives: frozenset[int]
+    """CPUs of the threads that read and write chunk files."""
     optimizer: frozenset[int]
     """CPUs of the optimizer's threads."""
     optimizer_threads: int
@@ -42,15 +49,27 @@ class Placement:
             # Counts for the calling thread, and for threads made later that do not ask for a number of their own.
             torch.set_num_threads(self.optimizer_threads)
 
-    @contextmanager
-    def near_gpu(self) -> Iterator[None]:
+    def enter_drive(self) -> None:
+        """Bind the calling thread, which reads or writes chunk files."""
+        os.sched_setaffinity(0, self.drives)
+
+    def near_gpu(self) -> AbstractContextManager[None]:
         """Inside the block the calling thread runs on the GPU's node: pages it touches first lie there."""
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self.lanes | self.optimizer)
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, before)
+        return _bound(self.lanes | self.drives | self.optimizer)
+
+    def as_lane(self) -> AbstractContextManager[None]:
+        """Inside the block the calling thread runs where the lanes do, and so do the threads that it makes."""
+        return _bound(self.lanes)
+
+
+@contextmanager
+def _bound(cpus: frozenset[int]) -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def place_threads(device: torch.device) -> Placement | None:
@@ -77,8 +96,10 @@ def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) ->
     count = min(LANE_CORES, len(cores) // 4)
     if count == 0:
         return None
-    lanes = frozenset().union(*cores[:count])
-    return Placement(node, lanes, near - lanes, len(cores) - count)
+    last = len(cores) - min(DRIVE_CORES, len(cores) // 8)
+    lanes, rest = (frozenset[int]().union(*some) for some in (cores[:count], cores[count:last]))
+    drives = frozenset[int]().union(*cores[last:]) or rest
+    return Placement(node, lanes, drives, rest, last - count)
 
 
 def gpu_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:

@@ -1,16 +1,15 @@
 """Measuring a plan's compute ops on the real device before the run: one of each kind, at the plan's own chunk.
 
-The ops are the schedule's, carried out by the runtime in the plan's own GPU slots, on random weights and the first
-batch; no state is touched. What is learnt corrects the costs with which the run is planned once more.
+The ops are the schedule's, carried out by the runtime in the plan's own GPU slots on the run's own lanes, on random
+weights and the first batch; no state is touched. What is learnt corrects the costs with which the run is planned once
+more, and what had to be compiled for it is compiled.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +20,7 @@ from engine.clock import elapsed_s
 from engine.config import TrainConfig
 from engine.costs import Calibration, Costs, Sample, op_kind
 from engine.data import MicroBatch
+from engine.executor import Executor
 from engine.machine import Machine
 from engine.memory import POOLS, GpuMemory, RamMemory, allocate_gpu
 from engine.ops import WHOLE, Op
@@ -37,6 +37,8 @@ SLOW_S = 1.0
 """Ops that take this long are measured once."""
 MOST_ATTENDS = 3
 """Of a chunk whose keys are streamed so many of its passes over a chunk of keys are run: they are alike."""
+BESIDE = ("h2d", "d2h", "optimizer")
+"""Lanes that compute beside the compute lane."""
 UPDATE_NUMEL = 1 << 22
 COPY_BYTES = 1 << 26
 _TILE = 1 << 20
@@ -60,11 +62,50 @@ def calibrate(
     batch: Sequence[MicroBatch],
     machine: Machine,
     logits_bytes: int,
+    executor: Executor,
 ) -> Calibration:
     """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `runner`.
 
-    `machine` only serves to count what ops do. Takes the plan's GPU memory and gives it back.
+    Each is measured on its lane of `executor`, which has nothing else to do. `machine` only serves to count what ops
+    do. Takes the plan's GPU memory and gives it back.
     """
+    device = runner.device
+    if device.type == "cpu":
+        # OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run, whose
+        # lanes compute on the same cores, there are, they sleep, and waking them takes what it takes.
+        for lane in BESIDE:
+            executor.call(lane, lambda: torch.zeros(_TILE).add_(1))
+    samples, graphs = executor.call(
+        "compute", lambda: _compute_ops(plan, layouts, runner, adamw, train, batch, machine, logits_bytes)
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
+    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the lanes' streams come after it
+    up = executor.call("h2d", lambda: _copy_rate(there, host, device))
+    down = executor.call("d2h", lambda: _copy_rate(host, there, device))
+    return Calibration(
+        samples={kind: tuple(found) for kind, found in samples.items()},
+        graph_bytes_per_token=graphs,
+        update_params_per_s=executor.call("optimizer", lambda: _update_rate(plan, adamw, train, runner.dtype)),
+        h2d_bytes_per_s=up,
+        d2h_bytes_per_s=down,
+    )
+
+
+def _compute_ops(
+    plan: Plan,
+    layouts: dict[str, FlatLayout],
+    runner: ModelRunner,
+    adamw: AdamW,
+    train: TrainConfig,
+    batch: Sequence[MicroBatch],
+    machine: Machine,
+    logits_bytes: int,
+) -> tuple[dict[str, list[Sample]], dict[str, int]]:
+    """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a kept graph takes."""
     device, documents = runner.device, [m.documents for m in batch]
     gpu = allocate_gpu(plan, device, runner.dtype)
     _fill(gpu, runner.dtype)
@@ -72,38 +113,28 @@ def calibrate(
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
     try:
-        with _lanes_beside(device):
-            runtime = Runtime(
-                plan, layouts, runner, adamw, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
-            )
-            targets = sum(m.num_targets for m in batch)
-            runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
-            costs = Costs(plan, machine, None, documents)
-            units = list(_units(plan, costs, documents))
-            chosen = _chosen(units)
-            for unit in chosen + _to_keep(plan, units):
-                layers = runtime.layer_ops
-                layers.kept_peak_bytes = 0
-                for op, seconds in _measured(unit, runtime):
-                    kind = op_kind(op, costs.representative(op.block))
-                    samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
-                if layers.kept_peak_bytes:
-                    first = unit.ops[0]
-                    graphs[costs.representative(first.block)] = -(-layers.kept_peak_bytes // costs.tokens(first))
+        runtime = Runtime(
+            plan, layouts, runner, adamw, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
+        )
+        targets = sum(m.num_targets for m in batch)
+        runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
+        costs = Costs(plan, machine, None, documents)
+        units = list(_units(plan, costs, documents))
+        chosen = _chosen(units)
+        for unit in chosen + _to_keep(plan, units):
+            layers = runtime.layer_ops
+            layers.kept_peak_bytes = 0
+            for op, seconds in _measured(unit, runtime):
+                kind = op_kind(op, costs.representative(op.block))
+                samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
+            if layers.kept_peak_bytes:
+                first = unit.ops[0]
+                graphs[costs.representative(first.block)] = -(-layers.kept_peak_bytes // costs.tokens(first))
     finally:
         arena.close()
     del runtime, gpu
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    up, down = _copy_rates(device)
-    return Calibration(
-        samples={kind: tuple(found) for kind, found in samples.items()},
-        graph_bytes_per_token=graphs,
-        update_params_per_s=_update_rate(plan, adamw, train, runner.dtype),
-        h2d_bytes_per_s=up,
-        d2h_bytes_per_s=down,
-    )
+    return samples, graphs
 
 
 def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
@@ -202,43 +233,10 @@ def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
         yield op, statistics.median(found)
 
 
-@contextmanager
-def _lanes_beside(device: torch.device) -> Iterator[None]:
-    """Where lanes compute on the same cores: as many threads that have computed as a run has lanes.
-
-    OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run there are, they
-    sleep, and waking them takes what it takes.
-    """
-    over = threading.Event()
-
-    def lane() -> None:
-        torch.zeros(_TILE).add_(1)
-        ready.release()
-        over.wait()
-
-    ready = threading.Semaphore(0)
-    threads = [threading.Thread(target=lane, name="beside") for _ in range(3 if device.type == "cpu" else 0)]
-    for thread in threads:
-        thread.start()
-        ready.acquire()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-
-
-def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes per second to and from the compute device, each alone."""
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
-    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-
-    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-        times = [elapsed_s(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
-        return COPY_BYTES / min(times[1:])
-
-    return rate(there, host), rate(host, there)
+def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    """Bytes per second of a copy to or from the compute device."""
+    times = [elapsed_s(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
+    return COPY_BYTES / min(times[1:])
 
 
 def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtype) -> float:

@@ -112,6 +112,8 @@ def configure(device: torch.device, gpu_budget_bytes: int, *, deterministic: boo
     settings = DeviceSettings()
     try:
         if device.type == "cuda":
+            if device.index is None:  # the allocator's limit is one of a GPU with a number
+                device = torch.device("cuda", torch.cuda.current_device())
             _limit_memory(settings, device, gpu_budget_bytes)
             matmul = torch.backends.cuda.matmul
             settings.call(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest")

@@ -8,12 +8,13 @@ every lane is a host lane. A failing op stops every lane at once; whoever waits 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,14 +23,17 @@ from engine.ops import LANES, Op
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 
-MAX_QUEUED = 20_000
-"""Ops beyond which `submit` waits: some 20 MB of them, and work for seconds."""
+MAX_QUEUED = 4_000
+"""Ops beyond which `submit` waits: work for several blocks. Building ops holds the interpreter, which the lanes need to
+launch kernels; so a step's ops are built at the rate at which they are used, not all at its start."""
 
 CLOSE_S = 20.0
 """How long `close` waits, after a failure, for lanes and streams that do not end."""
 
 REBASE_S = 10.0
 """Times on the GPU are measured from an event at most about this old: CUDA gives them in float32 milliseconds."""
+
+T = TypeVar("T")
 
 Perform = Callable[[Op], "Future[Any] | None"]
 """Carries out an op; a Future means that it goes on in the background and is done when the future is."""
@@ -46,6 +50,13 @@ class _Issued(NamedTuple):
     waited: tuple[int, ...]
     first: torch.cuda.Event
     last: torch.cuda.Event
+
+
+class _Call(NamedTuple):
+    """Work on a lane's thread that is no op of a schedule."""
+
+    work: Callable[[], Any]
+    done: Future[Any]
 
 
 class _Ticket:
@@ -65,10 +76,13 @@ class _Ticket:
 class Executor:
     """Lanes that carry out ops handed over with `submit`.
 
+    Their threads see the settings of torch that the maker of the executor sees (since torch 2.12 those of Dynamo and
+    Inductor are a thread's own).
+
     Parameters
     ----------
     perform:
-        Carries out one op, on the op's lane thread (and, on CUDA, inside the lane's stream).
+        Carries out one op, on the op's lane thread (and, on CUDA, inside the lane's stream); None: `attach` gives it.
     device:
         Where `compute` runs; CUDA makes the GPU lanes asynchronous.
     in_flight:
@@ -79,7 +93,7 @@ class Executor:
 
     def __init__(
         self,
-        perform: Perform,
+        perform: Perform | None,
         device: torch.device,
         in_flight: Mapping[str, int] | None = None,
         on_start: Callable[[str], None] | None = None,
@@ -92,7 +106,7 @@ class Executor:
         self._wake: dict[str, threading.Condition] = {lane: threading.Condition(self._lock) for lane in LANES}
         self._main = threading.Condition(self._lock)
         """Where the main thread waits; a lane waits at its own. An op that is done wakes those who wait for it only."""
-        self._queues: dict[str, deque[Op]] = {lane: deque() for lane in LANES}
+        self._queues: dict[str, deque[Op | _Call]] = {lane: deque() for lane in LANES}
         self._tickets: dict[int, _Ticket] = {}
         self._last_id = -1
         self._missing: set[int] = set()
@@ -115,16 +129,40 @@ class Executor:
         if self._cuda:
             self._streams = {lane: torch.cuda.Stream(device) for lane in GPU_LANES}
             torch.cuda.synchronize(device)
-            self._base_event = torch.cuda.Event(enable_timing=True)
+            self._base_event = self._new_event()
             self._base_event.record(torch.cuda.current_stream(device))
             self._base_event.synchronize()
             self._base_s = 0.0
             self.epoch = time.perf_counter()
-        self._threads = [threading.Thread(target=self._run, args=(lane,), name=lane, daemon=True) for lane in LANES]
+        contexts = {lane: contextvars.copy_context() for lane in LANES}
+        self._threads = [
+            threading.Thread(target=contexts[lane].run, args=(self._run, lane), name=lane, daemon=True)
+            for lane in LANES
+        ]
         for thread in self._threads:
             thread.start()
 
     # ------------------------------------------------------------------ the main thread's side
+
+    def attach(self, perform: Perform) -> None:
+        """Carry out ops with `perform`, from the next one on."""
+        self._perform = perform
+
+    def call(self, lane: str, work: Callable[[], T]) -> T:
+        """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there; its result.
+
+        What it raises is raised here, and the lane goes on.
+        """
+        done: Future[T] = Future()
+        with self._lock:
+            self._raise_failure()
+            self._queues[lane].append(_Call(work, done))
+            self._wake[lane].notify()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return done.result(timeout=1.0)
+            with self._lock:
+                self._raise_failure()  # it may never be reached
 
     def submit(self, ops: Iterable[Op]) -> None:
         """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one.
@@ -263,6 +301,9 @@ class Executor:
                     raise _Stopped
                 op = queue.popleft()
                 self._busy[lane] += 1
+            if isinstance(op, _Call):
+                self._answer(lane, op)
+                continue
             try:
                 waited = self._await_dependencies(op)
                 self._carry_out(op, waited)
@@ -272,6 +313,18 @@ class Executor:
             except BaseException as error:
                 self._settle(op, error)
                 return
+
+    def _answer(self, lane: str, call: _Call) -> None:
+        try:
+            result = call.work()
+        except BaseException as error:
+            call.done.set_exception(error)
+        else:
+            call.done.set_result(result)
+        with self._lock:
+            self._busy[lane] -= 1
+            if self._closing:
+                self._main.notify()
 
     def _over(self) -> bool:
         return self._failure is not None or self._closing
@@ -321,7 +374,7 @@ class Executor:
             with self._lock:
                 first, last = self._event(), self._event()
             first.record()
-            result = self._perform(op)
+            result = self._carry(op)
             assert result is None, f"{op.action}: work of a GPU lane is ordered by its stream"
             last.record()
             with self._lock:
@@ -332,14 +385,22 @@ class Executor:
                 self._leave(op, ticket)
             return
         start = self._on_host[op.id][1]
-        result = self._perform(op)
+        result = self._carry(op)
         if result is None:
             self._finish(op, start, waited)
         else:
             result.add_done_callback(lambda future: self._finish(op, start, waited, future))
 
+    def _carry(self, op: Op) -> Future[Any] | None:
+        assert self._perform is not None, "no perform attached"
+        return self._perform(op)
+
     def _event(self) -> torch.cuda.Event:
-        return self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
+        return self._free_events.pop() if self._free_events else self._new_event()
+
+    def _new_event(self) -> torch.cuda.Event:
+        # Blocking: who waits for it sleeps; else each waiting lane would spin on a core of the others.
+        return torch.cuda.Event(enable_timing=True, blocking=True)
 
     def _retire_gpu_ops(self, *lanes: str) -> None:
         """Turn GPU ops whose end has passed into spans and forget their tickets; called with the lock held."""

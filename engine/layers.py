@@ -23,9 +23,6 @@ from engine.model import ModelSpec
 from engine.recompute import for_backward
 from engine.skeleton import LayerCall
 
-_RECOMPILE_LIMIT = 256
-"""torch.compile counts all layer structures, chunk lengths and grad modes of one class together."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
@@ -227,8 +224,6 @@ class LayerRunner:
     ) -> None:
         """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it."""
         self._spec, self._layers = spec, layers
-        if compile:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {

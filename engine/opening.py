@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import attention, weights
+from engine.affinity import place_threads
 from engine.attention import attention_report
 from engine.calibrate import calibrate
 from engine.check import check_model
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.costs import Calibration
 from engine.data import DataLoader, MicroBatch
 from engine.device import resolve_device, why_no_cuda
 from engine.events import Observer
+from engine.failures import explain
 from engine.folders import drive_folders, state_folder
 from engine.forecast import forecast, predict
+from engine.lanes import Lanes
+from engine.machine import Machine
 from engine.model import ModelSpec, initial_constants, initialize
 from engine.optimizer import can_compile
 from engine.plan import Choice, Plan
@@ -37,11 +43,12 @@ from engine.prepare import (
     prepare_data,
 )
 from engine.preparing import Checklist
+from engine.search import Found
 from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
 from engine.state import fill_store, state_arrays
 from storage.errors import UserError
 from storage.nvme import NvmeStore
-from storage.readers import Readers, select_readers
+from storage.readers import select_readers
 from storage.safetensors_io import CheckpointReader
 
 _LOOKED_AT = 5
@@ -80,7 +87,8 @@ def open_session(
             f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "
             f"{validation.num_documents:,} documents held out"
         )
-    drives = drive_folders(run_dir, storage)
+    drives, placement = drive_folders(run_dir, storage), place_threads(device)
+    on_drive = None if placement is None else placement.enter_drive
     readers = select_readers(storage.reader, device, drives)
     if readers.warning:
         observer.on_message(readers.warning)
@@ -111,7 +119,7 @@ def open_session(
     identity = run_identity(model, data, train)
     recorded: tuple[int, Choice] | None = None
     if going_on:
-        store = NvmeStore.open(root, budget_bytes=nvme_budget, drives=drives, readers=readers)
+        store = NvmeStore.open(root, budget_bytes=nvme_budget, drives=drives, readers=readers, on_thread_start=on_drive)
         try:
             _require_same_state(store, found.plan)
             if checkpoint is not None:
@@ -127,60 +135,91 @@ def open_session(
         recorded = _recorded(store, task)
     else:
         with checklist.step("writing the first generation"):
-            store = _new_state(root, drives, readers, spec, found.plan, model, train, loader, nvme_budget, identity)
+            store = NvmeStore.create(
+                root,
+                state_arrays(found.plan),
+                budget_bytes=nvme_budget,
+                drives=drives,
+                readers=readers,
+                on_thread_start=on_drive,
+            )
+            _fill_new(store, spec, model, train, loader, identity)
     for warning in store.warnings:
         observer.on_message(warning)
-    compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE))
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(store.close)
         if recorded is not None:
             found = task.search(machine, documents=documents, only=recorded)
+        lanes = Lanes.open(
+            device,
+            task.budgets.gpu,
+            deterministic=train.deterministic,
+            num_drives=len(store.drives),
+            placement=placement,
+        )
+        undo.callback(lanes.close)
+        compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE))
         with checklist.step("measuring attention kernels", when=device.type == "cuda"):
-            choose_kernels(spec, found.plan, device, compute_dtype(train))
+            lanes.executor.call("compute", lambda: choose_kernels(spec, found.plan, device, compute_dtype(train)))
         calibration = None
         if train.calibrate:
             with checklist.step("compiling, and timing the ops"):
-                calibration = calibrate(
-                    found.plan,
-                    layouts(spec),
-                    compute.runner,
-                    compute.adamw,
-                    train,
-                    batch,
-                    machine,
-                    LOGITS_BYTES[device.type],
-                )
+                try:
+                    calibration = calibrate(
+                        found.plan,
+                        layouts(spec),
+                        compute.runner,
+                        compute.adamw,
+                        train,
+                        batch,
+                        machine,
+                        LOGITS_BYTES[device.type],
+                        lanes.executor,
+                    )
+                except torch.OutOfMemoryError as error:
+                    raise explain(error, None, found.plan) or error from error
             task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
             known = (found.best.chunk_tokens, found.best.choice)
             only = known if recorded is not None or train.deterministic else None
             with checklist.step("planning with these times"):
                 found = task.search(machine, calibration, documents, known=known, only=only)
-    except BaseException:
-        store.close()
-        raise
-    plan = found.plan
-    kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
-    for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
-        observer.on_message(line)
-    simulation = predict(plan, machine, calibration, documents)
-    predicted = forecast(task, machine, found, calibration, batch, simulation)
-    measured = None if calibration is None else calibration.to_json()
-    observer.on_plan(predicted | {"attention": kernels, "calibration": measured}, simulation.spans)
-    session = Session(
-        spec=spec,
-        plan=plan,
-        store=store,
-        loader=loader,
-        compute=compute,
-        train=train,
-        storage=storage,
-        device=device,
-        identity=identity,
-        validation=validation,
-        checklist=checklist,
-    )
+        _tell_plan(observer, task, machine, found, calibration, batch)
+        session = Session(
+            spec=spec,
+            plan=found.plan,
+            store=store,
+            loader=loader,
+            compute=compute,
+            train=train,
+            storage=storage,
+            device=device,
+            identity=identity,
+            lanes=lanes,
+            validation=validation,
+            checklist=checklist,
+        )
+        undo.pop_all()
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
+
+
+def _tell_plan(
+    observer: Observer,
+    task: Task,
+    machine: Machine,
+    found: Found,
+    calibration: Calibration | None,
+    batch: Sequence[MicroBatch],
+) -> None:
+    """Kernels, and the forecast of the plan that was found."""
+    kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
+    for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
+        observer.on_message(line)
+    simulation = predict(found.plan, machine, calibration, [m.documents for m in batch])
+    predicted = forecast(task, machine, found, calibration, batch, simulation)
+    measured = None if calibration is None else calibration.to_json()
+    observer.on_plan(predicted | {"attention": kernels, "calibration": measured}, simulation.spans)
 
 
 def typical_batch(loader: DataLoader) -> list[MicroBatch]:
@@ -256,20 +295,15 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
         )
 
 
-def _new_state(
-    root: Path,
-    drives: list[Path],
-    readers: Readers,
+def _fill_new(
+    store: NvmeStore,
     spec: ModelSpec,
-    plan: Plan,
     model: ModelConfig,
     train: TrainConfig,
     loader: DataLoader,
-    nvme_budget: int | None,
     identity: dict[str, Any],
-) -> NvmeStore:
-    """A store whose first generation is the imported or initialised model."""
-    store = NvmeStore.create(root, state_arrays(plan), budget_bytes=nvme_budget, drives=drives, readers=readers)
+) -> None:
+    """Commit the imported or initialised model as the first generation; closes the store where that fails."""
     try:
         constants: dict[str, Tensor] = {}
         if model.path is not None:
@@ -279,9 +313,8 @@ def _new_state(
         else:
             constants = initial_constants(spec)
             buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
-        save_file(constants, root / CONSTANTS_FILE)
+        save_file(constants, store.root / CONSTANTS_FILE)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
     except BaseException:
         store.close()
         raise
-    return store

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from engine.config import TrainConfig
 
-PIECE_NUMEL = 1 << 24
-"""Elements updated at once where the update is not compiled: 64 MiB of float32, of which there are up to ten copies."""
+PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
+"""Elements updated at once where the update is not compiled, per device type: there are up to ten copies in float32, in
+RAM 640 MiB, on a GPU 10 MiB of what the plan leaves to the allocator."""
+
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""See `adamw`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,16 @@ def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -
     if device.type == "cuda":
         pinned = torch.empty_like(rows, pin_memory=True).copy_(rows)
         rows = pinned.to(device, non_blocking=True)
-        torch.cuda.current_stream(device).synchronize()  # other streams read it
+        wait_for_copies(device)  # other streams read it
     return Scalars(step, rows[0], rows[1], (tuple(decayed), tuple(undecayed)))
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Return once what the calling thread has put on its stream is done; the thread sleeps meanwhile."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
 
 
 def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor) -> None:
@@ -127,10 +140,20 @@ def can_compile(device: torch.device) -> bool:
 class AdamW:
     """AdamW over ranges of flat buffers: "compiled", "eager", or "fused" where there is no compiler."""
 
-    def __init__(self, mode: Literal["compiled", "eager", "fused"]) -> None:
+    def __init__(self, mode: Literal["compiled", "eager", "fused"], *, free_threaded: bool = False) -> None:
+        """`free_threaded`: compiled, an update in RAM does not hold the interpreter's lock, so that other lanes launch
+        kernels meanwhile. It takes about twice as long to compile.
+        """
         self.mode = mode
-        # Not fullgraph: its flags are the process's, and other lanes' compiled code would run eagerly meanwhile.
-        self._update = torch.compile(adamw, dynamic=True) if mode == "compiled" else adamw
+        # The number of threads is the calling thread's, not that of whoever compiled first.
+        on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
+        if free_threaded:
+            on_cpu["cpp_wrapper"] = True  # Inductor's Python bindings of kernels hold the lock for a whole call
+        self._update: dict[str, Update] = {"cpu": adamw, "cuda": adamw}
+        if mode == "compiled":
+            # Not fullgraph: its flags are the process's, and other lanes' compiled code would run eagerly meanwhile.
+            self._update["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)
+            self._update["cuda"] = torch.compile(adamw, dynamic=True)
 
     @torch.no_grad()
     def step(
@@ -146,15 +169,15 @@ class AdamW:
         state: master, exp_avg, exp_avg_sq, float32 [n]; gradient [n]; weights [n], compute dtype;
         decay_numel: the first elements of the range are decayed, the others not.
         """
-        numel = weights.numel()
+        numel, device = weights.numel(), weights.device.type
         ranges = ((0, decay_numel, values.decayed), (decay_numel, numel, values.undecayed))
         for (begin, stop, s), host in zip(ranges, values.host, strict=True):
             # Compiled, nothing but the operands is ever in memory; otherwise there are copies, of a piece at a time.
-            piece = numel if self.mode == "compiled" else PIECE_NUMEL
+            piece = numel if self.mode == "compiled" else PIECE_NUMEL[device]
             for start in range(begin, stop, piece):
                 end = min(start + piece, stop)
                 master, first, second = (t[start:end] for t in state)
                 if self.mode == "fused":
                     _torch_fused(master, first, second, gradient[start:end], weights[start:end], host, values.step)
                 else:
-                    self._update(master, first, second, gradient[start:end], weights[start:end], s)
+                    self._update[device](master, first, second, gradient[start:end], weights[start:end], s)

@@ -24,7 +24,7 @@ from engine.layer_ops import LayerOps
 from engine.layers import LayerInputs
 from engine.memory import GpuMemory, RamMemory
 from engine.ops import WHOLE, Op
-from engine.optimizer import AdamW, clip_coefficient, learning_rate, scalars
+from engine.optimizer import AdamW, clip_coefficient, learning_rate, scalars, wait_for_copies
 from engine.plan import STATE_KINDS, Chunk, Plan
 from storage.errors import UserError
 from storage.layout import FlatLayout
@@ -67,6 +67,10 @@ class Runtime:
         self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
         self._scores = torch.zeros(len(plan.chunks), dtype=torch.float64, device=self._device)
+        pinned = self._device.type == "cuda"
+        self._report_on_host, self._scores_on_host = (
+            torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in (self._report, self._scores)
+        )
         self._steps: dict[int, StepData] = {}
         self._scored: dict[int, ScoreData] = {}
         """Op.batch -> its tokens, of the validation's passes under way."""
@@ -317,7 +321,8 @@ class Runtime:
         Reads the step's results from the compute device, once; the ops that made them are done.
         """
         data = self._steps[op.step]
-        losses, squares, marks = (part.double() for part in self._split_report(self._report.cpu()))
+        self._to_host(self._report, self._report_on_host)
+        losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
         if (culprit := first_not_finite(self.plan, losses, squares, marks)) is not None:
             raise DivergedError(
                 f"step {op.step}: {culprit} is not finite; the last committed generation is intact: resume from it "
@@ -331,7 +336,13 @@ class Runtime:
 
     def _op_score(self, op: Op) -> None:
         data = self._scored[op.batch]
-        data.total_loss = float(self._scores.cpu()[: len(data.chunks)].sum())
+        self._to_host(self._scores, self._scores_on_host)
+        data.total_loss = float(self._scores_on_host[: len(data.chunks)].sum())
+
+    def _to_host(self, source: Tensor, target: Tensor) -> None:
+        """Copy what ops that are done have left on the compute device, and wait for that copy alone."""
+        target.copy_(source, non_blocking=True)
+        wait_for_copies(self._device)
 
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""

@@ -11,13 +11,12 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from torch import Tensor
 
-from engine.affinity import place_threads
 from engine.batch import BatchCarrier, ScoreData, StepData
 from engine.blocks import ModelRunner
 from engine.config import (
@@ -28,10 +27,9 @@ from engine.config import (
     config_digest,
 )
 from engine.data import DataLoader, MicroBatch, ValidationSet
-from engine.device import configure
-from engine.executor import Executor
 from engine.failures import explain
 from engine.guard import MemoryGuard
+from engine.lanes import Lanes
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.model import ModelSpec
 from engine.ops import Op
@@ -56,9 +54,6 @@ CONSTANTS_FILE = "constants.safetensors"
 AUTOMATIC = re.compile(r"step-(\d{6,})")
 """Names of the checkpoints that storage.keep_last and storage.keep_every call for."""
 
-IN_FLIGHT = {"nvme_read": 3, "nvme_write": 3}
-"""Ops that a disk lane may have under way at once on each drive."""
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -72,7 +67,10 @@ class Compute:
         """Compiled where the recipe wants it and the machine can."""
         compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
         runner = ModelRunner(spec, device=device, dtype=compute_dtype(train), compile=compiled, constants=constants)
-        return Compute(runner, AdamW("compiled" if compiled else "eager" if train.compile == "off" else "fused"))
+        mode: Literal["compiled", "eager", "fused"] = (
+            "compiled" if compiled else "eager" if train.compile == "off" else "fused"
+        )
+        return Compute(runner, AdamW(mode, free_threaded=device.type == "cuda"))
 
 
 class Session:
@@ -90,9 +88,11 @@ class Session:
         storage: StorageConfig,
         device: torch.device,
         identity: dict[str, Any],
+        lanes: Lanes,
         validation: ValidationSet | None = None,
         checklist: Checklist | None = None,
     ) -> None:
+        """`lanes` are the session's from now on, and closed with it; whoever gets an error here closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
         self.validation = validation
@@ -109,7 +109,8 @@ class Session:
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name, step, why not) of checkpoints asked for, as they are made."""
         loader.seek(store.meta["cursor"])
-        self.settings = configure(device, plan.tiers["gpu"].budget_bytes, deterministic=train.deterministic)
+        self.settings, self.executor = lanes.settings, lanes.executor
+        self._lanes = lanes
         self._carrier = BatchCarrier(plan.chunks, device)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
@@ -118,12 +119,10 @@ class Session:
         try:
             self.gpu: GpuMemory = allocate_gpu(plan, device, dtype)
         except torch.OutOfMemoryError as error:
-            self.settings.restore()
             raise explain(error, None, plan) or error from error
-        placement = place_threads(device)
         self.ram: RamMemory = allocate_ram(plan, compute_dtype=dtype, gradient_dtype=gradient_dtype)
         if device.type == "cuda":
-            near_gpu = nullcontext() if placement is None else placement.near_gpu()  # pinning touches every page
+            near_gpu = nullcontext() if lanes.placement is None else lanes.placement.near_gpu()  # it touches all pages
             with checklist.step(f"pinning {self.ram.arena.used_bytes / 1e9:.3g} GB"), near_gpu:
                 self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
         with checklist.step("filling the tiers"):
@@ -141,16 +140,13 @@ class Session:
             self._commit,
         )
         self.builder = ScheduleBuilder(plan)
-        num_drives = len(store.drives)
-        in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
-        on_start = None if placement is None else placement.enter_lane
         guard = MemoryGuard(plan, self._ram_bytes())
 
         def perform(op: Op) -> Future[Any] | None:
             guard.check(op)
             return self.runtime.perform(op)
 
-        self.executor = Executor(perform, device, in_flight, on_start)
+        self.executor.attach(perform)
         self._traffic = self._traffic_before = store.traffic()
 
     def _ram_bytes(self) -> int:
@@ -166,10 +162,10 @@ class Session:
 
     def close(self) -> None:
         """End the lanes and free the memory; what was not committed is lost."""
-        self.executor.close()
+        self.executor.close()  # before the memory that its ops use
         self.store.close()
         self.ram.arena.close()
-        self.settings.restore()
+        self._lanes.close()
 
     # ------------------------------------------------------------------ batches
 

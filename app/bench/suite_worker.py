@@ -6,6 +6,7 @@ Prints one JSON object as its last line: `status` "done" with the figures, or "s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -23,10 +24,12 @@ from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
 from app.trace import write_trace
 from engine import attention
+from engine.affinity import place_threads
 from engine.data import DataLoader, MicroBatch
 from engine.device import configure, memory_use
 from engine.flops import StepFlops, executed_flops, model_flops
 from engine.hardware import hfu, mfu, peak_flops
+from engine.lanes import Lanes
 from engine.limits import free_budgets
 from engine.opening import choose_kernels
 from engine.prepare import layouts, make_loader, prepare_data
@@ -74,10 +77,14 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
     loader = make_loader(corpus, setup.spec, setup.data, setup.train)
     identity = run_identity(setup.model, setup.data, setup.train)
     meta = run_meta(0, 0, loader.cursor, identity)
-    choose_kernels(setup.spec, setup.plan, setup.device, DTYPE)
-    store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
-    try:
-        return Session(
+    budget_bytes = setup.plan.tiers["gpu"].budget_bytes
+    with contextlib.ExitStack() as undo:
+        lanes = Lanes.open(setup.device, budget_bytes, placement=place_threads(setup.device))
+        undo.callback(lanes.close)
+        lanes.executor.call("compute", lambda: choose_kernels(setup.spec, setup.plan, setup.device, DTYPE))
+        store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
+        undo.callback(store.close)
+        session = Session(
             spec=setup.spec,
             plan=setup.plan,
             store=cast(NvmeStore, store),
@@ -87,10 +94,10 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
             storage=setup.storage,
             device=setup.device,
             identity=identity,
+            lanes=lanes,
         )
-    except BaseException:
-        store.close()
-        raise
+        undo.pop_all()
+    return session
 
 
 @dataclass(slots=True)

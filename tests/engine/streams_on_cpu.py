@@ -86,7 +86,8 @@ class EventOnCpu:
 
     made = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        assert blocking, "who waits for this event would spin on a core"
         EventOnCpu.made += 1
         self._record: Record | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,19 @@ def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
     siblings = {cpu: f"{cpu % 64},{cpu % 64 + 64}" for cpu in range(128)}
     root = machine(tmp_path, {0: "0-31,64-95", 1: "32-63,96-127"}, 1, siblings)
     found = placement(GPU, cpus(range(128)), root)
-    lanes = cpus(range(32, 36), range(96, 100))
-    assert found == Placement(1, lanes, cpus(range(32, 64), range(96, 128)) - lanes, optimizer_threads=28)
+    assert found == Placement(
+        1,
+        lanes=cpus(range(32, 36), range(96, 100)),
+        drives=cpus(range(60, 64), range(124, 128)),
+        optimizer=cpus(range(36, 60), range(100, 124)),
+        optimizer_threads=24,
+    )
 
 
 def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
     root = machine(tmp_path, {0: "0-7", 1: "8-15"}, 0)
     found = placement(GPU, cpus(range(4, 12)), root)
-    assert found == Placement(0, cpus(range(4, 5)), cpus(range(5, 8)), optimizer_threads=3)
+    assert found == Placement(0, cpus(range(4, 5)), cpus(range(5, 8)), cpus(range(5, 8)), optimizer_threads=3)
 
 
 @pytest.mark.parametrize("allowed", [cpus(range(8, 16)), cpus(range(100, 108))])
@@ -64,13 +70,13 @@ def test_a_process_kept_off_the_gpus_node_uses_what_it_may(tmp_path: Path, allow
     found = placement(GPU, allowed, machine(tmp_path, {0: "0-7", 1: "8-15"}, 0))
     assert found is not None
     assert found.node is None
-    assert found.lanes | found.optimizer == allowed
+    assert found.lanes | found.drives | found.optimizer == allowed
     assert len(found.lanes) == 2
 
 
 def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
     found = placement(GPU, cpus(range(16)), tmp_path)
-    assert found == Placement(None, cpus(range(4)), cpus(range(4, 16)), optimizer_threads=12)
+    assert found == Placement(None, cpus(range(4)), cpus(range(14, 16)), cpus(range(4, 14)), optimizer_threads=10)
     assert gpu_node(GPU, machine(tmp_path, {}, -1)) is None
     assert placement(GPU, cpus(range(3)), tmp_path) is None, "too few to share out"
 
@@ -84,7 +90,7 @@ def test_lanes_run_where_they_are_placed() -> None:
     before = os.sched_getaffinity(0)
     one = frozenset({min(before)})
     other = frozenset({max(before)})
-    where = Placement(None, lanes=one, optimizer=other, optimizer_threads=3)
+    where = Placement(None, lanes=one, drives=other, optimizer=other, optimizer_threads=3)
     seen: dict[str, tuple[set[int], int]] = {}
 
     def perform(op: Op) -> None:
@@ -103,5 +109,9 @@ def test_lanes_run_where_they_are_placed() -> None:
     assert os.sched_getaffinity(0) == before
     with where.near_gpu():
         assert os.sched_getaffinity(0) == one | other
+    with where.as_lane():
+        assert os.sched_getaffinity(0) == one
     assert os.sched_getaffinity(0) == before
+    with ThreadPoolExecutor(1, initializer=where.enter_drive) as drive:
+        assert drive.submit(os.sched_getaffinity, 0).result() == other
     torch.set_num_threads(threads)

@@ -13,6 +13,7 @@ import tiny
 from engine.calibrate import calibrate
 from engine.config import BudgetConfig, ModelConfig, TrainConfig
 from engine.costs import Calibration, Costs, op_kind
+from engine.lanes import Lanes
 from engine.ops import WHOLE
 from engine.plan import Plan
 from engine.planner import make_plan
@@ -59,7 +60,13 @@ def measured(
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
     loader = make_loader(prepare_data(m, d, folder).corpus, spec, d, t)
     compute, batch = Compute.make(spec, t, cpu, {}), loader.next_step()
-    found = calibrate(plan, layouts(spec), compute.runner, compute.adamw, t, batch, GENERIC, LOGITS_BYTES["cpu"])
+    lanes, logits_bytes = Lanes.open(cpu, plan.tiers["gpu"].budget_bytes), LOGITS_BYTES["cpu"]
+    try:
+        found = calibrate(
+            plan, layouts(spec), compute.runner, compute.adamw, t, batch, GENERIC, logits_bytes, lanes.executor
+        )
+    finally:
+        lanes.close()
     return plan, [m.documents for m in batch], found
 
 

@@ -17,7 +17,7 @@ from engine.events import StepMetrics
 from engine.executor import Executor
 from engine.loss import _block_
 from engine.ops import Op
-from engine.optimizer import AdamW, adamw, scalars
+from engine.optimizer import PIECE_NUMEL, AdamW, adamw, scalars
 from engine.train import train, train_step
 from storage.errors import UserError
 
@@ -219,7 +219,7 @@ def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, mode: 
     start = [torch.rand(1000, generator=generator) for _ in range(5)]
     results = []
     for piece in (1 << 24, 64, 320):  # whole vectors, as is the real one
-        monkeypatch.setattr("engine.optimizer.PIECE_NUMEL", piece)
+        monkeypatch.setitem(PIECE_NUMEL, "cpu", piece)
         master, first, second, gradient, weights = (t.clone() for t in start)
         AdamW(mode).step((master, first, second), gradient, weights, 600, values)
         results.append(torch.cat([master, first, second, weights]))

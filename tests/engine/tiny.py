@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from engine.lanes import Lanes
 from engine.model import ModelSpec, initialize
 from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
 from engine.planning import Budgets, Task
@@ -218,6 +219,7 @@ def session(
         storage=s,
         device=device,
         identity=identity,
+        lanes=Lanes.open(device, plan.tiers["gpu"].budget_bytes, deterministic=t.deterministic),
         validation=make_validation(corpus, spec, d, t),
     )
 

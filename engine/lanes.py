@@ -1,0 +1,119 @@
+"""What a run's lanes need before anything is compiled or timed on them: the device's settings, cores, threads.
+
+Everything that is compiled or timed before the first step happens on the threads on which it will run, with the
+settings with which it will run: torch compiles again where a thread count, a precision flag or a setting of its own
+differs, and cuDNN's plans are a thread's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+import torch
+
+from engine.affinity import Placement
+from engine.device import DeviceSettings, configure
+from engine.executor import Executor
+
+IN_FLIGHT = {"nvme_read": 3, "nvme_write": 3}
+"""Ops that a disk lane may have under way at once on each drive."""
+
+RECOMPILE_LIMIT = 256
+"""torch.compile counts all layer structures, chunk lengths and grad modes of one class together."""
+
+SWITCH_INTERVAL_S = 2e-4
+"""How long Python code may keep the interpreter from a lane that has a kernel to launch. A step's schedule is built in
+Python beside them, and with Python's own 5 ms each launch could wait that long."""
+
+
+class Lanes:
+    """The executor of a run, with the process's settings for as long as it lives. Close it."""
+
+    def __init__(self, settings: DeviceSettings, executor: Executor, placement: Placement | None) -> None:
+        """Use `open`."""
+        self.settings, self.executor, self.placement = settings, executor, placement
+
+    @staticmethod
+    def open(
+        device: torch.device,
+        gpu_budget_bytes: int,
+        *,
+        deterministic: bool = False,
+        num_drives: int = 1,
+        placement: Placement | None = None,
+    ) -> Lanes:
+        """Set torch up (see engine.device.configure, whose errors these are) and start the lanes' threads.
+
+        `placement`: which cores they have; None leaves them all of the process's.
+        """
+        settings = configure(device, gpu_budget_bytes, deterministic=deterministic)
+        try:
+            settings.call(sys.setswitchinterval, sys.getswitchinterval(), SWITCH_INTERVAL_S)
+            dynamo, functorch = torch._dynamo.config, torch._functorch.config
+            settings.set(dynamo, "recompile_limit", max(dynamo.recompile_limit, RECOMPILE_LIMIT))
+            # Else a backward is compiled where it first runs: on CUDA in autograd's thread, which sees other settings.
+            settings.set(functorch, "force_non_lazy_backward_lowering", True)
+            if device.type == "cuda":
+                start_helpers(device, placement)
+            in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
+            on_start = None if placement is None else placement.enter_lane
+            return Lanes(settings, Executor(None, device, in_flight, on_start), placement)
+        except BaseException:
+            settings.restore()
+            raise
+
+    def close(self) -> None:
+        """End the threads and undo the settings."""
+        self.executor.close()
+        self.settings.restore()
+
+
+def start_helpers(device: torch.device, placement: Placement | None) -> None:
+    """Make the threads and processes that torch makes once in a process, where they belong.
+
+    They inherit the cores of whichever thread needs them first: Inductor's compile workers are to have all of them,
+    autograd's thread of each GPU, which launches a backward's kernels, those of the lanes.
+    """
+    import torch._inductor.async_compile as workers
+
+    workers.maybe_warm_pool()
+    if placement is None:
+        return
+    with placement.as_lane():
+        torch.zeros((), requires_grad=True, device=device).exp().backward()
+
+
+class EagerFallbacks(logging.Handler):
+    """While entered, notes layers that run eagerly since torch.compile gave them up, and tells each once.
+
+    torch says so in its log only, and the run would be slower than planned without a word.
+    """
+
+    _LOGGER = "torch._dynamo.convert_frame"
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` gets a sentence for people, from whichever thread compiles."""
+        super().__init__(logging.WARNING)
+        self._tell, self._told = tell, set[str]()
+
+    def __enter__(self) -> EagerFallbacks:
+        logging.getLogger(self._LOGGER).addHandler(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        logging.getLogger(self._LOGGER).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look at one of torch's warnings."""
+        text = record.getMessage()
+        if "recompile_limit" not in text or not isinstance(record.args, tuple) or len(record.args) < 3:
+            return
+        what = str(record.args[2])
+        if what not in self._told:
+            self._told.add(what)
+            self._tell(
+                f"torch.compile has given up {what}, compiled {record.args[1]} times: it runs eagerly from now on, "
+                "slower than planned; chunks of equal length (train.chunk_tokens) need fewer compilations"
+            )
