@@ -12,7 +12,8 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +58,29 @@ class Readers:
     def pinned_bytes(self, num_drives: int) -> int:
         """Pinned host memory that the device's reader may take for itself, beside any arena."""
         return self.device.pinned_bytes(num_drives) if isinstance(self.device, KvikioReader) else 0
+
+    def confirm(
+        self, out: torch.Tensor, folders: Sequence[Path], on_thread_start: Callable[[], None] | None = None
+    ) -> Readers:
+        """These readers, or without the device's where it cannot read into `out` here: `warning` then says why.
+
+        `out` is memory that the run itself will read into, uint8 [bytes of a part], from the allocator that it uses:
+        what can be read into depends on how memory was allocated. Its content is lost. A file of that size is written
+        to each of `folders`, or to the nearest folder above it, and read back; no other device memory is taken. The
+        reads come from a thread that calls `on_thread_start` first: whatever threads the reader keeps are begun there
+        and inherit its cores. Nothing is read where the device's memory is read as the host's is.
+        """
+        reader = self.device
+        if reader is None or reader is self.host:
+            return self
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="nvme-probe", initializer=on_thread_start) as thread:
+                for folder in folders:
+                    place = next(place for place in (folder, *folder.parents) if place.is_dir())
+                    _probe(lambda path, form: thread.submit(reader.read, path, out, form, None).result(), out, place)
+        except Exception as error:  # of a library or driver, out of room, no permission: each has its own type
+            return _without_device(self.host, error)
+        return self
 
 
 class DirectReader:
@@ -189,13 +213,13 @@ class KvikioReader:
             raise chunk.ChunkError(f"the read ended after {count:,} of {out.numel():,} bytes")
 
 
-def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -> Readers:
-    """The readers for a run on `device` whose chunk files lie in `folders`, which need not be there yet.
+def find_readers(choice: str, device: torch.device) -> Readers:
+    """The readers for a run on `device`, as far as they can be known before it has memory there.
 
-    `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where a small file written to
-    each folder, or to the nearest one above it, comes back through it; where not, reads pass through host memory and
-    `warning` says why. Host memory (which is also what a CPU computes on) is read with `tensorstore` where that is
-    chosen, else with `direct`: kvikio checks no payload. UserError on an unknown choice.
+    `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where it can be imported; where
+    not, reads pass through host memory and `warning` says why. Whether it can do what it promises, `Readers.confirm`
+    finds out; nothing is allocated before. Host memory (which is also what a CPU computes on) is read with
+    `tensorstore` where that is chosen, else with `direct`: kvikio checks no payload. UserError on an unknown choice.
     """
     if choice not in CHOICES:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
@@ -206,16 +230,29 @@ def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -
     if choice not in ("auto", "kvikio"):
         return Readers(host, None)
     try:
-        reader = KvikioReader()
-        for folder in folders:
-            _probe(reader, device, next(place for place in (folder, *folder.parents) if place.is_dir()))
-    except Exception as error:  # a missing package, library, driver or permission: each has its own type
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
-        hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
-        return Readers(
-            host, None, f"kvikio is not used, reads to the GPU pass through host memory ({host.name}): {reason}{hint}"
-        )
-    return Readers(host, reader)
+        return Readers(host, KvikioReader())
+    except Exception as error:  # a missing package or library: each has its own type
+        return _without_device(host, error)
+
+
+def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -> Readers:
+    """What `find_readers` finds, confirmed in memory of its own: for measurements, whose allocator is torch's."""
+    found = find_readers(choice, device)
+    if found.device is None or found.device is found.host:
+        return found
+    try:
+        memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    except Exception as error:  # no such device, no memory left
+        return _without_device(found.host, error)
+    return found.confirm(memory, folders)
+
+
+def _without_device(host: Reader, error: Exception) -> Readers:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+    hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
+    return Readers(
+        host, None, f"kvikio is not used, reads to the GPU pass through host memory ({host.name}): {reason}{hint}"
+    )
 
 
 def _import_kvikio() -> ModuleType:
@@ -229,17 +266,18 @@ def _import_kvikio() -> ModuleType:
 _PROBE_BYTES = 1 << 20
 
 
-def _probe(reader: Reader, device: torch.device, folder: Path) -> None:
-    """Write a chunk file to `folder`, read it into memory of `device` and compare; raises what goes wrong."""
-    data = torch.arange(_PROBE_BYTES, dtype=torch.int32).to(torch.uint8)
-    form = chunk.ChunkFormat(_PROBE_BYTES)
+def _probe(read: Callable[[Path, chunk.ChunkFormat], None], out: torch.Tensor, folder: Path) -> None:
+    """Write a chunk file to `folder`, have it read into `out` and compare; raises what goes wrong."""
+    size = out.numel()
+    data = torch.arange(-(-size // 4), dtype=torch.int32).view(torch.uint8)[:size]  # no piece is like another
+    form = chunk.ChunkFormat(size)
     path = folder / f".probe-{os.getpid()}.tmp"
     try:
         chunk.write_chunk(path, data.numpy(), form, direct=False)
-        out = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the zeros must not arrive after the data
-        reader.read(path, out, form, None)
+        out.zero_()
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data
+        read(path, form)
         if not torch.equal(out.cpu(), data):
             raise OSError(errno.EIO, "a probe file came back with other bytes", str(path))
     finally:

@@ -2,6 +2,7 @@ import errno
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from storage import chunk, readers
 from storage.errors import UserError
-from storage.readers import DirectReader, Reader, TensorstoreReader, select_readers
+from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -162,9 +163,8 @@ class RightReader(FailingReader):
 @pytest.fixture
 def no_cuda_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory "on the GPU" is host memory."""
-    real_zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: real_zeros(*args, **kwargs))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    real_empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, device=None, **kwargs: real_empty(*args, **kwargs))
 
 
 @pytest.mark.usefixtures("no_cuda_needed")
@@ -188,3 +188,76 @@ def test_fallback_when_the_probe_fails(
     assert reason in chosen.warning
     assert "\n" not in chosen.warning
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_memory_of_the_device_is_taken_before_the_run_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is configured after planning, and the plan asks which readers there are."""
+    monkeypatch.setattr(readers, "KvikioReader", FailingReader)
+    for name in ("empty", "zeros", "full", "tensor", "arange"):
+        monkeypatch.setattr(torch, name, lambda *args, **kwargs: pytest.fail("allocates"))
+    found = find_readers("auto", CUDA)
+    assert (found.host.name, found.warning) == ("direct", None)
+    assert isinstance(found.device, FailingReader)
+
+
+class PartReader(FailingReader):
+    """Works for what is small, as a driver that cannot map a whole part does."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.sizes: list[int] = []
+        self.threads: list[int] = []
+
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        self.sizes.append(out.numel())
+        self.threads.append(threading.get_ident())
+        if out.numel() > self.most:
+            raise OSError(errno.ENOMEM, "cannot map so much")
+        DirectReader().read(path, out, form, expected)
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4 << 20, (4 << 20) + 3])
+def test_a_reader_is_confirmed_in_the_runs_memory_at_its_size(tmp_path: Path, size: int) -> None:
+    reader = PartReader(size)
+    begun: list[int] = []
+    memory = torch.full((size + 64,), 0xAA, dtype=torch.uint8)
+    found = Readers(DirectReader(), reader)
+    drives = [tmp_path / "a", tmp_path / "b" / "not yet"]
+    assert found.confirm(memory[32:-32], drives, lambda: begun.append(threading.get_ident())) is found
+    assert reader.sizes == [size, size]
+    assert set(reader.threads) == set(begun) != {threading.get_ident()}
+    assert set(memory[:32].tolist() + memory[-32:].tolist()) == {0xAA}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_fails_at_the_size_of_a_part_is_not_used(tmp_path: Path) -> None:
+    reader = PartReader((4 << 20) - 1)
+    found = Readers(TensorstoreReader(), reader)
+    confirmed = found.confirm(torch.empty(4 << 20, dtype=torch.uint8), [tmp_path])
+    assert (confirmed.host, confirmed.device) == (found.host, None)
+    assert confirmed.warning == (
+        "kvikio is not used, reads to the GPU pass through host memory (tensorstore): cannot map so much"
+    )
+    assert confirmed.pinned_bytes(4) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+class SwappingReader(FailingReader):
+    """Puts two pieces of a file in each other's place."""
+
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        DirectReader().read(path, out, form, expected)
+        half = out.numel() // 2
+        out.copy_(torch.cat([out[half:], out[:half]]))
+
+
+def test_pieces_in_the_wrong_place_are_found(tmp_path: Path) -> None:
+    confirmed = Readers(DirectReader(), SwappingReader()).confirm(torch.empty(1 << 20, dtype=torch.uint8), [tmp_path])
+    assert confirmed.device is None
+    assert "other bytes" in (confirmed.warning or "")
+
+
+def test_what_is_read_as_host_memory_needs_no_confirmation(tmp_path: Path) -> None:
+    missing = tmp_path / "readonly"
+    for found in (find_readers("auto", CPU), find_readers("direct", CUDA)):
+        assert found.confirm(torch.empty(0, dtype=torch.uint8), [missing]) is found
