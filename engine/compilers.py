@@ -1,0 +1,133 @@
+"""Whether torch.compile finds the compilers that it needs, found out by compiling something small.
+
+On a CPU, Inductor writes C++ with OpenMP and Python bindings. For CUDA, Triton brings its own compiler for kernels, but
+builds the module that launches them with the machine's C compiler. Both need Python's headers, which many machines do
+not have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Verdict(NamedTuple):
+    """What was found."""
+
+    ok: bool
+    reason: str
+    """Why not, on one line for people; empty where it can."""
+
+
+def layers_compile(device: torch.device) -> Verdict:
+    """Whether layers on `device` can be compiled: through Triton on CUDA, as C++ on a CPU. Asked for real only once."""
+    return _through_triton() if device.type == "cuda" else optimizer_compiles()
+
+
+@cache
+def optimizer_compiles() -> Verdict:
+    """Whether the optimizer's update of state in host memory can be compiled, which takes a C++ compiler."""
+    names = [name for name in _inductor_choice() if name is not None]
+    for name in names:
+        # As Inductor: the first that starts is taken, whether it works or not.
+        try:
+            subprocess.run([name, "--version"], capture_output=True, check=True, timeout=_LIMIT_S)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return _compiles(name, "probe.cpp", _CPP, ["-std=c++17", "-fopenmp"], sysconfig.get_path("include"))
+    return Verdict(False, f"no C++ compiler: {' or '.join(names)} cannot be started (CXX can name another)")
+
+
+@cache
+def _through_triton() -> Verdict:
+    if importlib.util.find_spec("triton") is None:
+        return Verdict(False, "triton is not installed")
+    compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
+    if compiler is None:
+        return Verdict(
+            False, "no C compiler, which Triton needs: neither gcc nor clang is on PATH (CC can name another)"
+        )
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme has a path for headers under which Python's are not; Triton does the same.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    return _compiles(compiler, "probe.c", _C, ["-O3"], sysconfig.get_path("include", scheme))
+
+
+_LIMIT_S = 20.0
+
+_C = """\
+#include <Python.h>
+PyObject *probe(void) { return PyLong_FromLong(0); }
+"""
+
+# Looks for headers where reading them would take long.
+_CPP = """\
+#if !__has_include(<Python.h>)
+#error Python.h is not found
+#endif
+#if !__has_include(<omp.h>)
+#error omp.h is not found
+#endif
+#include <cmath>
+extern "C" double probe(double x) {
+    double sum = 0;
+    #pragma omp parallel for reduction(+ : sum)
+    for (int i = 0; i < 8; i++) sum += std::sqrt(x + i);
+    return sum;
+}
+"""
+
+
+def _inductor_choice() -> Sequence[str | None]:
+    """The C++ compilers that Inductor tries, in order; its settings are read where something has loaded them."""
+    config = sys.modules.get("torch._inductor.config")
+    choice = os.environ.get("CXX", "g++") if config is None else config.cpp.cxx
+    return choice if isinstance(choice, (list, tuple)) else (choice,)
+
+
+def _compiles(compiler: str, name: str, source: str, options: Sequence[str], include: str) -> Verdict:
+    """Whether `compiler` makes a shared library of `source` with Python's headers in the folder `include`."""
+    with tempfile.TemporaryDirectory(prefix="penstock-compiler-") as folder:
+        made = Path(folder, "probe.so")
+        Path(folder, name).write_text(source)
+        command = [compiler, name, *options, "-shared", "-fPIC", f"-I{include}", "-o", str(made)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=os.environ | {"LC_ALL": "C"},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_LIMIT_S,
+            )
+        except OSError as error:
+            return Verdict(False, f"the compiler {compiler} cannot be started ({error.strerror})")
+        except subprocess.TimeoutExpired:
+            return Verdict(False, f"the compiler {compiler} took more than {_LIMIT_S:.0f} s for a few lines")
+        if done.returncode == 0 and made.exists():
+            return Verdict(True, "")
+    if "Python.h" in done.stderr:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return Verdict(False, f"Python.h is missing: install Python's headers (package python{version}-dev or -devel)")
+    if any(name in done.stderr for name in ("omp.h", "lomp", "lgomp")):
+        return Verdict(False, f"{compiler} has no OpenMP (package libomp-dev for clang)")
+    return Verdict(False, f"{compiler} cannot compile a few lines: {_complaint(done)}")
+
+
+def _complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return next(iter([*errors, *lines]), f"it ended with {done.returncode} and said nothing")

@@ -1,0 +1,162 @@
+"""Machines that lack a part of what torch.compile needs, made of folders of small scripts."""
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import compilers
+from engine.compilers import Verdict, layers_compile, optimizer_compiles
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+PATH = os.environ["PATH"]
+STARTS = '[ "$1" = --version ] && exit 0;'
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("g++") is None, reason="needs gcc and g++")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing remembered, no compiler named, Inductor's settings not loaded, Triton there."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: object() if name == "triton" else real(name, *rest)
+    )
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    compilers.optimizer_compiles.cache_clear()
+    compilers._through_triton.cache_clear()
+
+
+def _path_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:
+    """PATH is `folder`, with these shell scripts for commands."""
+    folder.mkdir(exist_ok=True)
+    for name, text in scripts.items():
+        command = folder / name
+        command.write_text(f"#!/bin/sh\n{text}\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@needs_gcc
+def test_this_machine() -> None:
+    assert Path(sysconfig.get_path("include"), "Python.h").exists() == optimizer_compiles().ok
+    assert layers_compile(CPU) == optimizer_compiles()
+    assert layers_compile(CUDA).ok == optimizer_compiles().ok
+
+
+def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _path_of(tmp_path / "bin", monkeypatch)
+    no_cpp = Verdict(False, "no C++ compiler: g++ cannot be started (CXX can name another)")
+    assert optimizer_compiles() == layers_compile(CPU) == no_cpp
+    assert layers_compile(CUDA) == Verdict(
+        False, "no C compiler, which Triton needs: neither gcc nor clang is on PATH (CC can name another)"
+    )
+
+
+@needs_gcc
+def test_layers_need_no_cpp_compiler_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gcc and without g++, layers are compiled and the optimizer is not: one answer for both would be wrong."""
+    here = layers_compile(CUDA)
+    _forget()
+    _path_of(tmp_path / "bin", monkeypatch, gcc=f'PATH="{PATH}" exec {shutil.which("gcc")} "$@"')
+    assert layers_compile(CUDA) == here
+    assert not optimizer_compiles().ok
+
+
+def test_without_triton_no_layer_is_compiled_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    assert layers_compile(CUDA) == Verdict(False, "triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo 'cc1: error: cannot execute cc1plus' >&2; exit 1", "cc1: error: cannot execute cc1plus"),
+        ("echo 'In file a:' >&2; echo 'b:1: fatal ERROR: no space' >&2; exit 1", "b:1: fatal ERROR: no space"),
+        ("echo 'error: compilation of common code' >&2; exit 1", "error: compilation of common code"),
+        ("exit 3", "it ended with 3 and said nothing"),
+        ("exit 0", "it ended with 0 and said nothing"),  # and left no library behind
+    ],
+)
+def test_a_compiler_that_fails_says_why_on_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    script = f"{STARTS} {text}"
+    folder = _path_of(tmp_path / "bin", monkeypatch, gcc=script, **{"g++": script})
+    assert optimizer_compiles() == Verdict(False, f"g++ cannot compile a few lines: {reason}")
+    assert layers_compile(CUDA) == Verdict(False, f"{folder / 'gcc'} cannot compile a few lines: {reason}")
+
+
+@needs_gcc
+def test_without_pythons_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sysconfig.get_path
+    monkeypatch.setattr(
+        sysconfig, "get_path", lambda name, *rest: str(tmp_path) if name == "include" else real(name, *rest)
+    )
+    for name in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for verdict in (optimizer_compiles(), layers_compile(CUDA)):
+        assert not verdict.ok
+        assert verdict.reason.startswith("Python.h is missing: install Python's headers (package python3.")
+
+
+def test_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clang without libomp."""
+    _path_of(
+        tmp_path / "bin", monkeypatch, clang=f"{STARTS} echo 'probe.cpp:5:2: error: omp.h is not found' >&2; exit 1"
+    )
+    monkeypatch.setenv("CXX", "clang")
+    assert optimizer_compiles() == Verdict(False, "clang has no OpenMP (package libomp-dev for clang)")
+
+
+@needs_gcc
+def test_compilers_named_by_the_environment_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("needs Python.h")
+    cc, cxx = shutil.which("gcc"), shutil.which("g++")
+    asked = tmp_path / "asked"
+    folder = _path_of(
+        tmp_path / "named",
+        monkeypatch,
+        mycc=f'echo cc >> {asked}; PATH="{PATH}" exec {cc} "$@"',
+        mycxx=f'echo cxx >> {asked}; PATH="{PATH}" exec {cxx} "$@"',
+    )
+    monkeypatch.setenv("CC", str(folder / "mycc"))
+    monkeypatch.setenv("CXX", "mycxx")
+    assert (optimizer_compiles().ok, layers_compile(CUDA).ok) == (True, True)
+    assert asked.read_text().split() == ["cxx", "cxx", "cc"]
+    assert (optimizer_compiles().ok, layers_compile(CUDA).ok) == (True, True)
+    assert asked.read_text().split() == ["cxx", "cxx", "cc"], "asked again in the same process"
+
+
+def test_a_compiler_named_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert layers_compile(CUDA) == Verdict(
+        False, "the compiler /nowhere/gcc cannot be started (No such file or directory)"
+    )
+    assert "/nowhere/g++ cannot be started" in optimizer_compiles().reason
+
+
+@pytest.mark.parametrize("choice", [(None, "theirs"), "theirs"])
+def test_inductors_own_choice_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+    loaded = SimpleNamespace(cpp=SimpleNamespace(cxx=choice))
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", loaded)
+    _path_of(tmp_path / "bin", monkeypatch, theirs=f"{STARTS} echo 'error: mine' >&2; exit 1")
+    assert optimizer_compiles() == Verdict(False, "theirs cannot compile a few lines: error: mine")
