@@ -137,7 +137,7 @@ class Costs:
         if op.lane == "optimizer":
             if op.action in ("clip", "score"):
                 return CLIP_S
-            start, end = self._plan.buffers[op.block].part(op.index)
+            start, end = self._plan.buffers[op.block].update(op.index)
             return COPY_S + (end - start) / self._update
         if op.action == "commit":
             return COMMIT_S

@@ -71,6 +71,16 @@ class _Template:
         self.forward: Callable[..., Any] = torch.compile(layer, dynamic=False) if compile else layer
         self.recompute: Callable[..., Any] = torch.compile(twin, dynamic=False) if compile else twin
 
+        self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
+
+    def adopt(self, index: int, layer: nn.Module) -> None:
+        """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
+        if index not in self._indices:
+            self._indices[index] = [found for module in self.modules for found in skeleton.layer_index(module, layer)]
+        for part, key, value in self._indices[index]:
+            if vars(part)[key] != value:
+                setattr(part, key, value)
+
     def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
         for name, parameter in self.parameters.items():
             parameter.data = weights[prefix + name]
@@ -389,8 +399,7 @@ class LayerRunner:
         template.bind(weights, self._prefixes[index])
         for name, buffer in template.buffers.items():
             buffer.data = self._buffers[index][name]
-        for module in template.modules:
-            skeleton.adopt_index(module, self._layers[index])
+        template.adopt(index, self._layers[index])
         call = inputs.calls[index]
         run = template.recompute if recompute else template.forward
         if handler is None:

@@ -16,6 +16,7 @@ import os
 import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,17 +143,26 @@ def machine_memory(root: Path = Path("/")) -> int:
 
 def _nodes_without_cpus(root: Path) -> list[dict[str, int]]:
     """What the kernel says of each NUMA node that has memory and no CPU, in bytes; none where all have none."""
-    bare, others = [], 0
+    return [_node_memory(folder) for folder in _folders_without_cpus(root)]
+
+
+@cache
+def _folders_without_cpus(root: Path) -> tuple[Path, ...]:
+    """The sysfs folders of those nodes: asked for once, as memory is looked at while a run runs."""
+    bare, others = list[Path](), 0
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        rows = (line.split(maxsplit=2)[-1] for line in _lines(folder / "meminfo"))  # Node 0 MemTotal:   123 kB
-        node = {name: kib * 1024 for name, kib in _pairs(rows).items()}
-        if not node.get("MemTotal"):
+        if not _node_memory(folder).get("MemTotal"):
             continue
         if (folder / "cpulist").is_file() and not any(_lines(folder / "cpulist")):
-            bare.append(node)
+            bare.append(folder)
         else:
             others += 1
-    return bare if others else []
+    return tuple(bare) if others else ()
+
+
+def _node_memory(folder: Path) -> dict[str, int]:
+    rows = (line.split(maxsplit=2)[-1] for line in _lines(folder / "meminfo"))  # Node 0 MemTotal:   123 kB
+    return {name: kib * 1024 for name, kib in _pairs(rows).items()}
 
 
 _AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")

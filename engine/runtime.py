@@ -272,7 +272,9 @@ class Runtime:
     def _op_load_weights(self, op: Op) -> None:
         weights = self.ram.buffers[op.block].weights
         assert weights is not None
-        self._flat("weights", op.block, op.slots[op.block]).copy_(weights, non_blocking=True)
+        start, end = self.plan.buffers[op.block].piece(op.index, op.slots["pieces"])
+        flat = self._flat("weights", op.block, op.slots[op.block])
+        flat[start:end].copy_(weights[start:end], non_blocking=True)
 
     def _op_load_weights_part(self, op: Op) -> None:
         start, end = self.plan.buffers[op.block].part(op.index)
@@ -365,7 +367,7 @@ class Runtime:
 
     def _op_update(self, op: Op) -> None:
         buffer, memory = self.plan.buffers[op.block], self.ram.buffers[op.block]
-        start, end = buffer.part(op.index)
+        start, end = buffer.update(op.index)
         numel = end - start
         stage = self.ram.state_stages[op.slots["stage"]] if "stage" in op.slots else None
         if memory.state is not None:

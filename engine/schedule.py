@@ -10,13 +10,14 @@ resource, and on nothing else: the optimizer's updates of step s run under the f
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.activation_schedule import RECORDS, ActivationSchedule, Mode
 from engine.ops import WHOLE, Emitter, Op, Resource
 from engine.plan import Chunk, Plan
-from engine.state_schedule import StateSchedule
+from engine.state_schedule import Load, StateSchedule
 
 Documents = Sequence[Sequence[int]]
 
@@ -57,6 +58,12 @@ def _in_order(visits: Sequence[_Visit]) -> list[_Task]:
         for visit, (mode, layer, order) in enumerate(visits)
         for chunk in order
     ]
+
+
+def _emit_share(loads: deque[Load], turns: int) -> None:
+    """Emit what falls to the next of `turns` turns."""
+    for _ in range(-(-len(loads) // max(1, turns))):
+        loads.popleft()()
 
 
 class ScheduleBuilder:
@@ -167,33 +174,43 @@ class ScheduleBuilder:
     def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
         """Emit the ops of all passes, with a pause after each."""
         visits = [task.layer for task in tasks if task.first]
-        self._prepare(visits, 0, commit)
+        lengths = Counter(task.visit for task in tasks)
+        weights = deque(self._prepare(visits, 0, commit, 1))
+        turns = 1
+        _emit_share(weights, turns)
         loaded = self._load(tasks[0])
         for task, following in zip(tasks, [*tasks[1:], None], strict=True):
             # The next operands travel while this op computes, unless this op makes them.
             early = following is not None and (following.visit - 1, following.chunk) != (task.visit, task.chunk)
             next_loaded = self._load(following) if following is not None and early else None
             self._compute(task, loaded)
+            # The next block's weights come between this one's small copies, and are there well before its end.
+            turns = turns - 1 if not task.first else max(1, lengths[task.visit] // 2)
             if task.first:
-                self._prepare(visits, task.visit + 1, commit)
+                weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
+            _emit_share(weights, turns)
             if task.last:
+                assert not weights
                 self._leave(task)
             if following is not None:
                 loaded = self._load(following) if next_loaded is None else next_loaded
             if task.last:
                 yield
 
-    def _prepare(self, visits: list[int], visit: int, commit: bool) -> None:
-        """Update, where this step has not yet, and fetch the weights of the block of `visit`, ahead of its first op."""
+    def _prepare(self, visits: list[int], visit: int, commit: bool, turns: int) -> list[Load]:
+        """Update, where this step has not yet, the block of `visit`, ahead of its first op.
+
+        Returns what fetches its weights, to be emitted in `turns` turns.
+        """
         if visit >= len(visits):
-            return
+            return []
         block = self._plan.blocks[visits[visit]]
         if visits.index(visits[visit]) == visit:
             if block.name in block.buffers:
                 self._state.update(block.name, write_through=commit)
             if commit and block.role == "head":
                 self._state.commit()
-        self._state.fetch(block)
+        return self._state.fetch(block, turns)
 
     def _leave(self, task: _Task) -> None:
         """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do."""

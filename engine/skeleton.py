@@ -121,14 +121,14 @@ def structure_key(module: nn.Module) -> Hashable:
     return tuple(parts)
 
 
-def adopt_index(template: nn.Module, layer: nn.Module) -> None:
-    """Give `template` the layer number that `layer` knows of itself."""
+def layer_index(template: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """(part of `template`, attribute, value) of the layer number that `layer` knows of itself."""
     sources = dict(layer.named_modules())
-    for name, part in template.named_modules():
-        source = sources[name]
-        for key in _INDEX_NAMES & vars(source).keys():
-            if vars(part)[key] != vars(source)[key]:
-                setattr(part, key, vars(source)[key])
+    return [
+        (part, key, vars(sources[name])[key])
+        for name, part in template.named_modules()
+        for key in sorted(_INDEX_NAMES & vars(sources[name]).keys())
+    ]
 
 
 def materialise_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 from engine.ops import WHOLE, Emitter, Resource, Slots
 from engine.plan import FP32, STATE_KINDS, BlockShape, BufferPlan, Plan, Pool
+
+Load = Callable[[], None]
+"""Emits the ops that bring some of a block's weights to the compute device."""
+
+LEAST_PIECE_BYTES = 16 * 2**20
+"""Weights in RAM are loaded in pieces no smaller than this, 0.3 to 0.6 ms of a link."""
 
 
 class StateSchedule:
@@ -40,8 +48,13 @@ class StateSchedule:
             return ("gpu.weights", name)
         return ("gpu.weights", buffer.pool, self.weight_slot[name])
 
-    def fetch(self, block: BlockShape) -> None:
-        """Bring the weights of all buffers of `block` to the compute device, unless they are there, and pin them."""
+    def fetch(self, block: BlockShape, turns: int) -> list[Load]:
+        """Pin slots for the weights of all buffers of `block`; what brings them there, unless they are there.
+
+        The caller emits the loads in order, before the block's first op: in up to `turns` turns, between which small
+        copies that are wanted sooner take theirs. Nothing overtakes on a lane.
+        """
+        loads: list[Load] = []
         for name in block.buffers:
             buffer = self._plan.buffers[name]
             if buffer.weights == "gpu":
@@ -51,8 +64,9 @@ class StateSchedule:
             slot = pool.find(content)
             if slot is None:
                 slot = pool.take(content)
-                self._load(buffer, slot)
+                loads += self._loads(buffer, slot, turns)
             self.weight_slot[name] = slot
+        return loads
 
     def release(self, block: BlockShape) -> None:
         """Unpin what `fetch` pinned; it stays until its slot is wanted."""
@@ -61,31 +75,64 @@ class StateSchedule:
             if buffer.weights != "gpu":
                 self._weights[buffer.pool].release(self.weight_slot[name], keep=True)
 
-    def _load(self, buffer: BufferPlan, slot: int) -> None:
+    def _loads(self, buffer: BufferPlan, slot: int, turns: int) -> list[Load]:
         name, item = buffer.name, self._plan.problem.compute_bytes
         target: list[Resource] = [("gpu.weights", buffer.pool, slot)]
         if buffer.weights == "ram":
-            size = buffer.numel * item
-            reads: list[Resource] = [("ram.weights", name)]
-            self._emit("h2d", "load_weights", name, reads=reads, writes=target, nbytes=size, slots={name: slot})
-            return
+            pieces = max(1, min(turns, buffer.numel * item // LEAST_PIECE_BYTES))
+            return [partial(self._load_piece, buffer, slot, index, pieces) for index in range(pieces)]
         if self._plan.problem.device_reads:
-            reads = [("nvme.weights", name, part) for part in range(buffer.num_parts)]
+            reads: list[Resource] = [("nvme.weights", name, part) for part in range(buffer.num_parts)]
             size = buffer.numel * item
-            self._emit(
-                "nvme_read", "read_weights_whole", name, reads=reads, writes=target, nbytes=size, slots={name: slot}
-            )
-            return
-        for part in range(buffer.num_parts):
-            start, end = buffer.part(part)
-            size = (end - start) * item
-            stage = self._part_stages.take((name, part))
-            staged: list[Resource] = [("ram.part_stage", stage)]
-            reads = [("nvme.weights", name, part)]
-            slots = {"stage": stage, name: slot}
-            self._emit("nvme_read", "read_weights", name, part, reads=reads, writes=staged, nbytes=size, slots=slots)
-            self._emit("h2d", "load_weights_part", name, part, reads=staged, writes=target, nbytes=size, slots=slots)
-            self._part_stages.release(stage)
+            return [
+                partial(
+                    self._emit,
+                    "nvme_read",
+                    "read_weights_whole",
+                    name,
+                    reads=reads,
+                    writes=target,
+                    nbytes=size,
+                    slots={name: slot},
+                )
+            ]
+        return [partial(self._load_part, buffer, slot, part) for part in range(buffer.num_parts)]
+
+    def _load_piece(self, buffer: BufferPlan, slot: int, index: int, pieces: int) -> None:
+        """Weights in RAM to their slot, in `pieces` copies."""
+        start, end = buffer.piece(index, pieces)
+        self._emit(
+            "h2d",
+            "load_weights",
+            buffer.name,
+            index,
+            reads=[("ram.weights", buffer.name)],
+            writes=[("gpu.weights", buffer.pool, slot)],
+            nbytes=(end - start) * self._plan.problem.compute_bytes,
+            slots={buffer.name: slot, "pieces": pieces},
+        )
+
+    def _load_part(self, buffer: BufferPlan, slot: int, part: int) -> None:
+        """A part of weights on NVMe to its slot, through a stage in RAM."""
+        name = buffer.name
+        start, end = buffer.part(part)
+        size = (end - start) * self._plan.problem.compute_bytes
+        stage = self._part_stages.take((name, part))
+        staged: list[Resource] = [("ram.part_stage", stage)]
+        slots = {"stage": stage, name: slot}
+        self._emit(
+            "nvme_read",
+            "read_weights",
+            name,
+            part,
+            reads=[("nvme.weights", name, part)],
+            writes=staged,
+            nbytes=size,
+            slots=slots,
+        )
+        target: list[Resource] = [("gpu.weights", buffer.pool, slot)]
+        self._emit("h2d", "load_weights_part", name, part, reads=staged, writes=target, nbytes=size, slots=slots)
+        self._part_stages.release(stage)
 
     # ------------------------------------------------------------------ gradients
 
@@ -161,12 +208,13 @@ class StateSchedule:
             writes: list[Resource] = [("gpu.state", name), ("gpu.weights", name)]
             self._emit("compute", "update_on_gpu", name, reads=reads, writes=writes, step=step)
             return
-        for part in range(buffer.num_parts):
-            self._update_part(buffer, part, step)
+        for index in range(buffer.num_updates):
+            self._update_part(buffer, index, step)
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int) -> None:
+        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage."""
         name = buffer.name
-        start, end = buffer.part(part)
+        start, end = buffer.update(part)
         numel = end - start
         state_bytes = len(STATE_KINDS) * numel * FP32
         reads: list[Resource] = [("ram.clip",)]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import races
 from schedule_replay import Replay
-from small_problems import planned
+from small_problems import planned, problem
 
 from engine.ops import LANES, Op
-from engine.plan import DKV_SLOTS, KV_SLOTS, Plan, cut_chunks
+from engine.plan import ALIGNMENT, DKV_SLOTS, KV_SLOTS, Choice, Plan, cut_chunks
+from engine.planner import make_plan
 from engine.schedule import ScheduleBuilder
 
 BLOCK_OPS = {f"{role}_{mode}" for role in ("embed", "layer") for mode in ("forward", "backward")} | {"head"}
@@ -19,6 +24,14 @@ SCORE_OPS = {"embed_score", "layer_score", "head_score"}
 
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Weights of these small models are loaded in pieces as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.state_schedule.LEAST_PIECE_BYTES", 2 * ALIGNMENT)
+        yield
 
 
 def steps_of(
@@ -74,6 +87,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
     computed: Counter[tuple[int, str, str, int]] = Counter()
     scored: Counter[tuple[int, int, str, int]] = Counter()
     updated: Counter[tuple[int, str]] = Counter()
+    coming: dict[tuple[str, int, str], int] = {}
     ops = steps_of(plan, passes=passes)
     for op in ops:
         for resource in (*op.reads, *op.writes):
@@ -82,8 +96,17 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
                     assert int(resource[-1]) < limit
         if op.action.startswith("update"):
             updated[op.step, op.block] += 1
-            last = op.action == "update_on_gpu" or op.index == plan.buffers[op.block].num_parts - 1
+            last = op.action == "update_on_gpu" or op.index == plan.buffers[op.block].num_updates - 1
             version[op.block] += last
+        if op.action in ("load_weights", "load_weights_part"):
+            # A slot holds a buffer's weights once all of them have come, in order.
+            start, end = pieces_of(plan, op)
+            arrived = 0 if start == 0 else coming.pop((plan.buffers[op.block].pool, op.slots[op.block], op.block))
+            assert start == arrived
+            coming[plan.buffers[op.block].pool, op.slots[op.block], op.block] = end
+            assert start < end
+            if end < plan.buffers[op.block].numel:
+                continue
         if op.action in ("load_weights", "load_weights_part", "read_weights_whole"):
             held["gpu.weights", plan.buffers[op.block].pool, op.slots[op.block]] = (op.block, version[op.block])
         if op.action in BLOCK_OPS | SCORE_OPS:
@@ -103,13 +126,40 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
     assert set(computed.values()) == {1}
     assert len(computed) == 3 * chunks * (2 * (len(plan.blocks) - 1) + 1)
     for buffer in plan.buffers.values():
-        parts = 1 if buffer.state == "gpu" else buffer.num_parts
+        parts = 1 if buffer.state == "gpu" else buffer.num_updates
         assert [updated[step, buffer.name] for step in (1, 2, 3)] == [parts] * 3
+        ranges = [buffer.update(index) for index in range(buffer.num_updates)]
+        assert [*ranges[0][:1], *(end for _, end in ranges)] == [*(start for start, _ in ranges), buffer.numel]
+        staged = "nvme" in (buffer.weights, buffer.state, buffer.gradient)
+        assert not staged or ranges == [buffer.part(part) for part in range(buffer.num_parts)]
     micro_batches = plan.problem.micro_batches
     looked_at = sum(min(count, micro_batches) for counts in passes.values() for count in counts)
     assert set(scored.values()) <= {1}
     assert len(scored) == looked_at * plan.window_chunks * len(plan.blocks)
     assert_generations(plan, ops, passes)
+
+
+def pieces_of(plan: Plan, op: Op) -> tuple[int, int]:
+    """Elements that an op brings of a buffer's weights."""
+    buffer = plan.buffers[op.block]
+    return buffer.part(op.index) if op.action == "load_weights_part" else buffer.piece(op.index, op.slots["pieces"])
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 6, 16])
+def test_a_large_load_lets_small_ones_pass(chunks: int) -> None:
+    """Weights in RAM come in pieces, all of them before half of the block before has been computed."""
+    shape = problem(micro_batches=1, row_tokens=16 * chunks, chunk_tokens=16, gpu_budget=900_000)
+    large = tuple(replace(b, numel=16 * 4096) if b.name.startswith("layers") else b for b in shape.buffers)
+    plan = make_plan(replace(shape, buffers=large), Choice(gpu_first="records"))
+    assert plan.buffers["layers.1"].weights == "ram"
+    ops = steps_of(plan, 1)
+    loads = [op for op in ops if op.action == "load_weights" and op.block == "layers.1"][: max(1, chunks // 2)]
+    assert len(loads) == loads[0].slots["pieces"] == max(1, chunks // 2)
+    copies = [op for op in ops if op.lane == "h2d"]
+    between = [copies[copies.index(a) + 1 : copies.index(b)] for a, b in itertools.pairwise(loads)]
+    forward = [op.id for op in ops if op.action == "layer_forward" and op.block == "layers.0"]
+    assert all(forward[i] < load.id < forward[i + 1] for i, load in enumerate(loads[: chunks - 1]))
+    assert chunks < 6 or all(any(op.action == "load_x" for op in some) for some in between)
 
 
 def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) -> None:
