@@ -43,6 +43,7 @@ class ModelRunner:
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = dtype
+        self.compiled = compile
         model = skeleton.build(spec.config)
         prefix, layers = skeleton.find_layers(model)
         skeleton.materialise_buffers(model, model, self.device)
@@ -52,6 +53,12 @@ class ModelRunner:
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
         self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
         self._logits_cost: loss_terms.LogitsCost | None = None
+
+    def compile(self, compiled: bool) -> None:
+        """Compute through torch.compile from now on, or eagerly."""
+        self.compiled = compiled
+        self.layers.compile(compiled)
+        self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)
 
     def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
         """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document).

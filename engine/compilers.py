@@ -14,12 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from engine.config import TrainConfig
+from storage.errors import UserError
 
 
 class Verdict(NamedTuple):
@@ -33,6 +36,30 @@ class Verdict(NamedTuple):
 def layers_compile(device: torch.device) -> Verdict:
     """Whether layers on `device` can be compiled: through Triton on CUDA, as C++ on a CPU. Asked for real only once."""
     return _through_triton() if device.type == "cuda" else optimizer_compiles()
+
+
+class Compilation(NamedTuple):
+    """What of a run is compiled."""
+
+    layers: bool
+    optimizer: bool
+
+
+def find_compilation(train: TrainConfig, device: torch.device, tell: Callable[[str], None]) -> Compilation:
+    """What train.compile asks for and this machine can do; what it cannot do is told in a line each.
+
+    Raises UserError where train.compile is on and it cannot.
+    """
+    if train.compile == "off":
+        return Compilation(layers=False, optimizer=False)
+    layers, optimizer = layers_compile(device), optimizer_compiles()
+    if train.compile == "on" and not (layers.ok and optimizer.ok):
+        raise UserError(f"train.compile: {layers.reason or optimizer.reason}; mend that, or use auto")
+    if not layers.ok:
+        tell(f"layers run eagerly, which is slower: {layers.reason}")
+    if not optimizer.ok:
+        tell(f"AdamW takes torch's fused kernel: {optimizer.reason}")
+    return Compilation(layers.ok, optimizer.ok)
 
 
 @cache

@@ -167,8 +167,9 @@ class TrainConfig:
     """Decoupled weight decay; never applied to norms and biases."""
     clip_norm: float | None = 1.0
     """Global gradient norm to clip to; none does not clip."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the weights and activations in forward and backward; master weights and moments are float32."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
+    """Dtype of the weights and activations in forward and backward; master weights and moments are float32. auto is
+    bfloat16, but float32 on a CPU that has no instructions for bfloat16 and takes several times as long with it."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which a block's gradient waits for the optimizer; it is always summed in float32 first."""
     validate_every: int | None = None
@@ -180,7 +181,8 @@ class TrainConfig:
     seed: int = 0
     """Seed of the weights of a model trained from scratch."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile layers and optimizer with torch.compile; auto does where a C++ compiler (CPU) or triton (GPU) exists."""
+    """Compile layers and optimizer with torch.compile; auto does where the compilers for it are there and, as measured
+    before the first step, it pays within the run's steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where there is a GPU."""
     calibrate: bool = True

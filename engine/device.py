@@ -39,7 +39,8 @@ def resolve_device(config: TrainConfig) -> torch.device:
     os.environ.setdefault(CUBLAS_WORKSPACE, _DETERMINISTIC_WORKSPACES[0])
     device = torch.device("cuda", torch.cuda.current_device())
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    reason = too_old(name, capability, torch.cuda.get_arch_list(), config.compute_dtype)
+    dtype = "float32" if config.compute_dtype == "float32" else "bfloat16"
+    reason = too_old(name, capability, torch.cuda.get_arch_list(), dtype)
     if reason is not None:
         raise UserError(f"train.device: {reason}")
     return device

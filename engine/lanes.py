@@ -40,25 +40,30 @@ class Lanes:
         device: torch.device,
         gpu_budget_bytes: int,
         *,
+        compiled: bool = False,
         deterministic: bool = False,
         num_drives: int = 1,
         placement: Placement | None = None,
     ) -> Lanes:
         """Set torch up (see engine.device.configure, whose errors these are) and start the lanes' threads.
 
-        `placement`: which cores they have; None leaves them all of the process's.
+        `compiled`: layers will be compiled. `placement`: which cores the lanes have; None leaves them all of the
+        process's.
         """
         settings = configure(device, gpu_budget_bytes, deterministic=deterministic)
         try:
             settings.call(sys.setswitchinterval, sys.getswitchinterval(), SWITCH_INTERVAL_S)
-            dynamo, functorch = torch._dynamo.config, torch._functorch.config
-            settings.set(dynamo, "recompile_limit", max(dynamo.recompile_limit, RECOMPILE_LIMIT))
-            # Else a backward is compiled where it first runs: on CUDA in autograd's thread, which sees other settings.
-            settings.set(functorch, "force_non_lazy_backward_lowering", True)
-            if device.type == "cuda":
-                start_helpers(device, placement)
+            if compiled:
+                _set_up_compilation(settings, device)
             in_flight = {lane: count * num_drives for lane, count in IN_FLIGHT.items()}
-            on_start = None if placement is None else placement.enter_lane
+
+            def on_start(lane: str) -> None:
+                if placement is not None:
+                    placement.enter_lane(lane)
+                # A backward runs on the lane that asks for it: on CUDA autograd would hand it to a thread of its own,
+                # with cores, settings of torch, cuBLAS workspace and cuDNN plans of its own.
+                torch.autograd.set_multithreading_enabled(False)
+
             return Lanes(settings, Executor(None, device, in_flight, on_start), placement)
         except BaseException:
             settings.restore()
@@ -70,19 +75,20 @@ class Lanes:
         self.settings.restore()
 
 
-def start_helpers(device: torch.device, placement: Placement | None) -> None:
-    """Make the threads and processes that torch makes once in a process, where they belong.
-
-    They inherit the cores of whichever thread needs them first: Inductor's compile workers are to have all of them,
-    autograd's thread of each GPU, which launches a backward's kernels, those of the lanes.
-    """
+def _set_up_compilation(settings: DeviceSettings, device: torch.device) -> None:
+    """torch.compile's settings; importing what they belong to takes a second."""
     import torch._inductor.async_compile as workers
 
-    workers.maybe_warm_pool()
-    if placement is None:
-        return
-    with placement.as_lane():
-        torch.zeros((), requires_grad=True, device=device).exp().backward()
+    dynamo, functorch = torch._dynamo.config, torch._functorch.config
+    settings.set(dynamo, "recompile_limit", max(dynamo.recompile_limit, RECOMPILE_LIMIT))
+    # The attention call splits a layer in two, not, with each function around it, in four.
+    if hasattr(dynamo, "nested_graph_breaks"):
+        settings.set(dynamo, "nested_graph_breaks", True)
+    # A backward is compiled with its forward, not where it first runs.
+    settings.set(functorch, "force_non_lazy_backward_lowering", True)
+    if device.type == "cuda":
+        # Inductor's worker processes inherit the cores of whoever compiles first, and a lane has few.
+        workers.maybe_warm_pool()
 
 
 class EagerFallbacks(logging.Handler):

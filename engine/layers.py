@@ -67,11 +67,18 @@ class _Template:
         self.buffers = dict(layer.named_buffers())
         twin = layer if unread is None else for_backward(layer, unread)
         self.modules = (layer, twin)
-        # One graph per chunk length: a general-size graph would also slow down the usual length.
-        self.forward: Callable[..., Any] = torch.compile(layer, dynamic=False) if compile else layer
-        self.recompute: Callable[..., Any] = torch.compile(twin, dynamic=False) if compile else twin
+        self.forward: Callable[..., Any]
+        self.recompute: Callable[..., Any]
+        self.compile(compile)
 
         self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
+
+    def compile(self, compiled: bool) -> None:
+        """Run through torch.compile from now on, or eagerly."""
+        layer, twin = self.modules
+        # One graph per chunk length: a general-size graph would also slow down the usual length.
+        self.forward = torch.compile(layer, dynamic=False) if compiled else layer
+        self.recompute = torch.compile(twin, dynamic=False) if compiled else twin
 
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
@@ -242,6 +249,11 @@ class LayerRunner:
             )
             for index in sorted(set(spec.structures))
         }
+
+    def compile(self, compiled: bool) -> None:
+        """Run layers through torch.compile from now on, or eagerly."""
+        for template in self._templates.values():
+            template.compile(compiled)
 
     # ------------------------------------------------------------------ from end to end
 

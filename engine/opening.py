@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,24 +15,21 @@ from torch import Tensor
 from engine import attention, weights
 from engine.affinity import place_threads
 from engine.attention import attention_report
-from engine.calibrate import calibrate
 from engine.check import check_model
+from engine.compilers import Compilation, find_compilation
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.costs import Calibration
 from engine.data import DataLoader, MicroBatch
 from engine.device import resolve_device, why_no_cuda
 from engine.events import Observer
-from engine.failures import explain
 from engine.folders import drive_folders, state_folder
 from engine.forecast import forecast, predict
 from engine.lanes import Lanes
 from engine.machine import Machine
 from engine.model import ModelSpec, initial_constants, initialize
-from engine.optimizer import can_compile
 from engine.plan import Choice, Plan
 from engine.planning import Task, run_budgets, this_machine
 from engine.prepare import (
-    LOGITS_BYTES,
     Data,
     compute_dtype,
     layouts,
@@ -41,14 +38,16 @@ from engine.prepare import (
     model_config,
     model_spec,
     prepare_data,
+    with_compute_dtype,
 )
 from engine.preparing import Checklist
 from engine.search import Found
 from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
 from engine.state import fill_store, state_arrays
+from engine.tuning import Tuning
 from storage.errors import UserError
 from storage.nvme import NvmeStore
-from storage.readers import select_readers
+from storage.readers import Readers, find_readers
 from storage.safetensors_io import CheckpointReader
 
 _LOOKED_AT = 5
@@ -72,8 +71,8 @@ def open_session(
     With `checkpoint` a resumed run goes back to that checkpoint's generation.
     """
     device = resolve_device(train)
-    if train.compile == "auto" and not can_compile(device):
-        observer.on_message("no compiler for torch.compile: layers run eagerly, AdamW through torch's fused kernel")
+    train = with_compute_dtype(train, device.type)
+    compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
     with checklist.step("tokenizing the data"):
         prepared = prepare_data(model, data, run_dir / "data")
@@ -88,22 +87,9 @@ def open_session(
             f"{validation.num_documents:,} documents held out"
         )
     drives, placement = drive_folders(run_dir, storage), place_threads(device)
-    on_drive = None if placement is None else placement.enter_drive
-    readers = select_readers(storage.reader, device, drives)
-    if readers.warning:
-        observer.on_message(readers.warning)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
-    task = Task(
-        spec=spec,
-        data=data,
-        train=train,
-        storage=storage,
-        budgets=run_budgets(budgets, device, drives, new=not going_on),
-        device_type=device.type,
-        device_reads=readers.device is not None,
-        reader_bytes=readers.pinned_bytes(len(drives)),
-    )
+    limits = run_budgets(budgets, device, drives, new=not going_on)
     machine = this_machine(device)
     if machine.source.startswith("assumed"):
         observer.on_message(
@@ -111,78 +97,83 @@ def open_session(
         )
     batch = typical_batch(loader)
     documents = [m.documents for m in batch]
-    with checklist.step("searching a plan"):
-        found = task.search(machine, documents=documents)
-    with checklist.step("self-check"):
-        _refuse_unless_exact(spec, found.plan, observer)
-    nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
     identity = run_identity(model, data, train)
-    recorded: tuple[int, Choice] | None = None
-    if going_on:
-        store = NvmeStore.open(root, budget_bytes=nvme_budget, drives=drives, readers=readers, on_thread_start=on_drive)
-        try:
-            _require_same_state(store, found.plan)
-            if checkpoint is not None:
-                store.restore(checkpoint)
-        except BaseException:
-            store.close()
-            raise
-        if store.meta["recipe"] != identity["recipe"]:
-            observer.on_message(
-                f"generation {store.generation} was trained with another model, data or train section of the recipe; "
-                "going on with the present one"
-            )
-        recorded = _recorded(store, task)
-    else:
-        with checklist.step("writing the first generation"):
-            store = NvmeStore.create(
-                root,
-                state_arrays(found.plan),
-                budget_bytes=nvme_budget,
-                drives=drives,
-                readers=readers,
-                on_thread_start=on_drive,
-            )
-            _fill_new(store, spec, model, train, loader, identity)
-    for warning in store.warnings:
-        observer.on_message(warning)
     with contextlib.ExitStack() as undo:
-        undo.callback(store.close)
-        if recorded is not None:
-            found = task.search(machine, documents=documents, only=recorded)
+        # Before any memory of the run's, and before anything is compiled or timed.
         lanes = Lanes.open(
             device,
-            task.budgets.gpu,
+            limits.gpu,
+            compiled=compilation.layers,
             deterministic=train.deterministic,
-            num_drives=len(store.drives),
+            num_drives=len(drives),
             placement=placement,
         )
         undo.callback(lanes.close)
-        compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE))
+        on_drive = None if placement is None else placement.enter_drive
+        readers = _readers(storage, device, drives, on_drive)
+        if readers.warning:
+            observer.on_message(readers.warning)
+        task = Task(
+            spec=spec,
+            data=data,
+            train=train,
+            storage=storage,
+            budgets=limits,
+            device_type=device.type,
+            device_reads=readers.device is not None,
+            reader_bytes=readers.pinned_bytes(len(drives)),
+        )
+        with checklist.step("searching a plan"):
+            found = task.search(machine, documents=documents)
+        with checklist.step("self-check"):
+            _refuse_unless_exact(spec, found.plan, observer)
+        nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
+        recorded: Recorded | None = None
+        if going_on:
+            store = NvmeStore.open(
+                root, budget_bytes=nvme_budget, drives=drives, readers=readers, on_thread_start=on_drive
+            )
+            undo.callback(store.close)
+            _require_same_state(store, found.plan)
+            if checkpoint is not None:
+                store.restore(checkpoint)
+            if store.meta["recipe"] != identity["recipe"]:
+                observer.on_message(
+                    f"generation {store.generation} was trained with another model, data or train section of the "
+                    "recipe; going on with the present one"
+                )
+            recorded = _recorded(store, task)
+        else:
+            with checklist.step("writing the first generation"):
+                store = NvmeStore.create(
+                    root,
+                    state_arrays(found.plan),
+                    budget_bytes=nvme_budget,
+                    drives=drives,
+                    readers=readers,
+                    on_thread_start=on_drive,
+                )
+                undo.callback(store.close)
+                _fill_new(store, spec, model, train, loader, identity)
+        for warning in store.warnings:
+            observer.on_message(warning)
+        if recorded is not None:
+            found = task.search(machine, documents=documents, only=recorded.choice)
+            if recorded.compiled is False:
+                compilation = Compilation(layers=False, optimizer=compilation.optimizer)
+        compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE), compilation)
         with checklist.step("measuring attention kernels", when=device.type == "cuda"):
             lanes.executor.call("compute", lambda: choose_kernels(spec, found.plan, device, compute_dtype(train)))
         calibration = None
         if train.calibrate:
-            with checklist.step("compiling, and timing the ops"):
-                try:
-                    calibration = calibrate(
-                        found.plan,
-                        layouts(spec),
-                        compute.runner,
-                        compute.adamw,
-                        train,
-                        batch,
-                        machine,
-                        LOGITS_BYTES[device.type],
-                        lanes.executor,
-                    )
-                except torch.OutOfMemoryError as error:
-                    raise explain(error, None, found.plan) or error from error
+            fixed = recorded is not None or train.deterministic
+            steps_left = train.steps - int(store.meta["step"])
+            tuning = Tuning(task, machine, batch, lanes, checklist, observer)
+            compute, calibration = tuning.run(found, compute, None if fixed else steps_left)
             task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
             known = (found.best.chunk_tokens, found.best.choice)
-            only = known if recorded is not None or train.deterministic else None
             with checklist.step("planning with these times"):
-                found = task.search(machine, calibration, documents, known=known, only=only)
+                found = task.search(machine, calibration, documents, known=known, only=known if fixed else None)
         _tell_plan(observer, task, machine, found, calibration, batch)
         session = Session(
             spec=spec,
@@ -202,6 +193,17 @@ def open_session(
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
+
+
+def _readers(
+    storage: StorageConfig, device: torch.device, drives: Sequence[Path], on_drive: Callable[[], None] | None
+) -> Readers:
+    """The readers of a run, confirmed in memory of the run's own allocator, a part at a time as it will read."""
+    readers = find_readers(storage.reader, device)
+    if readers.device is None or readers.device is readers.host:
+        return readers
+    part = torch.empty(parse_bytes(storage.chunk_bytes, "storage.chunk_bytes"), dtype=torch.uint8, device=device)
+    return readers.confirm(part, drives, on_drive)
 
 
 def _tell_plan(
@@ -231,11 +233,20 @@ def typical_batch(loader: DataLoader) -> list[MicroBatch]:
     return batches[len(batches) // 2]
 
 
-def _recorded(store: NvmeStore, task: Task) -> tuple[int, Choice] | None:
-    """What the run's plan had chosen when it last committed: another choice could give other bits."""
+class Recorded(NamedTuple):
+    """What a run had decided when it last committed: other decisions could give other bits."""
+
+    choice: tuple[int, Choice]
+    """Chunk length, and what the search chose."""
+    compiled: bool | None
+    """Whether layers were compiled; None where that was not recorded yet."""
+
+
+def _recorded(store: NvmeStore, task: Task) -> Recorded | None:
+    """What the store's generation records; None where the present recipe does not allow it."""
     recorded = dict(store.meta.get("plan", {}))
-    chunk = recorded.pop("chunk_tokens", None)
-    return (chunk, Choice(**recorded)) if chunk in task.chunks else None
+    chunk, compiled = recorded.pop("chunk_tokens", None), recorded.pop("compiled", None)
+    return Recorded((chunk, Choice(**recorded)), compiled) if chunk in task.chunks else None
 
 
 def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:

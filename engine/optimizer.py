@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -128,15 +127,6 @@ def _torch_fused(
     weights.copy_(master)
 
 
-def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile finds what it needs: a C++ compiler for CPU, triton for CUDA."""
-    if device.type == "cuda":
-        import importlib.util
-
-        return importlib.util.find_spec("triton") is not None
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
-
-
 class AdamW:
     """AdamW over ranges of flat buffers: "compiled", "eager", or "fused" where there is no compiler."""
 
@@ -144,7 +134,7 @@ class AdamW:
         """`free_threaded`: compiled, an update in RAM does not hold the interpreter's lock, so that other lanes launch
         kernels meanwhile. It takes about twice as long to compile.
         """
-        self.mode = mode
+        self.mode, self.free_threaded = mode, free_threaded
         # The number of threads is the calling thread's, not that of whoever compiled first.
         on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
         if free_threaded:

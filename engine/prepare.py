@@ -204,8 +204,25 @@ def model_spec(config: PretrainedConfig, data: DataConfig) -> ModelSpec:
     return spec
 
 
+def with_compute_dtype(train: TrainConfig, device_type: str) -> TrainConfig:
+    """The same with train.compute_dtype=auto decided for a device: of this machine, where it is a CPU."""
+    if train.compute_dtype != "auto":
+        return train
+    return replace(train, compute_dtype="bfloat16" if device_type == "cuda" or cpu_has_bfloat16() else "float32")
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's CPU multiplies bfloat16 in hardware; else a product takes several times float32's time."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(text.split())
+
+
 def compute_dtype(train: TrainConfig) -> torch.dtype:
-    """Dtype of weights and activations in forward and backward."""
+    """Dtype of weights and activations in forward and backward, once it is decided."""
+    assert train.compute_dtype != "auto"
     return torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from engine import attention
 from engine.affinity import place_threads
 from engine.clock import clock
+from engine.compilers import optimizer_compiles
 from engine.config import TrainConfig
 from engine.machine import AttentionRate
-from engine.optimizer import AdamW, can_compile, scalars
+from engine.optimizer import AdamW, scalars
 from storage.arena import HostArena
 
 _COPIES = 4
@@ -256,7 +257,7 @@ def optimizer_params_per_s(device: torch.device, sizes: Sizes, seconds: float) -
 
 def _updates_per_s(sizes: Sizes, seconds: float) -> float:
     cpu, numel = torch.device("cpu"), sizes.state_numel
-    compiled = sizes.compiled and can_compile(cpu)
+    compiled = sizes.compiled and optimizer_compiles().ok
     adamw = AdamW("compiled" if compiled else "fused")
     values = scalars(TrainConfig(), 1, 1.0, cpu)
     total = _STATE_PARTS * 5 * numel * 4

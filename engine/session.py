@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.batch import BatchCarrier, ScoreData, StepData
 from engine.blocks import ModelRunner
+from engine.compilers import Compilation, find_compilation
 from engine.config import (
     DataConfig,
     ModelConfig,
@@ -34,7 +35,7 @@ from engine.lanes import Lanes
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.model import ModelSpec
 from engine.ops import Op
-from engine.optimizer import AdamW, can_compile
+from engine.optimizer import AdamW
 from engine.plan import Plan
 from engine.prepare import (
     LOGITS_BYTES,
@@ -64,14 +65,32 @@ class Compute:
     adamw: AdamW
 
     @staticmethod
-    def make(spec: ModelSpec, train: TrainConfig, device: torch.device, constants: dict[str, Tensor]) -> Compute:
-        """Compiled where the recipe wants it and the machine can."""
-        compiled = train.compile == "on" or (train.compile == "auto" and can_compile(device))
-        runner = ModelRunner(spec, device=device, dtype=compute_dtype(train), compile=compiled, constants=constants)
+    def make(
+        spec: ModelSpec,
+        train: TrainConfig,
+        device: torch.device,
+        constants: dict[str, Tensor],
+        compilation: Compilation | None = None,
+    ) -> Compute:
+        """`compilation`: what is compiled; None: what the recipe wants and the machine can."""
+        what = compilation or find_compilation(train, device, lambda message: None)
+        dtype = compute_dtype(train)
+        runner = ModelRunner(spec, device=device, dtype=dtype, compile=what.layers, constants=constants)
         mode: Literal["compiled", "eager", "fused"] = (
-            "compiled" if compiled else "eager" if train.compile == "off" else "fused"
+            "compiled" if what.optimizer else "eager" if train.compile == "off" else "fused"
         )
         return Compute(runner, AdamW(mode, free_threaded=device.type == "cuda"))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.runner.compiled
+
+    def compile(self, compiled: bool = True) -> Compute:
+        """The same, with layers and optimizer compiled from now on, or not."""
+        self.runner.compile(compiled)
+        mode: Literal["compiled", "fused"] = "compiled" if compiled else "fused"
+        return Compute(self.runner, AdamW(mode, free_threaded=self.adamw.free_threaded))
 
 
 class Session:
@@ -98,7 +117,13 @@ class Session:
         self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
         self.validation = validation
         self.storage, self.device = storage, device
-        self._identity = identity | {"plan": {"chunk_tokens": plan.problem.chunk_tokens, **asdict(plan.choice)}}
+        self._identity = identity | {
+            "plan": {
+                "chunk_tokens": plan.problem.chunk_tokens,
+                "compiled": compute.compiled,
+                **asdict(plan.choice),
+            }
+        }
         self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])

@@ -79,7 +79,7 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
     meta = run_meta(0, 0, loader.cursor, identity)
     budget_bytes = setup.plan.tiers["gpu"].budget_bytes
     with contextlib.ExitStack() as undo:
-        lanes = Lanes.open(setup.device, budget_bytes, placement=place_threads(setup.device))
+        lanes = Lanes.open(setup.device, budget_bytes, compiled=setup.compiled, placement=place_threads(setup.device))
         undo.callback(lanes.close)
         lanes.executor.call("compute", lambda: choose_kernels(setup.spec, setup.plan, setup.device, DTYPE))
         store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)

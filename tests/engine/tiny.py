@@ -219,7 +219,9 @@ def session(
         storage=s,
         device=device,
         identity=identity,
-        lanes=Lanes.open(device, plan.tiers["gpu"].budget_bytes, deterministic=t.deterministic),
+        lanes=Lanes.open(
+            device, plan.tiers["gpu"].budget_bytes, compiled=t.compile == "on", deterministic=t.deterministic
+        ),
         validation=make_validation(corpus, spec, d, t),
     )
 

@@ -1,0 +1,95 @@
+"""Before the first step: what the ops take on this device, compiled or not, whichever is over sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.calibrate import calibrate
+from engine.costs import Calibration
+from engine.data import MicroBatch
+from engine.events import Observer
+from engine.failures import explain
+from engine.lanes import Lanes
+from engine.machine import Machine
+from engine.planning import Task
+from engine.prepare import LOGITS_BYTES, layouts
+from engine.preparing import Checklist
+from engine.search import Found
+from engine.session import Compute
+
+CERTAIN_S = 900.0
+"""A run that is planned to compute for longer is compiled without a question."""
+
+COMPILE_S = 20.0
+"""About what compiling a model's layers, its loss and AdamW takes where none of it is in Inductor's cache."""
+
+GAIN = 0.3
+"""Share of a step's time that compiling saves, at most; measured on CPUs (docs/results/step-cpu.md)."""
+
+
+@dataclass(slots=True)
+class Tuning:
+    """The measurements of one run's preparation; `batch` is the typical one."""
+
+    task: Task
+    machine: Machine
+    batch: Sequence[MicroBatch]
+    lanes: Lanes
+    checklist: Checklist
+    observer: Observer
+
+    def run(self, found: Found, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
+        """What the run computes with, and what the ops of the plan take with that.
+
+        With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
+        what can be compiled is.
+        """
+        compiled = self.task.train.compile == "auto" and compute.compiled
+        if not compiled or steps_left is None or steps_left * found.best.step_s > CERTAIN_S:
+            what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
+            return compute, self._calibrate(what, found, compute)
+        eager = compute.compile(False)
+        timed = self._calibrate("timing the ops, not compiled", found, eager)
+        eager_s = self._step_s(found, timed)
+        if steps_left * eager_s * GAIN < COMPILE_S:
+            self.observer.on_message(
+                f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s end sooner without"
+            )
+            return eager, timed
+        compute = compute.compile()
+        calibration = self._calibrate("compiling, and timing the ops", found, compute)
+        compiled_s = self._step_s(found, calibration)
+        if compiled_s < eager_s:
+            return compute, calibration
+        self.observer.on_message(
+            f"layers are not compiled: a step takes about {compiled_s:.2g} s compiled and {eager_s:.2g} s without"
+        )
+        return compute.compile(False), timed
+
+    def _calibrate(self, what: str, found: Found, compute: Compute) -> Calibration:
+        train, device = self.task.train, compute.runner.device
+        with self.checklist.step(what):
+            try:
+                return calibrate(
+                    found.plan,
+                    layouts(self.task.spec),
+                    compute.runner,
+                    compute.adamw,
+                    train,
+                    self.batch,
+                    self.machine,
+                    LOGITS_BYTES[device.type],
+                    self.lanes.executor,
+                )
+            except torch.OutOfMemoryError as error:
+                raise explain(error, None, found.plan) or error from error
+
+    def _step_s(self, found: Found, calibration: Calibration) -> float:
+        """Seconds of a step of the plan with these times."""
+        task = replace(self.task, graph_bytes=None)
+        known = (found.best.chunk_tokens, found.best.choice)
+        documents = [m.documents for m in self.batch]
+        return task.search(self.machine, calibration, documents, known=known, only=known).best.step_s
