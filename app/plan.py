@@ -72,7 +72,7 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
 
     from engine.config import TrainConfig
     from engine.planning import Task, machine_budgets, run_budgets, this_machine
-    from engine.prepare import model_config, model_spec
+    from engine.prepare import model_config, model_spec, with_compute_dtype
     from engine.presets import find_machine
 
     name = machine or recipe.machine
@@ -86,5 +86,6 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
     else:
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
         budgets, device = run_budgets(recipe.budgets, where, drives, new=True), where.type
+    train = with_compute_dtype(train, device)
     task = Task(spec=spec, data=recipe.data, train=train, storage=recipe.storage, budgets=budgets, device_type=device)
     return on, task

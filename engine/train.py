@@ -298,7 +298,7 @@ def export(
             constants=load_file(root / CONSTANTS_FILE),
             origin=origin,
             tokenizer=tokenizer,
-            dtype=train.compute_dtype,
+            dtype="float32" if train.compute_dtype == "float32" else "bfloat16",
         )
     finally:
         store.close()

@@ -88,7 +88,7 @@ def _session(tokens: int, chunk_tokens: int, compile: bool, folder: Path) -> Ses
         needs_cuda=False,
         compiled=compile,
     )
-    return open_case(choose(case, folder), folder, short_steps=1, document_tokens=2 * chunk_tokens)
+    return open_case(choose(case, folder), folder, short_steps=1, document_tokens=2 * chunk_tokens)[1]
 
 
 def _step_s(session: Session) -> float:

@@ -331,7 +331,7 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     assert least is not None
     readers = select_readers("direct", device, [folder])
     setup = Setup(shape, spec, spec, least, least, model, data, train, storage, device, readers)
-    return open_case(setup, folder, short_steps=1, document_tokens=document_tokens)
+    return open_case(setup, folder, short_steps=1, document_tokens=document_tokens)[1]
 
 
 def main() -> None:

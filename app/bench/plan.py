@@ -12,22 +12,21 @@ Without a GPU its tier is ordinary memory, of which only what was carved can be 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json as json_module
 import math
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app.bench.plan_cases import CASES, PlanCase
+from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
+from app.bench.process import run_limited
 from app.plan_view import seconds_text
 from app.progress import bytes_text
 from app.rundir import RunDir, read_jsonl
@@ -38,10 +37,35 @@ PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15
 LIMIT_S = 300.0
 """A case that takes longer is ended and counts as failed."""
+REFUSED = 3
+"""Exit code of a case's process where the recipe does not fit or cannot run here."""
 TIERS = ("gpu", "ram", "nvme")
 
 RunCase = Callable[[PlanCase, Path], None]
 """Trains a case in a run directory; raises UserError when that fails."""
+
+
+class CaseFailed(UserError):
+    """A case's process broke; `output` is the end of what it wrote, a traceback as a rule."""
+
+    def __init__(self, reason: str, output: str) -> None:
+        super().__init__(reason)
+        self.output = output
+
+
+def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
+    """Train a case in a process of its own. UserError of one line: a refusal's own words, or how the process ended."""
+    command = [sys.executable, "-m", "app.bench.plan", json_module.dumps(asdict(case)), str(run_dir)]
+    with tempfile.TemporaryFile("w+") as output:
+        code = run_limited(command, limit_s, stdout=output, stderr=output)
+        output.seek(0)
+        lines = output.read().strip().splitlines()
+    if code is None:
+        raise CaseFailed(f"not done after {limit_s:.0f} s", "\n".join(lines[-60:]))
+    if code == REFUSED:
+        raise UserError(lines[-1])
+    if code != 0:
+        raise CaseFailed(f"exit {code}: {lines[-1] if lines else 'it said nothing'}", "\n".join(lines[-60:]))
 
 
 def bench_plan(
@@ -49,13 +73,13 @@ def bench_plan(
     json: bool = False,
     save: Path | None = None,
     folder: Path | None = None,
-    cases: Sequence[PlanCase] = CASES,
-    run_case: RunCase | None = None,
+    cases: Sequence[PlanCase] | None = None,
+    run: RunCase = run_case,
     time_limit_s: float = math.inf,
 ) -> dict[str, Any]:
     """Run every case that begins within `time_limit_s` and print a table (JSON with `json`); `save`: write the page.
 
-    Returns the report.
+    `cases` default to those of this machine: with CUDA, of its sizes. Returns the report.
 
     Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
     reason, and does not stop the others. Raises UserError for a folder that is not there.
@@ -64,27 +88,42 @@ def bench_plan(
     for path in (scratch_root, save.parent if save is not None else None):
         if path is not None and not path.is_dir():
             raise UserError(f"{path}: no such folder; make it first")
+    if cases is None:
+        cases = cases_here()
     rows = []
     begun = time.monotonic()
     for number, case in enumerate(cases, start=1):
-        started = time.monotonic()
-        if started - begun > time_limit_s:
+        if time.monotonic() - begun > time_limit_s:
             break
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
-            row: dict[str, Any] = {"case": case.name, "about": case.about}
-            try:
-                (run_case or _run_case)(case, Path(scratch) / "run")
-                row |= compare(Path(scratch) / "run")
-            except UserError as error:
-                row["error"] = str(error)
-        row["process_s"] = time.monotonic() - started
-        rows.append(row)
-        print(f"{number}/{len(cases)} {_progress(row)}", file=sys.stderr, flush=True)
+        rows.append(row_of(case, scratch_root, run))
+        print(f"{number}/{len(cases)} {progress(rows[-1])}", file=sys.stderr, flush=True)
     report = report_of(rows)
     if save is not None:
         save.write_text(markdown(report))
     print(json_module.dumps(report, indent=2) if json else table(report))
     return report
+
+
+def row_of(case: PlanCase, scratch_root: Path, run: RunCase = run_case) -> dict[str, Any]:
+    """One case, trained and compared; where it failed, `error` says why in one line."""
+    started = time.monotonic()
+    row: dict[str, Any] = {"case": case.name, "about": case.about}
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
+        try:
+            run(case, Path(scratch) / "run")
+            row |= compare(Path(scratch) / "run")
+        except CaseFailed as error:
+            row |= {"error": str(error), "output": error.output}
+        except UserError as error:
+            row["error"] = str(error)
+    return row | {"process_s": time.monotonic() - started}
+
+
+def cases_here() -> Sequence[PlanCase]:
+    """CUDA_CASES where torch sees a device, else CASES."""
+    import torch
+
+    return CUDA_CASES if torch.cuda.is_available() else CASES
 
 
 def compare(run_dir: Path) -> dict[str, Any]:
@@ -153,7 +192,10 @@ def _machine() -> dict[str, Any]:
     import platform
     from importlib.metadata import version
 
+    import torch
+
     return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": len(os.sched_getaffinity(0)),
         "ram_bytes": machine_memory(),
         "python": platform.python_version(),
@@ -164,39 +206,20 @@ def _machine() -> dict[str, Any]:
 # ---------------------------------------------------------------------- one case, in a process of its own
 
 
-def _run_case(case: PlanCase, run_dir: Path) -> None:
-    command = [sys.executable, "-m", "app.bench.plan", case.name, str(run_dir)]
-    offline = {"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | offline
-    with tempfile.TemporaryFile("w+") as output:
-        # A session of its own: what it starts (compilers) ends with it.
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-        try:
-            code: int | None = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        text = output.read().strip()[-2000:]
-    if code != 0:
-        how = f"not done after {LIMIT_S:.0f} s" if code is None else f"exit {code}"
-        raise UserError(f"case {case.name}: {how}:\n{text}")
-
-
 def _worker() -> None:
-    """Train one case in this process."""
+    """Train one case in this process; a refusal is its last line."""
     from app.launch import run_training
 
     parser = argparse.ArgumentParser(prog="python -m app.bench.plan", description=_worker.__doc__)
-    parser.add_argument("case", choices=[case.name for case in CASES])
+    parser.add_argument("case", type=json_module.loads)
     parser.add_argument("run_dir", type=Path)
     arguments = parser.parse_args()
-    case = next(case for case in CASES if case.name == arguments.case)
-    with RunDir.create(case.recipe(), arguments.run_dir) as run:
-        run_training(run, resume=False)
+    try:
+        with RunDir.create(PlanCase(**arguments.case).recipe(), arguments.run_dir) as run:
+            run_training(run, resume=False)
+    except UserError as error:
+        print(" ".join(str(error).split()))
+        sys.exit(REFUSED)
 
 
 # ---------------------------------------------------------------------- for people
@@ -208,9 +231,10 @@ def _ratio(pair: Mapping[str, Any]) -> str:
     return f"{pair['ratio']:.3f}" + ("" if pair["within"] else "!")
 
 
-def _progress(row: Mapping[str, Any]) -> str:
+def progress(row: Mapping[str, Any]) -> str:
+    """A row in one line."""
     if "error" in row:
-        return f"{row['case']}: failed: {row['error'].splitlines()[0]}"
+        return f"{row['case']}: failed: {row['error']}"
     peaks = ", ".join(f"{name} {_ratio(row['tiers'][name])}" for name in TIERS)
     step = row["step_s"]
     return (
@@ -227,7 +251,7 @@ def table(report: Mapping[str, Any]) -> str:
     ]
     for row in report["cases"]:
         if "error" in row:
-            lines.append(f"{row['case']:<20}failed: {row['error'].splitlines()[0]}")
+            lines.append(f"{row['case']:<20}failed: {row['error']}")
             continue
         step, peaks = row["step_s"], "".join(f"{_ratio(row['tiers'][name]):>8}" for name in TIERS)
         lines.append(
@@ -254,27 +278,30 @@ def _share(value: float | None) -> str:
 
 _PAGE = """# The plan against the run
 
-{date}, {cores} cores, {ram} RAM, no GPU: the "gpu" tier is ordinary memory, carved by the same code. torch {torch},
-Python {python}.
+{date}, {cores} cores, {ram} RAM, {gpu}. torch {torch}, Python {python}.
 
 ```
 penstock bench plan --save {file}
 ```
 made this page. Every case trains {steps} steps of random tokens in a process of its own. Planned is the forecast after
 calibration (`plan.json` of the run directory); measured are the peaks of `summary.json` and the median of all steps but
-the first. Ratios are measured over planned. GPU peaks are without the temporaries of one op, which come from torch's
-heap here and cannot be counted.
+the first. Ratios are measured over planned.{heap}
 
 | case | what | parameters | context, tokens a step | state | GPU peak | RAM peak | NVMe peak | step | bound by |
 |---|---|---|---|---|---|---|---|---|---|
 """
+_HEAP = """ GPU peaks are without the temporaries of one op, which come from torch's
+heap here and cannot be counted."""
 
 
 def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") -> str:
     """planning.md."""
     machine, rows = report["machine"], report["cases"]
     steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
+    on_gpu = machine["gpu"] is not None
     head = _PAGE.format(
+        gpu=machine["gpu"] or 'no GPU: the "gpu" tier is ordinary memory, carved by the same code',
+        heap="" if on_gpu else _HEAP,
         date=report["date"],
         cores=machine["cores"],
         ram=bytes_text(machine["ram_bytes"]),
@@ -288,7 +315,7 @@ def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") 
 
 def _markdown_row(row: Mapping[str, Any]) -> str:
     if "error" in row:
-        return f"| {row['case']} | {row['about']} | failed: {row['error'].splitlines()[0]} | | | | | | | |"
+        return f"| {row['case']} | {row['about']} | failed: {row['error']} | | | | | | | |"
     cells = [row["case"], row["about"], f"{row['params'] / 1e6:.1f}M"]
     cells += [f"{row['context']:,}, {row['tokens_per_step']:,}", row["state"]]
     for name in TIERS:

@@ -3,6 +3,9 @@
 Sizes from 1M to 168M parameters, contexts of 512 to 8,192 tokens, one or several micro-batches, state and weights from
 all in GPU memory to all on NVMe, every way of saving activations, a streamed window, tied embeddings, experts, both
 dtypes. Steps take about a second on two cores, so that what is measured is work and not dispatch. Two cases compile.
+
+CUDA_CASES are the same decisions at a GPU's sizes, most telling first: budgets below LEAST_LIMIT_BYTES are not enforced
+there, and logits, cuBLAS and the allocator take more than CASES give.
 """
 
 from __future__ import annotations
@@ -42,6 +45,19 @@ _MOE = _model(
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+)
+_268M = _model(4, 2048, 16, 128, vocab=16384)
+_197M_MOE = _model(
+    4,
+    1024,
+    8,
+    128,
+    vocab=16384,
+    model_type="qwen3_moe",
+    overrides=_MOE["overrides"] | {"moe_intermediate_size": 1536},
+)
+_218M_WINDOWED = _model(
+    4, 2048, 16, 128, vocab=8192, model_type="mistral", tie_embeddings=True, overrides={"sliding_window": 4096}
 )
 _WINDOWED = _model(6, 512, 8, 64, model_type="mistral", overrides={"sliding_window": 1024})
 
@@ -215,5 +231,96 @@ CASES: tuple[PlanCase, ...] = (
             "gradient_dtype": "bfloat16",
             "save": "attention",
         },
+    ),
+)
+
+CUDA_CASES: tuple[PlanCase, ...] = (
+    PlanCase(
+        name="268m-tiers",
+        about="state in all three tiers",
+        model=_268M,
+        context=8192,
+        sequences=4,
+        gpu="5GiB",
+        ram="3GiB",
+        train={"chunk_tokens": 8192, "compile": "auto"},
+    ),
+    PlanCase(
+        name="268m-ram",
+        about="state in RAM, chunk chosen by the plan",
+        model=_268M,
+        context=8192,
+        sequences=4,
+        gpu="3GiB",
+        ram="8GiB",
+        train={"compile": "auto", "save": "attention"},
+    ),
+    PlanCase(
+        name="268m-64k-streamed",
+        about="long context, streamed window",
+        model=_268M,
+        context=65536,
+        gpu="4GiB",
+        ram="10GiB",
+        train={"chunk_tokens": 8192, "kv_window": "streamed", "compile": "auto", "save": "attention"},
+    ),
+    PlanCase(
+        name="268m-nvme",
+        about="little RAM, bfloat16 gradients",
+        model=_268M,
+        context=8192,
+        sequences=4,
+        gpu="3GiB",
+        ram="2GiB",
+        train={"chunk_tokens": 8192, "gradient_dtype": "bfloat16", "compile": "auto", "save": "attention"},
+    ),
+    PlanCase(
+        name="268m-gpu",
+        about="all on the GPU, saves everything",
+        model=_268M,
+        context=4096,
+        sequences=8,
+        gpu="24GiB",
+        ram="2GiB",
+        train={"chunk_tokens": 8192, "sequences_per_micro_batch": 2, "compile": "auto", "save": "everything"},
+    ),
+    PlanCase(
+        name="268m-64k",
+        about="long context, whole window, inputs only",
+        model=_268M,
+        context=65536,
+        gpu="4GiB",
+        ram="10GiB",
+        train={"chunk_tokens": 8192, "kv_window": "whole", "compile": "auto", "save": "input"},
+    ),
+    PlanCase(
+        name="moe",
+        about="8 experts, 2 a token",
+        model=_197M_MOE,
+        context=4096,
+        sequences=4,
+        gpu="4GiB",
+        ram="8GiB",
+        train={"chunk_tokens": 4096, "compile": "auto", "save": "attention"},
+    ),
+    PlanCase(
+        name="218m-windowed",
+        about="tied, sliding window of 4,096",
+        model=_218M_WINDOWED,
+        context=16384,
+        sequences=2,
+        gpu="3GiB",
+        ram="6GiB",
+        train={"chunk_tokens": 8192, "compile": "auto"},
+    ),
+    PlanCase(
+        name="268m-fp32",
+        about="computes in float32, not compiled",
+        model=_268M,
+        context=4096,
+        sequences=2,
+        gpu="4GiB",
+        ram="8GiB",
+        train={"chunk_tokens": 4096, "compute_dtype": "float32", "save": "attention"},
     ),
 )

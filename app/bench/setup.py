@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,18 +57,21 @@ class Setup:
         return len(self.full_spec.attention) / len(self.spec.attention)
 
 
-def choose(case: Case, folder: Path) -> Setup:
-    """The first shape and depth that the machine holds. Raises Skip saying why none fits."""
+def choose(case: Case, folder: Path, graph_bytes: Mapping[str, int] | None = None) -> Setup:
+    """The first shape and depth that the machine holds. Raises Skip saying why none fits.
+
+    graph_bytes: Calibration.graph_bytes_per_token, once there is one; without it kept graphs count as eager ones.
+    """
     reasons = []
     for shape in case.shapes:
         try:
-            return _fit(case, shape, folder)
+            return _fit(case, shape, folder, graph_bytes)
         except Skip as reason:
             reasons.append(f"{shape.name}: {reason}" if len(case.shapes) > 1 else str(reason))
     raise Skip("; ".join(reasons))
 
 
-def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
+def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] | None) -> Setup:
     on_gpu = case.needs_cuda
     if on_gpu and not torch.cuda.is_available():
         raise Skip("needs CUDA, and torch sees no device")
@@ -89,7 +92,21 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
     whole = Budgets(gpu_bytes, ram_bytes if case.spill_state else _EVERYTHING, None, {})
     readers = select_readers("auto", device, [folder])
-    full_plan = _plan(full_spec, data, train, whole, storage, device, readers)
+
+    def task(spec: ModelSpec, budgets: Budgets) -> Task:
+        return Task(
+            spec=spec,
+            data=data,
+            train=train,
+            storage=storage,
+            budgets=budgets,
+            device_type=device.type,
+            device_reads=readers.device is not None,
+            reader_bytes=readers.pinned_bytes(1),
+            graph_bytes=graph_bytes,
+        )
+
+    full_plan = _plan(task(full_spec, whole), device)
     if case.spill_state:
         _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
     reasons = []
@@ -101,7 +118,7 @@ def _fit(case: Case, shape: Shape, folder: Path) -> Setup:
         rams = (ram, ram_bytes) if case.spill_state and share < 1 else (ram_bytes,)
         try:
             known = (case.chunk_tokens, full_plan.choice)
-            plan = _first_plan(spec, data, train, gpu, rams, storage, device, readers, known)
+            plan = _first_plan([task(spec, Budgets(gpu, ram, None, {})) for ram in rams], device, known)
         except Skip as reason:
             reasons.append(str(reason))
             continue
@@ -140,50 +157,20 @@ def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfi
     return model, model_spec(model_config(model, data, None), data)
 
 
-def _plan(
-    spec: ModelSpec,
-    data: DataConfig,
-    train: TrainConfig,
-    limits: Budgets,
-    storage: StorageConfig,
-    device: torch.device,
-    readers: Readers,
-    only: tuple[int, Choice] | None = None,
-) -> Plan:
-    """The best plan; with `only` that of these choices, if they fit."""
-    direct, pinned = readers.device is not None, readers.pinned_bytes(1)
+def _plan(task: Task, device: torch.device, only: tuple[int, Choice] | None = None) -> Plan:
+    """The best plan; with `only` that of these choices, if they fit. Raises Skip."""
     try:
-        task = Task(
-            spec=spec,
-            data=data,
-            train=train,
-            storage=storage,
-            budgets=limits,
-            device_type=device.type,
-            device_reads=direct,
-            reader_bytes=pinned,
-        )
         return task.search(this_machine(device), only=only).plan
     except BudgetError as refusal:
         raise Skip(str(refusal)) from None
 
 
-def _first_plan(
-    spec: ModelSpec,
-    data: DataConfig,
-    train: TrainConfig,
-    gpu: int,
-    rams: Sequence[int],
-    storage: StorageConfig,
-    device: torch.device,
-    readers: Readers,
-    only: tuple[int, Choice],
-) -> Plan:
-    """The plan with the first of the RAM budgets that is enough."""
-    for ram in rams[:-1]:
+def _first_plan(tasks: Sequence[Task], device: torch.device, only: tuple[int, Choice]) -> Plan:
+    """The plan of the first of the tasks, which differ in their RAM, that has enough."""
+    for task in tasks[:-1]:
         with contextlib.suppress(Skip):
-            return _plan(spec, data, train, Budgets(gpu, ram, None, {}), storage, device, readers, only)
-    return _plan(spec, data, train, Budgets(gpu, rams[-1], None, {}), storage, device, readers, only)
+            return _plan(task, device, only)
+    return _plan(tasks[-1], device, only)
 
 
 def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:

@@ -25,14 +25,17 @@ from app.bench.state import open_drawn
 from app.trace import write_trace
 from engine import attention
 from engine.affinity import place_threads
+from engine.calibrate import calibrate
+from engine.compilers import find_compilation
 from engine.data import DataLoader, MicroBatch
 from engine.device import configure, memory_use
 from engine.flops import StepFlops, executed_flops, model_flops
 from engine.hardware import hfu, mfu, peak_flops
 from engine.lanes import Lanes
 from engine.limits import free_budgets
-from engine.opening import choose_kernels
-from engine.prepare import layouts, make_loader, prepare_data
+from engine.opening import choose_kernels, typical_batch
+from engine.planning import this_machine
+from engine.prepare import LOGITS_BYTES, layouts, make_loader, prepare_data
 from engine.session import Compute, Session, run_identity, run_meta
 from engine.train import train_step
 from storage.errors import UserError
@@ -71,17 +74,57 @@ def _shortened(batch: MicroBatch, tokens: int) -> MicroBatch:
     return replace(batch, positions=positions, documents=starts, lengths=lengths, max_position=int(positions.max()))
 
 
-def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_tokens: int = 0) -> Session:
-    """A session on drawn state with random tokens; the first `short_steps` batches have documents of that length."""
+def learnt(case: Case, setup: Setup, compute: Compute, lanes: Lanes, folder: Path) -> Setup:
+    """The setup planned once more with what kept graphs take where layers are compiled, as a run calibrates its plan.
+
+    Compiled, a graph is smaller than the eager one that `setup` was planned with, so that more of them are kept.
+    """
+    if not compute.compiled or setup.plan.streamed:
+        return setup
+    calibration = calibrate(
+        setup.plan,
+        layouts(setup.spec),
+        compute.runner,
+        compute.adamw,
+        setup.train,
+        typical_batch(_loader(setup, folder)),
+        this_machine(setup.device),
+        LOGITS_BYTES[setup.device.type],
+        lanes.executor,
+    )
+    return choose(case, folder, calibration.graph_bytes_per_token)
+
+
+def _loader(setup: Setup, folder: Path) -> DataLoader:
     corpus = prepare_data(setup.model, setup.data, folder / "data").corpus
-    loader = make_loader(corpus, setup.spec, setup.data, setup.train)
-    identity = run_identity(setup.model, setup.data, setup.train)
-    meta = run_meta(0, 0, loader.cursor, identity)
-    budget_bytes = setup.plan.tiers["gpu"].budget_bytes
+    return make_loader(corpus, setup.spec, setup.data, setup.train)
+
+
+def open_case(
+    setup: Setup, folder: Path, *, case: Case | None = None, short_steps: int = 0, document_tokens: int = 0
+) -> tuple[Setup, Session]:
+    """A session on drawn state with random tokens; the first `short_steps` batches have documents of that length.
+
+    The setup returned is the one that it runs: planned once more for `case`, where one is given (see `learnt`).
+    """
+    compiled = find_compilation(setup.train, setup.device, lambda message: print(message, file=sys.stderr))
     with contextlib.ExitStack() as undo:
-        lanes = Lanes.open(setup.device, budget_bytes, compiled=setup.compiled, placement=place_threads(setup.device))
+        lanes = Lanes.open(
+            setup.device,
+            setup.plan.tiers["gpu"].budget_bytes,
+            compiled=compiled.layers,
+            placement=place_threads(setup.device),
+        )
         undo.callback(lanes.close)
         lanes.executor.call("compute", lambda: choose_kernels(setup.spec, setup.plan, setup.device, DTYPE))
+        compute = Compute.make(setup.spec, setup.train, setup.device, {}, compiled)
+        if case is not None:
+            eager, setup = setup, learnt(case, setup, compute, lanes, folder)
+            if len(setup.spec.attention) != len(eager.spec.attention):
+                compute = Compute.make(setup.spec, setup.train, setup.device, {}, compiled)
+        loader = _loader(setup, folder)
+        identity = run_identity(setup.model, setup.data, setup.train)
+        meta = run_meta(0, 0, loader.cursor, identity)
         store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
         undo.callback(store.close)
         session = Session(
@@ -89,7 +132,7 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
             plan=setup.plan,
             store=cast(NvmeStore, store),
             loader=cast(DataLoader, WarmUpLoader(loader, short_steps, document_tokens)),
-            compute=Compute.make(setup.spec, setup.train, setup.device, {}),
+            compute=compute,
             train=setup.train,
             storage=setup.storage,
             device=setup.device,
@@ -97,7 +140,7 @@ def open_case(setup: Setup, folder: Path, *, short_steps: int = 0, document_toke
             lanes=lanes,
         )
         undo.pop_all()
-    return session
+    return setup, session
 
 
 @dataclass(slots=True)
@@ -187,10 +230,10 @@ def _tiers(session: Session) -> dict[str, dict[str, int]]:
 
 def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     """Run the case and return its figures. Raises Skip where the machine is too small."""
-    setup = choose(case, folder)
+    eager = choose(case, folder)
     chunk = min(case.chunk_tokens, case.row_tokens)
     short_steps = case.warm_up if case.short_warm_up else 0
-    session = open_case(setup, folder, short_steps=short_steps, document_tokens=2 * case.chunk_tokens)
+    setup, session = open_case(eager, folder, case=case, short_steps=short_steps, document_tokens=2 * case.chunk_tokens)
     try:
         ran = run_steps(case, session, folder)
     finally:
@@ -208,7 +251,9 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
         "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),
     }
     settings.restore()
-    return figures(case, setup, ran, kernels)
+    found = figures(case, setup, ran, kernels)
+    found["plan"]["kept_chunks_uncalibrated"] = len(eager.plan.kept)
+    return found
 
 
 def _give_back(device: torch.device) -> None:

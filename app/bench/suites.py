@@ -6,10 +6,7 @@ skipped with the reason, what fails is reported; neither stops the others.
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app.bench.cases import GROUPS, SUITES, Case, case_to_json, cases_of
+from app.bench.cases import GROUPS, SUITES, Case, Rates, case_to_json, cases_of
+from app.bench.process import environment, run_limited
 from app.lanes import LANES
 from app.progress import bytes_text
 from engine.hardware import peak_flops
@@ -27,6 +25,7 @@ from storage.errors import UserError
 
 _PROBE = """
 import json, os, platform, torch, transformers
+from engine.probe_compute import GPU_SIZES, matmul_flops
 from engine.limits import machine_memory
 cuda = torch.cuda.is_available()
 properties = torch.cuda.get_device_properties(0) if cuda else None
@@ -39,6 +38,7 @@ print(json.dumps({
     "python": platform.python_version(),
     "cores": len(os.sched_getaffinity(0)),
     "ram_bytes": machine_memory(),
+    "matmul_flops": matmul_flops(torch.device("cuda"), GPU_SIZES, 0.5) if cuda else None,
 }))
 """
 
@@ -90,8 +90,8 @@ def list_text() -> str:
 
 
 def probe() -> dict[str, Any]:
-    """What the figures depend on: GPU, its peak and driver, versions, cores, RAM."""
-    found = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=_environment())
+    """What the figures depend on: GPU, its peak and driver, what products reach on it, versions, cores, RAM."""
+    found = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment())
     if found.returncode != 0:
         raise UserError(f"torch and transformers cannot be imported by {sys.executable}:\n{found.stderr[-2000:]}")
     machine: dict[str, Any] = json_module.loads(found.stdout.splitlines()[-1])
@@ -113,7 +113,8 @@ def _outcome(
 ) -> dict[str, Any]:
     if case.needs_cuda and machine["gpu"] is None:
         return {"status": "skipped", "reason": "needs CUDA, and torch sees no device"}
-    wanted_s = case.estimate_s(machine["peak_flops"])
+    matmul = machine["matmul_flops"]
+    wanted_s = case.estimate_s(Rates.of_matmul(matmul) if matmul else None, machine["cores"])
     if left_s is not None and left_s < wanted_s:
         reason = f"takes about {wanted_s:.0f} s, and {max(0, left_s):.0f} s of the time limit are left"
         return {"status": "skipped", "reason": f"{reason}; name its suite by itself"}
@@ -137,16 +138,7 @@ def run_case(case: Case, scratch: Path, trace: Path | None, limit_s: float) -> d
         command += ["--trace", str(trace)]
     started = time.monotonic()
     with (scratch / "stdout").open("w+") as out, (scratch / "stderr").open("w+") as err:
-        # A session of its own: what it starts (compilers) ends with it.
-        process = subprocess.Popen(command, env=_environment(), stdout=out, stderr=err, start_new_session=True)
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        code = run_limited(command, limit_s, stdout=out, stderr=err)
         took = {"process_s": time.monotonic() - started}
         out.seek(0)
         err.seek(0)
@@ -160,11 +152,6 @@ def run_case(case: Case, scratch: Path, trace: Path | None, limit_s: float) -> d
         return {"status": "failed", "reason": f"exit {code}\n{errors}".strip()} | took
     outcome: dict[str, Any] = json_module.loads(lines[-1])
     return outcome | took
-
-
-def _environment() -> dict[str, str]:
-    offline = {"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1"}
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | offline
 
 
 def _progress(row: dict[str, Any]) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sample_forecast import GIB, fitting
 
 from app.bench import plan as bench_plan_module
-from app.bench.plan import bench_plan, compare
-from app.bench.plan_cases import CASES, PlanCase
+from app.bench.plan import CaseFailed, bench_plan, compare, progress, row_of, run_case
+from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.recipe import from_json, to_json
 from engine.config import parse_bytes
+from engine.device import LEAST_LIMIT_BYTES
+from engine.planning import Budgets, Task
+from engine.prepare import model_config, model_spec
+from engine.presets import generic_gpu
 from storage.errors import UserError
 
 
@@ -90,15 +93,15 @@ def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run_case(case: PlanCase, run_dir: Path) -> None:
+    def run(case: PlanCase, run_dir: Path) -> None:
         if case.name == "moe":
-            raise UserError("case moe: exit 1:\nTraceback")
+            raise CaseFailed("exit 1: KeyError: 'odd'", "Traceback\nKeyError: 'odd'")
         slow = case.name == "1m-gpu"
         finished(run_dir, step_times_s=[9.0, 900.0 if slow else 671.4], gpu=0.94 if slow else 1.0)
 
     cases = [case for case in CASES if case.name in ("1m-gpu", "29m-ram", "moe")]
     page = tmp_path / "planning.md"
-    report = bench_plan(cases=cases, run_case=run_case, folder=tmp_path, save=page)
+    report = bench_plan(cases=cases, run=run, folder=tmp_path, save=page)
     assert (report["failed"], report["peaks_within"], report["steps_within"]) == (1, 1, 1)
     assert report["worst_peak"]["gpu"] == pytest.approx(0.06)
     assert report["worst_step"] == pytest.approx(900 / 671.4 - 1)
@@ -110,7 +113,7 @@ def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "67.7 GiB of 72.0 GiB: 0.940! |" in text
     )
     assert "15m00s of 11m11s: 1.340! | nvme_read |" in text
-    assert "| moe | 8 experts, 2 a token | failed: case moe: exit 1: |" in text
+    assert "| moe | 8 experts, 2 a token | failed: exit 1: KeyError: 'odd' |" in text
     assert "- peaks of all tiers within 5%: 1 of 3; largest deviation gpu 6.0%, ram 0.0%, nvme 0.0%" in text
     assert "- step time within 15%: 1 of 3; largest deviation 34.0%" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -118,7 +121,7 @@ def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert "1.340!" in out
     assert err.splitlines()[0].startswith("1/3 1m-gpu: measured over planned: gpu 0.940!, ram 1.000, nvme 1.000, step ")
-    assert "3/3 moe: failed: case moe: exit 1:" in err
+    assert "3/3 moe: failed: exit 1: KeyError: 'odd'" in err
 
 
 def test_folders_that_are_not_there(tmp_path: Path) -> None:
@@ -128,7 +131,55 @@ def test_folders_that_are_not_there(tmp_path: Path) -> None:
         bench_plan(cases=[], folder=tmp_path / "missing")
 
 
-def test_a_failing_process_is_reported_with_its_last_words(tmp_path: Path) -> None:
-    bad: dict[str, Any] = {"model": {}, "context": 8, "gpu": "1MiB", "ram": "1MiB", "train": {}}
-    with pytest.raises(UserError, match=r"(?s)case nobody: exit 2:\n.*invalid choice: 'nobody'"):
-        bench_plan_module._run_case(PlanCase(name="nobody", about="", **bad), tmp_path)
+def test_a_refused_case_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    tiny = PlanCase(name="tiny", about="", model=CASES[0].model, context=256, gpu="1MiB", ram="1MiB", train={})
+    row = row_of(tiny, tmp_path)
+    assert row["error"].startswith("budgets.gpu: 1.0 MiB cannot hold one block's working set")
+    assert "\n" not in row["error"]
+    assert "output" not in row
+    assert progress(row) == f"tiny: failed: {row['error']}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_whose_process_breaks_keeps_what_it_wrote(tmp_path: Path) -> None:
+    row = row_of(
+        PlanCase(name="odd", about="", model={}, context=8, gpu="1MiB", ram="1MiB", train={"odd": 1}), tmp_path
+    )
+    assert row["error"].startswith("exit 1: TypeError: ")
+    assert "\n" not in row["error"]
+    assert row["output"].startswith("Traceback")
+
+
+def test_a_case_ends_at_its_limit(tmp_path: Path) -> None:
+    with pytest.raises(CaseFailed, match="not done after 0 s"):
+        run_case(CASES[0], tmp_path / "run", limit_s=0.2)
+
+
+def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
+    recipes = {case.name: from_json(to_json(case.recipe())) for case in CUDA_CASES}
+    assert len(recipes) == len(CUDA_CASES) >= 8
+    assert {r.train.save for r in recipes.values()} == {"auto", "input", "attention", "everything"}
+    assert {r.train.kv_window for r in recipes.values()} == {"auto", "whole", "streamed"}
+    assert {r.train.compute_dtype for r in recipes.values()} == {"bfloat16", "float32"}
+    assert {r.train.gradient_dtype for r in recipes.values()} == {"bfloat16", "float32"}
+    assert any("num_experts" in r.model.overrides for r in recipes.values())
+    places = {}
+    for name, recipe in recipes.items():
+        budgets = [parse_bytes(getattr(recipe.budgets, tier) or 0, tier) for tier in ("gpu", "ram")]
+        assert budgets[0] >= LEAST_LIMIT_BYTES  # so the allocator keeps to it
+        assert budgets[1] <= 10 * GIB
+        task = Task(
+            spec=model_spec(model_config(recipe.model, recipe.data, None), recipe.data),
+            data=recipe.data,
+            train=recipe.train,
+            storage=recipe.storage,
+            budgets=Budgets(budgets[0], budgets[1], None, {}),
+            device_type="cuda",
+            device_reads=False,
+        )
+        plan = task.search(generic_gpu("NVIDIA H200")).plan
+        places[name] = {buffer.state for buffer in plan.buffers.values()}
+    assert list(places.values())[0] == {"gpu", "ram", "nvme"}  # the most telling one first
+    assert {"nvme"} in places.values()
+    assert {"gpu"} in places.values()
+    assert {"ram"} in places.values()
