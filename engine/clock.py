@@ -9,15 +9,24 @@ from collections.abc import Callable
 import torch
 
 _ROUNDS = 3
-"""Measurements of which the median counts; each runs for a third of the time given."""
+"""Measurements of which the median counts, as long as there is time; each runs for a third of it."""
 
 
 def clock(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of one `work`: median of three rounds that together last `seconds`, or one run each if that is longer."""
+    """Seconds of one `work`: median of three rounds that together last `seconds`, or of one run if that is longer.
+
+    What a launch takes on the host counts towards `seconds`, not towards the result: work that is over on the device
+    before the host has launched the next is not launched a million times.
+    """
     once = elapsed_s(work, device, 1)  # warm-up: allocation, compilation, first touch
+    begin = time.perf_counter()
     once = elapsed_s(work, device, 1)
-    count = max(1, round(seconds / _ROUNDS / max(once, 1e-9)))
-    return statistics.median(elapsed_s(work, device, count) / count for _ in range(_ROUNDS))
+    once = max(once, time.perf_counter() - begin)
+    count = max(1, int(seconds / _ROUNDS / once))
+    rounds = [elapsed_s(work, device, count) / count]
+    while len(rounds) < _ROUNDS and time.perf_counter() - begin < seconds:
+        rounds.append(elapsed_s(work, device, count) / count)
+    return statistics.median(rounds)
 
 
 def elapsed_s(work: Callable[[], object], device: torch.device, count: int = 1) -> float:

@@ -81,8 +81,8 @@ GPU_SIZES = Sizes(
     head_dims=(64, 128),
     chunks=(4096, 16384),
     earlier_tokens=32768,
-    copy_bytes=256 << 20,
-    pass_bytes=1 << 30,
+    copy_bytes=128 << 20,
+    pass_bytes=512 << 20,
     state_numel=8 << 20,
 )
 

@@ -37,6 +37,9 @@ _MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 """File systems whose files are RAM."""
 _FILL_SHARE = 0.25
 """Of the time given; the rest is shared by what is measured."""
+_FILL_BYTES_PER_S = 512 << 20
+"""Of the time given, as much is filled on one drive at most: a file system gives extents back at about 1 GB/s, and that
+is waited for."""
 _LEAST_SHARE = 0.02
 """Of the time given, that one phase takes by itself however long the others took."""
 
@@ -119,10 +122,10 @@ def probe_drives(
         for warning in check_folder(folder):
             say(warning)
     sizes = [_fillable(folder, folders) for folder in folders]
-    count = len(folders)
+    count, filled = len(folders), max(_LEAST_BLOCKS * block_bytes, int(seconds * _FILL_BYTES_PER_S))
     with ExitStack() as cleanup:
         drives = [
-            cleanup.enter_context(_opened(folder, min(room, most_bytes) // block_bytes))
+            cleanup.enter_context(_opened(folder, min(room, most_bytes, filled) // block_bytes))
             for folder, room in zip(folders, rooms, strict=True)
         ]
         bench = _Bench(max(count, 2) * _THREADS, block_bytes, seconds, phases=3 * count + (2 if count > 1 else 0))
@@ -265,8 +268,9 @@ def _opened(folder: Path, most_blocks: int) -> Iterator[_Files]:
             raise disk_error(error, folder, "making files to measure with") from error
         yield files
     finally:
-        for fd in files.fds:
-            os.close(fd)
+        # Giving the extents of gigabytes back takes seconds one after another.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(os.close, files.fds))
 
 
 def _nameless(folder: Path) -> int:

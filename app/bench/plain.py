@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PlainBatch:
+    """One micro-batch: one row, or rows of one length where there are no labels."""
+
+    ids: Tensor
+    """[tokens] or [rows, tokens], int64."""
+    labels: Tensor | None = None
+    """[tokens]: the next token, or -100; None: every token but a row's first is a target."""
 
 
 def plain_step_times(
@@ -22,40 +36,90 @@ def plain_step_times(
     weight_decay: float,
     clip_norm: float,
 ) -> list[float]:
-    """Seconds of each of `steps` optimizer steps on `rows` random sequences of `row_tokens` tokens.
+    """Seconds of each of `steps` optimizer steps on `rows` random sequences of `row_tokens` tokens: see plain_steps."""
+    torch.manual_seed(0)
+    batches = ([PlainBatch(torch.randint(0, config.vocab_size, (rows, row_tokens)))] for _ in range(steps))
+    found = plain_steps(
+        config,
+        batches,
+        device=device,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+    )
+    return [seconds for _, _, seconds in found]
+
+
+def plain_steps(
+    config: PretrainedConfig,
+    batches: Iterable[Sequence[PlainBatch]],
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    device: torch.device,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip_norm: float | None,
+) -> Iterator[tuple[float, float, float]]:
+    """(loss, gradient norm, seconds) of an optimizer step on each of `batches`, a sequence of micro-batches.
 
     bf16 weights and gradients, gradient checkpointing of every layer, fp32 master weights and moments in torch's
-    fused AdamW, exact clipping by the global norm. A bf16 gradient dies as soon as
-    its fp32 copy exists, so the peak holds no parameter's gradient twice.
+    fused AdamW, exact clipping by the global norm, micro-batches' gradients summed in fp32. A bf16 gradient dies as
+    soon as its fp32 copy exists, so the peak holds no parameter's gradient twice. `weights`: float32 values to start
+    from, by parameter name; without them the model's own initialiser's.
     """
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
     model.config.use_cache = False
     with warnings.catch_warnings():  # the older name of activation checkpointing, which every transformers 5 has
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    weights = list(model.parameters())
-    masters = [weight.detach().float() for weight in weights]
+    named = dict(model.named_parameters())
+    params = list(named.values())
+    if weights is None:
+        masters = [param.detach().float() for param in params]
+    else:
+        masters = [weights[name].to(device, torch.float32, copy=True) for name in named]
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
     decayed = [master for master in masters if master.ndim > 1]
     undecayed = [master for master in masters if master.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    times = []
-    for _ in range(steps):
-        ids = torch.randint(0, config.vocab_size, (rows, row_tokens), device=device)
+    for micro_batches in batches:
         start = time.perf_counter()
-        model(input_ids=ids, labels=ids).loss.backward()
-        for weight, master in zip(weights, masters, strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
-            weight.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, clip_norm, foreach=True)
+        targets = sum(_targets(batch) for batch in micro_batches)
+        loss = torch.zeros((), device=device)
+        for batch in micro_batches:
+            part = _loss_sum(model, batch, device) / targets
+            part.backward()
+            loss += part.detach()
+            for param, master in zip(params, masters, strict=True):
+                assert param.grad is not None
+                master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
+                param.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters, clip_norm or float("inf"), foreach=True)
         adamw.step()
         adamw.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(weights, masters)
+            torch._foreach_copy_(params, masters)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times
+        yield float(loss), float(norm), time.perf_counter() - start
+
+
+def _targets(batch: PlainBatch) -> int:
+    if batch.labels is not None:
+        return int((batch.labels >= 0).sum())
+    return batch.ids[..., 1:].numel()
+
+
+def _loss_sum(model: torch.nn.Module, batch: PlainBatch, device: torch.device) -> Tensor:
+    ids = batch.ids.to(device)
+    rows = ids if ids.ndim > 1 else ids[None]
+    labels = functional.pad(rows[:, 1:], (0, 1), value=-100) if batch.labels is None else batch.labels.to(device)
+    logits: Tensor = model(input_ids=rows).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

@@ -179,7 +179,7 @@ def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
         )
         plan = task.search(generic_gpu("NVIDIA H200")).plan
         places[name] = {buffer.state for buffer in plan.buffers.values()}
-    assert list(places.values())[0] == {"gpu", "ram", "nvme"}  # the most telling one first
+    assert next(iter(places.values())) == {"gpu", "ram", "nvme"}  # the most telling one first
     assert {"nvme"} in places.values()
     assert {"gpu"} in places.values()
     assert {"ram"} in places.values()

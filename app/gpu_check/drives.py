@@ -1,0 +1,25 @@
+"""Stage `drives`, case `probe`: what the drive below a folder gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from app.gpu_check.found import tell
+from app.gpu_check.stages import PROBE_S
+from engine.probe_drives import probe_drives
+from storage.errors import UserError
+
+
+def main() -> None:
+    """Measure the drive of the folder that is given."""
+    try:
+        found = probe_drives([Path(sys.argv[1])], PROBE_S, say=print)
+    except UserError as error:
+        sys.exit(str(error))
+    tell(dataclasses.asdict(found))
+
+
+if __name__ == "__main__":
+    main()
