@@ -145,7 +145,7 @@ def attends() -> dict[str, Any]:
     from engine import attention
 
     shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 32768}
-    attention.measure(torch.device("cuda", 0), torch.bfloat16, **shape)  # type: ignore[arg-type]
+    attention.measure(torch.device("cuda", 0), torch.bfloat16, **shape)
     kernels = [kind for kind in attention.attention_report() if kind["device"].startswith("cuda")]
     found: dict[str, Any] = {}
     for direction in ("forward", "backward"):

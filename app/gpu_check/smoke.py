@@ -140,7 +140,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
 def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
     """Losses, gradient norms and seconds of the steps."""
     steps = []
-    with open_case(setup, folder) as session:
+    with open_case(setup, folder)[1] as session:
         for _ in range(STEPS):
             metrics = train_step(session)
             steps.append((metrics.loss, metrics.grad_norm, metrics.step_s))
@@ -174,7 +174,7 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
 def drawn_weights(setup: Setup) -> dict[str, torch.Tensor]:
     """The weights that `open_case` starts from, float32, by the model's own names."""
     flat = layouts(setup.spec)
-    drawn, found = DrawnState(setup.plan, flat), {}
+    drawn, found = DrawnState(setup.plan, flat), dict[str, torch.Tensor]()
     for name, layout in flat.items():
         buffer, values = setup.plan.buffers[name], torch.empty(layout.numel)
         for part in range(buffer.num_parts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.progress import bytes_text
@@ -10,7 +10,7 @@ from app.progress import bytes_text
 Cases = Mapping[str, Mapping[str, Any]]
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 

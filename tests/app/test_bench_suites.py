@@ -22,6 +22,7 @@ from app.bench.suite_worker import WarmUpLoader, learnt
 from engine.config import DataConfig
 from engine.data import IGNORE_LABEL, MicroBatch
 from engine.flops import StepFlops, executed_flops, model_flops
+from engine.lanes import Lanes
 from engine.prepare import ALLOCATOR_SHARE, layouts
 from engine.session import Compute
 from storage.errors import UserError
