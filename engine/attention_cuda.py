@@ -27,7 +27,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)  # a step has two for each of its chunks, which all layers ask for in turn
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Int32 tensor; the copy from pinned memory does not wait for the GPU."""
     return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)

@@ -16,6 +16,9 @@ Cut = Literal["whole", "split"]
 """How spans become kernel calls. whole: as they are, several in one call where the kernel takes segments. split: the
 queries' own keys (causal, square) and the earlier keys (all visible) apart, and at a sliding window's edge tiles."""
 
+SEGMENT_ROWS = 128
+"""Rows of a kernel's tile: a segment's own sums begin at a new one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -141,8 +144,20 @@ def cut(
         long = keys_per_call is not None and parts[0].q0 - parts[0].k0 > keys_per_call
         together = parts[1:] if long else parts
         if len(together) > 1:
-            return [*([_whole(parts[0], keys_per_call)] if long else []), [_join(together)]]
+            count = -(-len(together) // most_segments(parts[-1].q1 - parts[0].q0))
+            bounds = [i * len(together) // count for i in range(count + 1)]
+            joined = [[_join(together[a:b])] for a, b in itertools.pairwise(bounds)]
+            return [*([_whole(parts[0], keys_per_call)] if long else []), *joined]
     return [_whole(span, keys_per_call) for span in parts]
+
+
+def most_segments(rows: int) -> int:
+    """Segments of one call, at most, of queries that have so many rows.
+
+    Kernels lay out their own sums with up to `SEGMENT_ROWS` unused rows for each segment; these are then no more than
+    half of the queries, or 1,024, however short the documents are.
+    """
+    return max(8, rows // (2 * SEGMENT_ROWS))
 
 
 def _join(parts: Sequence[Span]) -> Call:

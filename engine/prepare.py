@@ -258,7 +258,8 @@ def make_problem(
     tokens = data.sequence_length if spec.recurrent else chunk_tokens
     workspace = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device_type])
     if device_type == "cuda":
-        workspace += attention_workspace(spec, tokens, data.sequence_length)
+        stream_tokens = train.sequences_per_micro_batch * data.sequence_length
+        workspace += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
         workspace += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
     return Problem(
         blocks=_learned(block_shapes(spec, dtype), graph_bytes or {}),
@@ -344,8 +345,8 @@ def block_shapes(spec: ModelSpec, dtype: torch.dtype) -> tuple[BlockShape, ...]:
     return tuple(shapes)
 
 
-def attention_workspace(spec: ModelSpec, tokens: int, row_tokens: int) -> int:
-    """Most that the kernels for a layer's attention take on a GPU."""
+def attention_workspace(spec: ModelSpec, tokens: int, stream_tokens: int, *, deterministic: bool) -> int:
+    """Most that the kernels for a layer's attention take on a GPU, for chunks of a stream of `stream_tokens`."""
     return max(
         (
             attention.workspace_bytes(
@@ -354,7 +355,8 @@ def attention_workspace(spec: ModelSpec, tokens: int, row_tokens: int) -> int:
                 qk_dim=shape.qk_dim,
                 v_dim=shape.v_dim,
                 chunk=tokens,
-                total=row_tokens,
+                total=stream_tokens,
+                deterministic=deterministic,
             )
             for shape in spec.attention
             if shape is not None

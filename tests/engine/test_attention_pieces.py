@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention_pieces import Cut, Geometry, cut, spans
+from engine.attention_pieces import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
 
 
 def visible(geometry: Geometry) -> Tensor:
@@ -67,3 +67,18 @@ def test_documents_of_a_chunk_are_one_call_where_the_kernel_takes_segments() -> 
     ((call,),) = cut(parts, "whole", segments=True)
     assert (call.q0, call.q1, call.k0, call.k1) == (100, 200, 40, 200)
     assert (call.geometry.cu_q, call.geometry.cu_k) == ((0, 30, 31, 100), (0, 90, 91, 160))
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.none() | st.integers(1, 50))
+def test_short_documents_are_shared_out_evenly_among_few_calls(
+    count: int, length: int, keys_per_call: int | None
+) -> None:
+    """Rows that a kernel adds to each segment are at most half of the queries, or 1,024."""
+    rows = count * length
+    parts = spans(0, rows, 0, rows, list(range(0, rows, length)), None)
+    calls = [call for (call,) in cut(parts, "whole", segments=True, keys_per_call=keys_per_call)]
+    sizes = [max(1, len(call.geometry.cu_q) - 1) for call in calls]
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) * SEGMENT_ROWS <= max(1024, rows / 2)
+    assert len(calls) == -(-count // most_segments(rows)), "more calls than there need be"
