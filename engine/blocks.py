@@ -7,7 +7,7 @@ added into float32 views of another. Layers are run by engine/layers.py; what su
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -140,9 +140,7 @@ class ModelRunner:
         with self._skeleton.bound(weights) as bound:
             cost = self._find_logits_cost(bound)
             step = loss_terms.rows_at_once(logits_bytes, cost)
-            for part, labels in zip(tokens.rows.split(step), tokens.labels.split(step), strict=True):
-                if not part.numel():
-                    break  # what splitting no rows gives
+            for part, labels in _pieces(tokens, step):
                 part_x = x.index_select(0, part).requires_grad_()
                 with torch.enable_grad():
                     logits = self._skeleton.logits(part_x)
@@ -164,9 +162,7 @@ class ModelRunner:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad(), self._skeleton.bound(weights) as bound:
             step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
-            for part, labels in zip(tokens.rows.split(step), tokens.labels.split(step), strict=True):
-                if not part.numel():
-                    break  # what splitting no rows gives
+            for part, labels in _pieces(tokens, step):
                 logits = self._skeleton.logits(x.index_select(0, part))
                 # Their gradient takes their place, and nobody reads it: one pass more, and no other kernel.
                 loss += self._cross_entropy(logits, labels, 1.0, logits_bytes // loss_terms.WORK_SHARE)
@@ -179,3 +175,10 @@ class ModelRunner:
             with torch.enable_grad():
                 self._logits_cost = loss_terms.LogitsCost.of(lambda: self._skeleton.logits(x), bound.values())
         return self._logits_cost
+
+
+def _pieces(tokens: ChunkTokens, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and labels of the tokens that have a target, at most so many at once; nothing where none has one."""
+    if tokens.rows.numel():
+        rows, labels = (loss_terms.even_pieces(tensor, most) for tensor in (tokens.rows, tokens.labels))
+        yield from zip(rows, labels, strict=True)

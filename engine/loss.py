@@ -8,7 +8,7 @@ of the output matrix, which every such sub-chunk adds to once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,14 @@ def rows_at_once(logits_bytes: int, cost: LogitsCost) -> int:
     return max(1, (logits_bytes - logits_bytes // WORK_SHARE) // cost.row_bytes)
 
 
+def even_pieces(tensor: Tensor, most: int) -> Sequence[Tensor]:
+    """`tensor` [n, ...] cut along its rows into as few pieces of at most `most` as there can be, alike within one row.
+
+    A rest of a few rows would be another problem for kernels and for the allocator, at nearly the price of a whole one.
+    """
+    return tensor.tensor_split(max(1, -(-tensor.shape[0] // most)))
+
+
 class CrossEntropy:
     """Cross entropy over row blocks; compiled into one kernel per block, or eager."""
 
@@ -85,7 +93,7 @@ class CrossEntropy:
         factor = torch.full((), scale, dtype=dtype, device=logits.device)
         loss = torch.zeros((), dtype=torch.float64, device=logits.device)
         step = max(1, work_bytes // (logits.shape[1] * dtype.itemsize))
-        for rows, targets in zip(logits.split(step), labels.split(step), strict=True):
+        for rows, targets in zip(even_pieces(logits, step), even_pieces(labels, step), strict=True):
             loss += self._block(rows, targets, factor)
         return loss
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import ChunkTokens
 from engine.blocks import ModelRunner
-from engine.loss import CrossEntropy, LogitsCost, rows_at_once
+from engine.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
 from engine.model import HEAD, initialize
 
 
@@ -35,6 +37,43 @@ def test_cross_entropy_is_torchs(compile: bool, dtype: torch.dtype, tolerance: f
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(logits.double(), gradient, rtol=tolerance, atol=tolerance * 0.3)
+
+
+@given(st.integers(1, 500), st.integers(1, 300))
+def test_pieces_are_few_and_alike(rows: int, most: int) -> None:
+    sizes = [piece.shape[0] for piece in even_pieces(torch.arange(3 * rows).view(rows, 3), most)]
+    assert sum(sizes) == rows
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) <= 1, "a rest"
+    assert len(sizes) == -(-rows // most), "more than there need be"
+    assert torch.equal(torch.cat([*even_pieces(torch.arange(rows), most)]), torch.arange(rows))
+
+
+@pytest.mark.parametrize("targets", [1, 9, 10, 11, 20, 21])
+def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 rows at once, 21 targets are three times 7 and not 10, 10 and 1; scoring cuts them as training does."""
+    runner, weights = head_of()
+    grads = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
+    x = torch.randn(24, runner.spec.hidden_size, dtype=torch.bfloat16)
+    labels = torch.full((24,), -100).index_fill_(0, torch.arange(targets) + 2, 7)
+    tokens = ChunkTokens.of(torch.zeros(24, dtype=torch.int64), labels, torch.arange(24))
+    runner.score(weights, x, tokens, 1 << 20)  # looks at a row of logits once
+    seen: list[int] = []
+    real = runner._skeleton.logits
+
+    def logits(rows: Tensor) -> Tensor:
+        seen.append(rows.shape[0])
+        return real(rows)
+
+    monkeypatch.setattr(runner._skeleton, "logits", logits)
+    monkeypatch.setattr("engine.loss.rows_at_once", lambda logits_bytes, cost: 10)
+    runner.head(weights, x, tokens, 1.0, grads, 1 << 20)
+    count = -(-targets // 10)
+    assert len(seen) == count
+    assert set(seen) <= {targets // count, -(-targets // count)}
+    trained = list(seen)
+    runner.score(weights, x, tokens, 1 << 20)
+    assert seen == 2 * trained
 
 
 def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
