@@ -35,12 +35,19 @@ class DeviceArena:
         self.used_bytes = 0
 
     def slot(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes]; counts as whole pages."""
+        """uint8 [nbytes], its address a multiple of 4 KiB; counts as whole pages."""
         self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
         assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
         if self._device.type == "cpu":
             return empty_aligned(nbytes, torch.uint8)  # direct reads end here
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        whole = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if whole.data_ptr() % ALIGNMENT:
+            # The allocator aligns to 512 bytes; GPUDirect bounces what does not start at a page.
+            del whole
+            whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self._device)
+        skipped = -whole.data_ptr() % ALIGNMENT
+        return whole[skipped : skipped + nbytes]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,508 @@
+"""Carries out real plans of real recipes through the real Runtime on a pretended device: every copy, read and slot.
+
+What a layer computes is left out; which tensors it is given, and what it does with them, is told to the Watch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_pretended import DEVICE, Pretended, pretended, up
+from cuda_watch import PAGE, STREAMS, Watch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from app.plan import recipe_task
+from app.recipe import load_recipe
+from engine import attention
+from engine.attention import AttentionCall, AttentionState
+from engine.batch import BatchCarrier, ChunkTokens, ScoreData, StepData
+from engine.blocks import ModelRunner
+from engine.config import TrainConfig
+from engine.data import MicroBatch
+from engine.layers import LayerInputs, Projection
+from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from engine.model import ModelSpec
+from engine.ops import Op
+from engine.plan import Choice, Plan
+from engine.prepare import LOGITS_BYTES, compute_dtype, layouts
+from engine.runtime import Runtime
+from engine.schedule import ScheduleBuilder
+from engine.skeleton import LayerCall
+from storage.arena import HostArena
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe on a machine."""
+
+    recipe: str
+    machine: str
+    choice: Choice | None = None
+    """None: what the search finds best."""
+    device_reads: bool = True
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case's plan, from shapes alone."""
+
+    plan: Plan
+    spec: ModelSpec
+    train: TrainConfig
+    inputs_bytes: int
+    """Bytes of a chunk's LayerInputs per token."""
+
+
+@cache
+def planned(case: Case) -> Planned:
+    """Plan a case; outside of `pretended`, which a model on the meta device is not made for."""
+    machine, task = recipe_task(load_recipe(RECIPES / f"{case.recipe}.py"), case.machine)
+    task = replace(task, device_reads=case.device_reads)
+    plan = task.search(machine).plan if case.choice is None else task.plan(case.choice)
+    return Planned(plan, task.spec, task.train, inputs_bytes(task.spec, compute_dtype(task.train)))
+
+
+class Registrations:
+    """storage.arena.Registrar: tells the Watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def register(self, address: int, nbytes: int) -> int:
+        self._watch.register(address, nbytes)
+        return 0
+
+    def unregister(self, address: int) -> None:
+        self._watch.unregister(address)
+
+
+class Arithmetic:
+    """Stands in for the blocks' computation: every tensor that a block is given is used as the block uses it."""
+
+    def __init__(self, cuda: Pretended, shapes: Planned) -> None:
+        self.spec, self.device, self.dtype = shapes.spec, DEVICE, compute_dtype(shapes.train)
+        self.layers = self
+        self._cuda, self._plan, self._inputs_bytes = cuda, shapes.plan, shapes.inputs_bytes
+
+    # ------------------------------------------------------------------ ModelRunner
+
+    def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
+        """Rotary tables and the like of a chunk, in one tensor of their size."""
+        self._cuda.use(positions, write=False)
+        tables = torch.empty(positions.numel() * self._inputs_bytes, dtype=torch.uint8, device=DEVICE)
+        self._cuda.use(tables, write=True)
+        return LayerInputs((LayerCall((tables,), {}),))
+
+    def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+        self._cuda.use(*weights.values(), ids, positions, write=False)
+        return self._result(ids.numel())
+
+    def embed_backward(
+        self, weights: Mapping[str, Tensor], tokens: ChunkTokens, dx: Tensor, grads: Mapping[str, Tensor]
+    ) -> None:
+        self._cuda.use(*weights.values(), *tokens.tensors(), dx, write=False)
+        self._cuda.use(*grads.values(), write=True)
+
+    def head(
+        self,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        tokens: ChunkTokens,
+        loss_scale: float,
+        grads: Mapping[str, Tensor],
+        logits_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
+        self._cuda.use(*grads.values(), write=True)
+        return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
+
+    def score(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+        self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
+        return self._cuda.scratch(1, dtype=torch.float64)[0]
+
+    # ------------------------------------------------------------------ LayerRunner
+
+    def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
+        return documents
+
+    def in_blocks(self, index: int, state: AttentionState) -> AttentionState:
+        return state
+
+    def forward(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
+    ) -> Tensor:
+        self._read(weights, inputs, x)
+        self._attend(state)
+        return self._result(x.shape[0])
+
+    def forward_given(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, out: Tensor
+    ) -> Tensor:
+        self._read(weights, inputs, x, out)
+        return self._result(x.shape[0])
+
+    def backward(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        dy: Tensor,
+        inputs: LayerInputs,
+        state: AttentionState | None,
+        grads: Mapping[str, Tensor],
+    ) -> Tensor:
+        self._read(weights, inputs, x, dy)
+        self._attend_back(state)
+        self._cuda.use(*grads.values(), write=True)
+        return self._result(x.shape[0])
+
+    def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+        self._read(weights, inputs, x)
+        return self._projection(index, x.shape[0])
+
+    def keep(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, handler: Any) -> Graph:
+        self._read(weights, inputs, x)
+        if handler is not None:
+            self._attend(handler.__self__.state)
+        return Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
+
+    def graph(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        attend: Any,
+        *,
+        keep: bool,
+    ) -> Graph:
+        self._read(weights, inputs, x)
+        projection = self._projection(index, x.shape[0])
+        out = attend(projection)
+        self._cuda.use(out, write=False)
+        graph = Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]) if keep else 0, projection)
+        graph.out = self._cuda.scratch(*out.shape, dtype=out.dtype)
+        return graph
+
+    def _graph_bytes(self, index: int, tokens: int) -> int:
+        kept = self._plan.blocks[index + 1].graph_bytes_per_token
+        assert kept is not None
+        return tokens * kept
+
+    def _projection(self, index: int, tokens: int) -> Projection:
+        shape = self.spec.attention[index]
+        assert shape is not None
+        sizes = [(shape.heads, shape.qk_dim), (shape.kv_heads, shape.qk_dim), (shape.kv_heads, shape.v_dim)]
+        q, k, v = (self._cuda.scratch(tokens, *size, dtype=self.dtype) for size in sizes)
+        return Projection(q, k, v, _CALL)
+
+    def _read(self, weights: Mapping[str, Tensor], inputs: LayerInputs, *others: Tensor) -> None:
+        self._cuda.use(*weights.values(), *inputs.calls[0].args, *others, write=False)
+
+    def _attend(self, state: AttentionState | None) -> None:
+        """Forward: own keys and values written, earlier ones read, output and log-sum-exp written."""
+        if state is not None:
+            own = slice(state.start, state.end)
+            self._cuda.use(state.k[own], state.v[own], state.out, state.lse, write=True)
+            self._cuda.use(state.k[: state.end], state.v[: state.end], write=False)
+
+    def _attend_back(self, state: AttentionState | None) -> None:
+        if state is not None:
+            assert state.dk is not None
+            assert state.dv is not None
+            self._cuda.use(state.k[: state.end], state.v[: state.end], state.out, state.lse, write=False)
+            self._cuda.use(state.dk[: state.end], state.dv[: state.end], write=True)
+
+    # ------------------------------------------------------------------ engine.attention
+
+    def handler(self, state: AttentionState) -> Callable[..., Tensor]:
+        """forward_handler."""
+
+        def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+            self._attend(state)
+            return state.out
+
+        return handle
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        self._cuda.use(q, k, v, write=False)
+        n, heads, _ = q.shape
+        size = (n, heads, v.shape[-1])
+        return self._cuda.scratch(*size, dtype=q.dtype), self._cuda.scratch(heads, n, dtype=torch.float32)
+
+    def merge(self, total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        self._cuda.use(total, total_lse, write=True)
+
+    def attend_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        **where: Any,
+    ) -> None:
+        self._cuda.use(dout, q, k, v, out, lse, write=False)
+        self._cuda.use(dq, dk, dv, write=True)
+
+    def _result(self, tokens: int) -> Tensor:
+        return self._cuda.scratch(tokens, self.spec.hidden_size, dtype=self.dtype)
+
+
+_CALL = AttentionCall(scale=1.0, window=None, softcap=None, sinks=None)
+
+
+class Graph:
+    """engine.layers.LayerGraph without a graph, of the size that the plan expects."""
+
+    def __init__(
+        self, owner: Arithmetic, cuda: Pretended, tokens: int, nbytes: int, projection: Projection | None
+    ) -> None:
+        self._owner, self._cuda = owner, cuda
+        self.y = owner._result(tokens)
+        self.nbytes = nbytes
+        self._held = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) if nbytes else None
+        if self._held is not None:
+            cuda.use(self._held, write=True)
+        self.projection = projection
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
+        held = [] if self._held is None else [self._held]
+        self._cuda.use(*weights.values(), dy, *held, write=False)
+        self._cuda.use(*grads.values(), write=True)
+        return self.out
+
+    def bottom(self, weights: Mapping[str, Tensor], given: Any, grads: Mapping[str, Tensor], dsinks: Any) -> Tensor:
+        self._cuda.use(*weights.values(), *given, write=False)
+        self._cuda.use(*grads.values(), write=True)
+        return self.y
+
+    def dx(self) -> Tensor:
+        return self.y
+
+
+class Updates:
+    """Stands in for AdamW."""
+
+    def __init__(self, cuda: Pretended) -> None:
+        self._cuda = cuda
+
+    def step(self, state: Any, gradient: Tensor, weights: Tensor, decay_numel: int, values: Any) -> None:
+        self._cuda.use(gradient, write=False)
+        self._cuda.use(*state, weights, write=True)
+        self._cuda.use(values.decayed, values.undecayed, write=False)
+
+
+class Files:
+    """Stands in for NvmeStore: reads and writes are over when the op is."""
+
+    def __init__(self, cuda: Pretended) -> None:
+        self._cuda = cuda
+
+    def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
+        self._cuda.watch.read_direct(out.data_ptr(), out.nbytes, 0)
+        return self._moved(out, write=True)
+
+    def write(self, buffer: str, kind: str, part: int, data: Tensor) -> Future[None]:
+        self._cuda.watch.read_direct(data.data_ptr(), 0, 0)
+        return self._moved(data, write=False)
+
+    def spill(self, name: str, data: Tensor) -> Future[None]:
+        return self._moved(data, write=False)
+
+    def unspill(self, name: str, out: Tensor, *, keep: bool) -> Future[None]:
+        return self._moved(out, write=True)
+
+    def discard(self, name: str) -> Future[None]:
+        return self._moved(write=False)
+
+    def _moved(self, *tensors: Tensor, write: bool) -> Future[None]:
+        self._cuda.use_at_once(*tensors, write=write)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+class Replay:
+    """A session without threads: memory as the plan says, and ops carried out in program order."""
+
+    def __init__(self, shapes: Planned, cuda: Pretended, layers: int | None = None) -> None:
+        """`layers`: carry out the ops of so many layers, the first and the last ones; of the others it is only noted
+        what they come after. What they do is alike, and every slot is looked at when it is carved."""
+        names = [block.name for block in shapes.plan.blocks if block.role == "layer"]
+        half = len(names) if layers is None else layers // 2
+        self._left_out = set(names[half:-half])
+        self.plan, self.spec, train = shapes.plan, shapes.spec, shapes.train
+        self.cuda, self.watch = cuda, cuda.watch
+        dtype = compute_dtype(train)
+        self._streams = {lane: _Lane(lane) for lane in sorted(STREAMS)}
+        cuda.misalign()
+        self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE, dtype)
+        self.slot_bytes = cuda.live_bytes()
+        self.ram: RamMemory = carve(cuda, self.plan, train)
+        self._carrier = BatchCarrier(self.plan.chunks, DEVICE)
+        self.arithmetic = Arithmetic(cuda, shapes)
+        runner: Any = self.arithmetic
+        updates: Any = Updates(cuda)
+        files: Any = Files(cuda)
+        self.runtime = Runtime(
+            self.plan,
+            layouts(self.spec),
+            runner,
+            updates,
+            files,
+            self.gpu,
+            self.ram,
+            train,
+            LOGITS_BYTES["cuda"],
+            lambda step: None,
+        )
+        self.builder = ScheduleBuilder(self.plan)
+        torch.cuda.synchronize(DEVICE)  # as the executor does when it begins
+        self._batches = 0
+        self._next: StepData | None = None
+
+    def step(self, number: int, *, commit: bool = False, passes: int | None = None) -> None:
+        """As engine.train.train_step; with `passes` only the first so many blocks' passes over the chunks."""
+        last = 0
+        for ops in itertools.islice(self.streamed(number, commit=commit), passes):
+            last = self.perform(ops)
+        self._next = self._fetch()
+        self.watch.wait(last)
+
+    def streamed(self, number: int, *, commit: bool = False) -> Iterator[list[Op]]:
+        """The ops of a step whose batch is there, pass by pass."""
+        data = self._next or self._fetch()
+        self.runtime.begin(number, data)
+        documents = [batch.documents for batch in data.micro_batches]
+        return self.builder.stream(number, commit_previous=commit, documents=documents)
+
+    def score(self, step: int, batch: int) -> None:
+        """As engine.validation: one pass, of one micro-batch."""
+        self.runtime.drop_tokens()
+        micro_batches = [self._micro_batch()]
+        data = ScoreData(micro_batches, self._carrier.carry(micro_batches), 1)
+        self.runtime.begin_score(batch, data)
+        last = 0
+        for ops in self.builder.score(step, batch, documents=[m.documents for m in micro_batches]):
+            last = self.perform(ops)
+        self.watch.wait(last)
+        self.runtime.end_score(batch)
+
+    def finish(self) -> None:
+        self.perform(self.builder.finish(commit=True))
+
+    def perform(self, ops: Iterable[Op]) -> int:
+        """Carry out ops as the executor would, one after the other; the last one's id."""
+        last = -1
+        for op in ops:
+            last = op.id
+            self.watch.begin(op)
+            if op.block in self._left_out:
+                pass
+            elif op.lane in STREAMS:
+                with torch.cuda.stream(self._streams[op.lane]):  # type: ignore[arg-type]
+                    self.runtime.perform(op)
+            else:
+                self.runtime.perform(op)
+            self.watch.end()
+        return last
+
+    def _fetch(self) -> StepData:
+        micro_batches = [self._micro_batch() for _ in range(self.plan.problem.micro_batches)]
+        return StepData(
+            micro_batches=micro_batches,
+            chunks=self._carrier.carry(micro_batches),
+            num_targets=sum(batch.num_targets for batch in micro_batches),
+            cursor={},
+        )
+
+    def _micro_batch(self) -> MicroBatch:
+        self._batches += 1
+        return self.batch_of(self.plan.window_tokens, self.plan.problem.row_tokens, self._batches, self.spec.vocab_size)
+
+    @staticmethod
+    def batch_of(tokens: int, row: int, number: int, vocabulary: int) -> MicroBatch:
+        """A micro-batch of rows of one document each."""
+        ids = torch.arange(tokens) * (2 * number + 1) % vocabulary
+        starts = list(range(0, tokens, row))
+        positions = torch.arange(tokens) % row
+        return MicroBatch(ids, ids.roll(-1), positions, starts, tokens, [row] * len(starts), row - 1)
+
+
+@contextmanager
+def replay(case: Case, layers: int | None = None) -> Iterator[Replay]:
+    """A case's memory and runtime on a pretended device; see Replay."""
+    shapes = planned(case)
+    with pretended(Watch()) as cuda, pytest.MonkeyPatch.context() as patch:
+        replay = Replay(shapes, cuda, layers)
+        compute = replay.arithmetic
+        patch.setattr(attention, "forward_handler", compute.handler)
+        patch.setattr(attention, "attend", compute.attend)
+        patch.setattr(attention, "merge_", compute.merge)
+        patch.setattr(attention, "finish", lambda out, lse, sinks: (out, lse))
+        patch.setattr(attention, "attend_backward", compute.attend_backward)
+        yield replay
+
+
+class _Lane:
+    """torch.cuda.Stream of a lane."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
+    """The run's RAM, pinned, with every slot known to the Watch."""
+    carved = HostArena.slot
+    slots: list[tuple[int, int]] = []
+
+    def slot(arena: HostArena, name: str, nbytes: int) -> Tensor:
+        tensor = carved(arena, name, nbytes)
+        cuda.watch.allocate(tensor.data_ptr(), up(nbytes, PAGE))
+        cuda.watch.read_direct(tensor.data_ptr(), 0, 0)
+        slots.append((tensor.data_ptr(), nbytes))
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostArena, "slot", slot)
+        patch.setattr("storage.arena._page_in", lambda address, nbytes: None)
+        ram = allocate_ram(
+            plan,
+            compute_dtype=compute_dtype(train),
+            gradient_dtype=torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32,
+        )
+        assert ram.arena._bytes is not None
+        cuda.arena(ram.arena._bytes.data_ptr(), ram.arena.capacity_bytes)
+        ram.arena.pin(Registrations(cuda.watch))
+    for address, nbytes in slots:
+        cuda.watch.require_pinned(address, nbytes)
+    return ram
+
+
+def inputs_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of a chunk's LayerInputs per token, found by making some on the meta device."""
+    runner = ModelRunner(spec, device="meta", dtype=dtype)
+    made = runner.inputs(torch.zeros(64, dtype=torch.int64, device="meta"), 63)
+    leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in made.calls])
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
+    return -(-sum(storages.values()) // 64)

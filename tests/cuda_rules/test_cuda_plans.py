@@ -1,0 +1,121 @@
+"""CUDA's rules over the recorded ops of real-size plans: the real Runtime, on a device that is only addresses."""
+
+from __future__ import annotations
+
+import pytest
+from cuda_replay import Case, Replay, replay
+
+from engine.device import CUBLAS_WORKSPACE_BYTES, overhead_bytes
+from engine.limits import RAM_RESERVE
+from engine.plan import STATE_KINDS as KINDS
+from engine.plan import Choice
+from engine.prepare import ALLOCATOR_SHARE
+
+BEST_7B = Case("7b_512k", "gh200-480")
+RESIDENT_7B = Case("7b_512k", "gh200-480", Choice(gpu_first="blocks"))
+BEST_120B = Case("120b_gh200", "gh200-480")
+STREAMED_7B = Case("7b_512k_24gb", "rtx4090-64")
+WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64")
+STAGED = Case("32b_workstation", "rtx4090-64", device_reads=False)
+
+ACTIVATIONS = {"load_x", "store_x", "load_dy", "store_dy", "load_saved", "store_saved", "load_kv", "store_kv"}
+STATE = {"load_weights", "store_gradient", "update"}
+SPILLS = {"spill_x", "peek_x", "discard_x"}
+EXPECTED = {
+    "best": ACTIVATIONS | STATE | {"checkpoint_state", "commit"},
+    "resident": ACTIVATIONS
+    | {"update_on_gpu", *(f"{verb}_{kind}" for verb in ("stage", "checkpoint") for kind in KINDS)},
+    "validated": {"embed_score", "layer_score", "head_score", "score"},
+    "120b": {"load_weights", "store_gradient_part", "write_gradient", "read_state", "write_state", "layer_again"}
+    | SPILLS,
+    "24gb": ACTIVATIONS | STATE | {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"},
+    "direct": {"read_weights_whole", "write_weights"},
+    "staged": {"read_weights", "load_weights_part"},
+}
+"""What each plan below is there for: actions that it must have."""
+
+
+def check(run: Replay, case: str) -> None:
+    """What holds for every plan."""
+    watch, cuda, plan = run.watch, run.cuda, run.plan
+    assert watch.actions >= EXPECTED[case]
+    assert watch.violations == []
+    assert watch.copies > 100
+    # The only copies for which a lane waits: a step's figures, and a validation's.
+    assert watch.synchronous <= {"clip", "score"}
+    tier = plan.tiers["gpu"]
+    slots = sum(tier.parts.values()) - tier.parts["workspace"] - tier.parts["kept activations"]
+    dynamic = cuda.reserved_bytes() - run.slot_bytes - tier.parts["kept activations"]
+    tokens = plan.problem.micro_batches * plan.window_tokens
+    beside = overhead_bytes(tokens) - CUBLAS_WORKSPACE_BYTES + plan.problem.gpu_budget // ALLOCATOR_SHARE
+    assert run.slot_bytes <= slots + plan.problem.gpu_budget // ALLOCATOR_SHARE // 4
+    assert 0 < dynamic <= beside, cuda.peaks()
+    assert cuda.reserved_bytes() + tier.parts["workspace"] - beside <= tier.budget_bytes
+    # torch's pinned allocator takes powers of two; the reserve of RAM is what they come from.
+    assert run.ram.arena.used_bytes <= plan.tiers["ram"].peak_bytes - plan.problem.reader_bytes
+    assert 0 < cuda.peak_pinned_bytes <= RAM_RESERVE[0] // 4
+
+
+@pytest.mark.parametrize(("name", "case"), [("best", BEST_7B), ("resident", RESIDENT_7B)])
+def test_7b_at_512k_on_a_gh200(name: str, case: Case) -> None:
+    """Whole; resident blocks, where the plan keeps no graphs, in a part of the layers."""
+    with replay(case, None if case.choice is None else 8) as run:
+        assert bool(run.plan.kept) == (case is BEST_7B)
+        assert any(buffer.state == "gpu" for buffer in run.plan.buffers.values()) == (case is RESIDENT_7B)
+        run.step(1)
+        run.step(2, commit=True, passes=len(run.plan.blocks))
+        check(run, name)
+
+
+def test_7b_validated_between_two_steps() -> None:
+    with replay(BEST_7B, 2) as run:
+        run.step(1)
+        run.score(1, 1)
+        run.finish()
+        check(run, "validated")
+
+
+def test_120b_on_a_gh200() -> None:
+    with replay(BEST_120B, 4) as run:
+        plan = run.plan
+        assert plan.held
+        assert plan.spilled
+        assert plan.recomputed
+        assert run.ram.arena.used_bytes > 400 << 30
+        assert len(run.ram.arena.pieces) > 6
+        run.step(1)
+        run.finish()
+        check(run, "120b")
+
+
+def test_7b_at_512k_with_24_gb() -> None:
+    with replay(STREAMED_7B, 2) as run:
+        assert run.plan.streamed
+        assert run.plan.spilled
+        run.step(1)
+        run.finish()
+        check(run, "24gb")
+
+
+@pytest.mark.parametrize(("name", "case"), [("direct", WEIGHTS_ON_NVME), ("staged", STAGED)])
+def test_weights_from_nvme(name: str, case: Case) -> None:
+    """Straight to the GPU, each part at whole pages; or through a stage in RAM."""
+    with replay(case, 12) as run:
+        assert any(buffer.weights == "nvme" for buffer in run.plan.buffers.values())
+        run.step(1)
+        run.step(2, passes=len(run.plan.blocks) // 2)
+        check(run, name)
+        assert (
+            not EXPECTED["staged" if name == "direct" else "direct"]
+            & run.watch.actions
+            & {"read_weights_whole", "read_weights"}
+        )
+
+
+def test_every_copy_between_host_and_device_is_in_some_plan() -> None:
+    with replay(BEST_7B) as run:
+        known = set(run.runtime._actions)
+    copies = {action for action in known if action.split("_")[0] in ("load", "store", "stage")}
+    assert len(copies) == 18
+    # Today's plans put all of a buffer on the GPU or nothing of it.
+    assert copies - set().union(*EXPECTED.values()) == {"load_resident_part"}

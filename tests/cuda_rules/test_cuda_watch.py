@@ -1,0 +1,218 @@
+"""Each of CUDA's rules, broken on purpose: a checker that finds nothing is worth nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cuda_pretended import DEVICE, LARGE_PAGE, SMALL_PAGE, Pretended, Stream, pretended
+from cuda_replay import Case, Replay, planned, replay
+from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
+
+from engine.batch import BatchCarrier
+from engine.memory import DeviceArena
+from engine.ops import Op
+from engine.plan import cut_chunks
+
+SMALL = Case("7b_512k", "gh200-480")
+BASE = 1 << 40
+
+
+def op(number: int, *deps: int, lane: Any = "h2d", action: str = "load") -> Op:
+    return Op(id=number, lane=lane, action=action, block="b", index=0, step=1, reads=(), writes=(), deps=deps)
+
+
+def found(watch: Watch) -> set[str]:
+    return {violation.rule for violation in watch.violations}
+
+
+@pytest.fixture
+def cuda() -> Iterator[Pretended]:
+    with pretended(Watch(), 1 << 34, 1 << 30) as cuda:
+        yield cuda
+
+
+def test_slots_over_registrations_of_one_gib_are_found() -> None:
+    """The 7B model's weights end to end, registered without regard to where they end: copies cross borders."""
+    plan = planned(Case("7b_512k", "gh200-480")).plan
+    watch, end = Watch(), BASE
+    sizes = [buffer.numel * 2 for buffer in plan.buffers.values()]
+    for start in range(0, sum(sizes), 1 << 30):
+        watch.register(BASE + start, min(1 << 30, sum(sizes) - start))
+    for nbytes in sizes:
+        watch.require_pinned(end, nbytes)
+        end += nbytes
+    assert found(watch) == {"one registration"}
+    assert len(watch.violations) >= len(sizes) // 3
+    assert "cross the end of a registration" in watch.violations[0].what
+
+
+def test_a_registration_is_whole_pages_once_and_below_512_gib() -> None:
+    watch = Watch()
+    watch.register(BASE, LARGEST_REGISTRATION - PAGE)
+    assert not watch.violations
+    for start, nbytes in ((2 * BASE, LARGEST_REGISTRATION), (4 * BASE + 512, PAGE), (BASE + PAGE, PAGE)):
+        watch.violations.clear()
+        watch.register(start, nbytes)
+        assert found(watch) == {"registration"}
+
+
+def test_a_copy_from_pageable_memory_is_found(cuda: Pretended) -> None:
+    there, pageable = torch.empty(4096, dtype=torch.uint8, device=DEVICE), torch.empty(4096, dtype=torch.uint8)
+    pinned = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+    there.copy_(pinned, non_blocking=True)
+    assert not cuda.watch.violations
+    there.copy_(pageable, non_blocking=True)
+    assert found(cuda.watch) == {"pinned"}
+
+
+def test_a_copy_that_needs_a_temporary_is_found(cuda: Pretended) -> None:
+    there = torch.empty(64, 64, device=DEVICE)
+    half = torch.empty(64, 64, dtype=torch.bfloat16, pin_memory=True)
+    wide = torch.empty(64, 128, pin_memory=True)
+    for source in (half, wide[:, :64]):
+        cuda.watch.violations.clear()
+        there.copy_(source, non_blocking=True)
+        assert found(cuda.watch) == {"plain copy"}
+
+
+@pytest.mark.parametrize("lane", ["h2d", "nvme_read"])
+def test_an_access_that_nothing_orders_is_found(lane: str) -> None:
+    """A write by d2h, then accesses by another lane: with the dependency, without, and through a third op."""
+
+    def run(*ops: tuple[Op, int, int, bool]) -> set[str]:
+        watch = Watch()
+        watch.allocate(BASE, 4 * PAGE)
+        for each, start, end, write in ops:
+            watch.begin(each)
+            watch.touch(BASE + start, BASE + end, write=write, stream=None)
+            watch.end()
+        return found(watch)
+
+    written = op(0, lane="d2h"), 0, 2 * PAGE, True
+    assert run(written, (op(1, 0, lane=lane), 0, PAGE, False)) == set()
+    assert run(written, (op(1, lane=lane), 0, PAGE, False)) == {"order"}
+    assert run(written, (op(1, lane=lane), 2 * PAGE, 3 * PAGE, True)) == set()
+    between = op(1, 0, lane="compute"), 3 * PAGE, 4 * PAGE, False
+    assert run(written, between, (op(2, 1, lane=lane), PAGE, 2 * PAGE, True)) == set()
+    read = op(0, lane=lane), 0, PAGE, False
+    assert run(read, (op(1, lane="compute"), 0, PAGE, False)) == set()
+    assert run(read, (op(1, lane="compute"), 0, PAGE, True)) == {"order"}
+    # Ops of a stream end in their order; those of a disk's lane in any.
+    again = op(1, lane=lane), 0, PAGE, True
+    assert run(read, again) == (set() if lane == "h2d" else {"order"})
+
+
+def test_a_stream_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch, cuda: Pretended) -> None:
+    """Tokens that the carrier brings are read by compute; without its wait they may not be there."""
+    chunks = cut_chunks(1, 1, 64, 64, False)
+    for waits in (True, False):
+        if not waits:
+            monkeypatch.setattr(Stream, "synchronize", lambda self: None)
+        tokens = BatchCarrier(chunks, DEVICE).carry([Replay.batch_of(64, 64, 1, 100)])[0]
+        cuda.watch.begin(op(int(not waits), lane="compute"))
+        cuda.use(tokens.ids, write=False)
+        cuda.watch.end()
+        assert ("order" in found(cuda.watch)) != waits
+        assert not (waits and cuda.watch.violations)
+        del tokens
+
+
+def test_memory_that_another_stream_may_still_use_is_found(cuda: Pretended) -> None:
+    """A temporary made on d2h and used there, or also by compute, which the host does not wait for."""
+    streams = {name: Stream(cuda, name) for name in ("d2h", "compute")}
+    for other, rules in (("d2h", set()), ("compute", {"temporary"})):
+        number = 2 * (other == "compute")
+        cuda.watch.begin(op(number, lane="d2h"))
+        with torch.cuda.stream(streams["d2h"]):  # type: ignore[arg-type]
+            made = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+        cuda.watch.end()
+        cuda.watch.begin(op(number + 1, number, lane=other))
+        with torch.cuda.stream(streams[other]):  # type: ignore[arg-type]
+            cuda.use(made, write=False)
+            del made
+        cuda.watch.end()
+        assert found(cuda.watch) == rules
+
+
+def test_memory_freed_by_the_main_thread_must_have_been_waited_for(cuda: Pretended) -> None:
+    for waits, rules in ((True, set()), (False, {"temporary"})):
+        number = int(not waits)
+        made = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+        cuda.watch.begin(op(number, lane="compute"))
+        with torch.cuda.stream(Stream(cuda, "compute")):  # type: ignore[arg-type]
+            cuda.use(made, write=False)
+        cuda.watch.end()
+        if waits:
+            cuda.watch.wait(number)
+        del made
+        assert found(cuda.watch) == rules
+
+
+def test_a_direct_read_that_would_bounce_is_found(cuda: Pretended) -> None:
+    """The allocator's addresses are multiples of 512; a slot's are whole pages all the same."""
+    watch = cuda.watch
+    watch.read_direct(BASE, PAGE, 0)
+    assert not watch.violations
+    for start, nbytes, offset in ((BASE + 512, PAGE, 0), (BASE, PAGE + 2, 0), (BASE, PAGE, 512)):
+        watch.violations.clear()
+        watch.read_direct(start, nbytes, offset)
+        assert found(watch) == {"direct"}
+    watch.violations.clear()
+    cuda.misalign()
+    plain = torch.empty(3 * PAGE, dtype=torch.uint8, device=DEVICE)
+    watch.read_direct(plain.data_ptr(), 3 * PAGE, 0)
+    assert found(watch) == {"direct"}
+    watch.violations.clear()
+    arena = DeviceArena(1 << 24, DEVICE)
+    slots = [arena.slot(nbytes) for nbytes in (3 * PAGE, 1000, 2 << 20, 5 << 20)]
+    for slot in slots:
+        watch.read_direct(slot.data_ptr(), 0, 0)
+    assert [slot.numel() for slot in slots] == [3 * PAGE, 1000, 2 << 20, 5 << 20]
+    assert not watch.violations
+
+
+def test_a_copy_that_waits_is_counted_by_its_op(cuda: Pretended) -> None:
+    there = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
+    pinned = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+    cuda.watch.begin(op(0, action="load_x"))
+    there.copy_(pinned)
+    cuda.watch.end()
+    cuda.watch.begin(op(1, lane="optimizer", action="clip"))
+    there.cpu()
+    cuda.watch.end()
+    assert cuda.watch.synchronous == {"load_x", "clip"}
+    assert cuda.watch.copies == 0
+
+
+def test_peaks_of_the_allocators(cuda: Pretended) -> None:
+    """The caching allocator holds whole segments of each stream; pinned memory comes in powers of two."""
+    kept = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in (100, 21 << 20)]
+    with torch.cuda.stream(Stream(cuda, "compute")):  # type: ignore[arg-type]
+        for _ in range(3):
+            torch.empty(5 << 20, dtype=torch.uint8, device=DEVICE)  # freed at once
+    assert cuda.live_bytes() == 512 + (21 << 20)
+    assert cuda.reserved_bytes() == SMALL_PAGE + 2 * LARGE_PAGE + LARGE_PAGE
+    pinned = torch.empty(5 << 20, dtype=torch.uint8, pin_memory=True)
+    assert pinned.numel() == 5 << 20
+    assert cuda.peak_pinned_bytes == 8 << 20
+    del kept
+
+
+def test_a_call_that_computes_is_no_surprise_left_out(cuda: Pretended) -> None:
+    made = torch.empty(16, device=DEVICE)
+    with pytest.raises(AssertionError, match="computes on the pretended device"):
+        made.exp()
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "optimizer", None])
+def test_dependencies_left_out_of_a_real_schedule_are_found(lane: str | None) -> None:
+    """The same run twice: with its dependencies, and with those of one lane's ops left out."""
+    with replay(SMALL, 4) as run:
+        for ops in run.streamed(1):
+            run.perform([replace(each, deps=()) if each.lane == lane else each for each in ops])
+        run.perform(replace(each, deps=()) if each.lane == lane else each for each in run.builder.finish(commit=True))
+        assert found(run.watch) == (set() if lane is None else {"order"})
