@@ -168,7 +168,7 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP raise `Ended` in the main thread, so that children end and the last word is written."""
+    """SIGTERM, SIGINT and SIGHUP raise `Ended` in the main thread, so that children end and a last word is written."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended(signal.Signals(number).name)
