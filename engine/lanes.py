@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections import deque
 
 import torch
 
@@ -34,6 +34,8 @@ class Lanes:
     def __init__(self, settings: DeviceSettings, executor: Executor, placement: Placement | None) -> None:
         """Use `open`."""
         self.settings, self.executor, self.placement = settings, executor, placement
+        self.fallbacks = EagerFallbacks()
+        self.fallbacks.begin()
 
     @staticmethod
     def open(
@@ -72,6 +74,7 @@ class Lanes:
     def close(self) -> None:
         """End the threads and undo the settings."""
         self.executor.close()
+        self.fallbacks.end()
         self.settings.restore()
 
 
@@ -92,34 +95,37 @@ def _set_up_compilation(settings: DeviceSettings, device: torch.device) -> None:
 
 
 class EagerFallbacks(logging.Handler):
-    """While entered, notes layers that run eagerly since torch.compile gave them up, and tells each once.
+    """Notes layers that run eagerly since torch.compile gave them up, once each.
 
     torch says so in its log only, and the run would be slower than planned without a word.
     """
 
     _LOGGER = "torch._dynamo.convert_frame"
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` gets a sentence for people, from whichever thread compiles."""
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._tell, self._told = tell, set[str]()
+        self._noted, self._told = deque[str](), set[str]()
 
-    def __enter__(self) -> EagerFallbacks:
+    def begin(self) -> None:
+        """Listen to torch."""
         logging.getLogger(self._LOGGER).addHandler(self)
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def end(self) -> None:
+        """Listen no more."""
         logging.getLogger(self._LOGGER).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look at one of torch's warnings."""
-        text = record.getMessage()
-        if "recompile_limit" not in text or not isinstance(record.args, tuple) or len(record.args) < 3:
+        """Look at one of torch's warnings, on whichever thread compiles."""
+        if "recompile_limit" not in record.getMessage() or not isinstance(record.args, tuple) or len(record.args) < 3:
             return
         what = str(record.args[2])
         if what not in self._told:
             self._told.add(what)
-            self._tell(
+            self._noted.append(
                 f"torch.compile has given up {what}, compiled {record.args[1]} times: it runs eagerly from now on, "
                 "slower than planned; chunks of equal length (train.chunk_tokens) need fewer compilations"
             )
+
+    def take(self) -> list[str]:
+        """A sentence for people on each that was noted since the last call."""
+        return [self._noted.popleft() for _ in range(len(self._noted))]

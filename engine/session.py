@@ -137,6 +137,7 @@ class Session:
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes = lanes
+        self.fallbacks = lanes.fallbacks
         self._carrier = BatchCarrier(plan.chunks, device)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32

@@ -186,6 +186,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
                 # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
                 gc.freeze()
                 gc.disable()
+            for message in session.fallbacks.take():
+                observer.on_message(message)
             for name in observer.checkpoint_requests():
                 session.request_checkpoint(name)
             _report_checkpoints(session, observer)

@@ -34,7 +34,7 @@ recipe = Recipe(
         warmup_steps=4,
         lr_schedule="cosine",
         clip_norm=1.0,
-        compute_dtype="bfloat16",
+        compute_dtype="auto",
         validate_every=28,
         validation_sequences=4,
     ),

@@ -1,0 +1,174 @@
+"""What is compiled or timed before the first step sees what the run sees: settings, threads, cores."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from engine.config import BudgetConfig
+from engine.executor import Executor
+from engine.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
+from engine.ops import LANES, Op
+from engine.optimizer import AdamW, scalars
+from engine.train import train
+
+CPU = torch.device("cpu")
+
+
+def seen() -> dict[str, Any]:
+    """What a thread sees of torch's settings, which since torch 2.12 are a thread's own."""
+    return {
+        "recompile_limit": torch._dynamo.config.recompile_limit,
+        "deterministic": torch._inductor.config.deterministic,
+        "backward with its forward": torch._functorch.config.force_non_lazy_backward_lowering,
+        "one break a layer": torch._dynamo.config.nested_graph_breaks,
+        "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def test_every_lane_sees_the_settings_of_the_run() -> None:
+    before, interval_s = seen(), sys.getswitchinterval()
+    lanes = Lanes.open(CPU, 1 << 30, compiled=True, deterministic=True)
+    try:
+        wanted = dict.fromkeys(before, True) | {"recompile_limit": RECOMPILE_LIMIT}
+        assert {lane: lanes.executor.call(lane, seen) for lane in LANES} == dict.fromkeys(LANES, wanted)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    finally:
+        lanes.close()
+    assert seen() == before
+    assert sys.getswitchinterval() == pytest.approx(interval_s)
+
+
+def test_a_backward_runs_on_the_lane_that_asks_for_it() -> None:
+    """Else autograd has a thread of its own on a GPU, with settings, cores and a workspace of its own."""
+    lanes = Lanes.open(CPU, 1 << 30)
+    try:
+        assert not any(lanes.executor.call(lane, torch.autograd.is_multithreading_enabled) for lane in LANES)
+    finally:
+        lanes.close()
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
+    done: list[str] = []
+    gate = threading.Event()
+
+    def perform(op: Op) -> None:
+        assert gate.wait(20)
+        done.append(threading.current_thread().name)
+
+    executor = Executor(perform, CPU)
+    executor.submit([Op(id=0, lane="d2h", action="a", block="b", index=0, step=1, reads=(), writes=(), deps=())])
+    threading.Timer(0.05, gate.set).start()
+    assert executor.call("d2h", lambda: (list(done), threading.current_thread().name)) == (["d2h"], "d2h")
+    with pytest.raises(KeyError, match="mine"):
+        executor.call("d2h", lambda: {}["mine"])
+    assert executor.call("d2h", lambda: 7) == 7, "a lane goes on after a call that failed"
+    executor.close()
+
+
+def test_a_call_behind_a_failing_op_gets_its_failure() -> None:
+    def perform(op: Op) -> None:
+        gate.wait(20)
+        raise ValueError("the op's own")
+
+    gate = threading.Event()
+    executor = Executor(perform, CPU)
+    executor.submit([Op(id=0, lane="h2d", action="a", block="b", index=0, step=1, reads=(), writes=(), deps=())])
+    threading.Timer(0.05, gate.set).start()
+    with pytest.raises(ValueError, match="the op's own"):
+        executor.call("h2d", lambda: 1)
+    executor.close()
+
+
+def test_an_update_leaves_the_interpreter_to_others() -> None:
+    """Beside a GPU other lanes launch kernels while it runs; and its bits are those of the update that does not."""
+    values = scalars(tiny.training(warmup_steps=0), 3, 0.7, CPU)
+    numel, results = 1 << 24, []
+    for free_threaded in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        state = [torch.rand(numel, generator=generator) for _ in range(4)]
+        master, first, second, gradient = state
+        weights = torch.empty(numel, dtype=torch.bfloat16)
+        adamw = AdamW("compiled", free_threaded=free_threaded)
+
+        def update(
+            adamw: AdamW = adamw, args: Any = ((master, first, second), gradient, weights, numel, values)
+        ) -> None:
+            adamw.step(*args)
+
+        update()  # compiles
+        results.append([tensor.clone() for tensor in (*state, weights)])
+        assert (_calls_with_turns(update) >= 5) == free_threaded
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def _calls_with_turns(work: Any) -> int:
+    """In how many of ten calls of `work` another thread gets the interpreter in the middle half of the call."""
+    turns: list[float] = []
+    end = threading.Event()
+
+    def other() -> None:
+        while not end.wait(2e-4):
+            turns.append(time.perf_counter())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    calls = []
+    for _ in range(10):
+        began = time.perf_counter()
+        work()
+        quarter_s = (time.perf_counter() - began) / 4
+        calls.append((began + quarter_s, began + 3 * quarter_s))
+    end.set()
+    thread.join()
+    return sum(any(first <= turn <= last for turn in turns) for first, last in calls)
+
+
+def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    fallbacks = EagerFallbacks()
+    fallbacks.begin()
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+
+            @torch.compile(backend="eager", dynamic=False)
+            def layer(x: torch.Tensor) -> torch.Tensor:
+                return x + 1
+
+            for tokens in range(2, 8):
+                layer(torch.zeros(tokens))
+        (message,) = fallbacks.take()
+        assert "'layer'" in message
+        assert "compiled 2 times: it runs eagerly" in message
+        logging.getLogger("torch._dynamo.convert_frame").warning("something else")
+        assert fallbacks.take() == []
+    finally:
+        fallbacks.end()
+        torch._dynamo.reset()
+
+
+def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+    told: list[str] = []
+    observer.on_message = told.append  # type: ignore[method-assign]
+    train(
+        model=tiny.model(),
+        data=tiny.data(),
+        train=tiny.training(steps=1, compile="auto", calibrate=True),
+        budgets=BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"),
+        storage=tiny.storage(),
+        run_dir=tmp_path,
+        observer=observer,
+        resume=False,
+    )
+    assert [line for line in told if line.startswith("layers are not compiled: 1 steps of about")]
