@@ -1,8 +1,8 @@
 # make quickstart   train the quickstart recipe, installing into .venv first where needed
 # make test         lint, types and tests
 # make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; five minutes
-# make gpu-check    tests, step suites and storage benchmark on a GPU in under eight minutes, with the interpreter in
-#                   PYTHON; installs nothing; RESULTS=DIR keeps what was measured
+# make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
+#                   nothing; RESULTS=DIR keeps all of it as it is found, ARGS="--resume --only suites" and the like
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +40,7 @@ screens: $(VENV)/.installed
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m tui.capture docs/screens
 
 gpu-check:
-	PYTHONPATH=. $(PYTHON) -m app.gpu_check $(if $(RESULTS),--results "$(RESULTS)")
+	PYTHONPATH=. $(PYTHON) -m app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

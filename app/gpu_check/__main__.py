@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--suites", default="gpu", help="NAME[,NAME]: what stage suites measures (bench step --list)")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default the current one")
     chosen = parser.parse_args(arguments)
+    started = time.monotonic()
     cuda = subprocess.run([sys.executable, "-c", _CUDA], capture_output=True, text=True)
     if cuda.returncode != 0:
         print(f"gpu-check: skipped: torch of {sys.executable} is missing or sees no CUDA device")
@@ -39,7 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     from storage.errors import UserError
 
     try:
-        stages = all_stages((chosen.scratch or Path.cwd()).resolve(), chosen.suites)
+        scratch = (chosen.scratch or Path.cwd()).expanduser().resolve()
+        if not scratch.is_dir():
+            raise UserError(f"--scratch {scratch}: no such folder; make it first")
+        stages = all_stages(scratch, chosen.suites)
         names = [stage.name for stage in stages]
         wanted = names if chosen.only is None else [name.strip() for name in chosen.only.split(",")]
         if unknown := [name for name in wanted if name not in names]:
@@ -51,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         shown = {stage.name: (stage.title, SHOWN[stage.name]) for stage in stages}
         results = Results(chosen.results.resolve(), head, shown, resume=chosen.resume)
-        check = Check([stage for stage in stages if stage.name in wanted], results, chosen.limit_s, _say)
+        check = Check([stage for stage in stages if stage.name in wanted], results, chosen.limit_s, _say, started)
         with ended_by_signals():
             check.run()
     except UserError as error:
@@ -62,9 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILED
     _say(results.markdown())
     failed = results.failed()
-    _say(
-        f"gpu-check: {chosen.limit_s - check.left_s:.0f} s; failed: {', '.join(failed) or 'nothing'}; {results.folder}"
-    )
+    took_s = chosen.limit_s - check.left_s
+    _say(f"gpu-check: {took_s:.0f} s; failed: {', '.join(failed) or 'nothing'}; all of it in {results.folder}")
     return FAILED if failed else 0
 
 

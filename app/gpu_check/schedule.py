@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -71,11 +71,9 @@ class Check:
     limit_s: float
     """Of the whole run."""
     say: Callable[[str], None]
+    started: float
+    """By `clock`, when the limit began."""
     clock: Callable[[], float] = time.monotonic
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
 
     @property
     def left_s(self) -> float:
@@ -168,7 +166,7 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP raise `Ended` in the main thread, so that children end and a last word is written."""
+    """SIGTERM, SIGINT and SIGHUP raise `Ended` in the main thread: children end, and the last word is written."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended(signal.Signals(number).name)

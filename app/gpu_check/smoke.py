@@ -58,6 +58,8 @@ class Smoke:
     gpu: str
     ram: str
     lr: float
+    part: str = "32MiB"
+    """storage.chunk_bytes."""
 
     @property
     def plain_bytes(self) -> int:
@@ -87,7 +89,7 @@ SMOKES = (
         row_tokens=1024,
         chunk_tokens=512,
         gpu="1200MiB",
-        ram="700MiB",
+        ram="850MiB",
     ),
 )
 """Largest first; the first that this machine holds is run."""
@@ -98,12 +100,8 @@ def choose(folder: Path) -> Smoke:
     device = resolve_device(TrainConfig())
     free, disk = free_budgets(device), free_disk(folder)
     for smoke in SMOKES:
-        gpu = max(smoke.plain_bytes, parse_bytes(smoke.gpu, "gpu"))
-        if (
-            gpu <= free.gpu_bytes
-            and parse_bytes(smoke.ram, "ram") <= free.ram_bytes
-            and 24 * smoke.shape.params <= disk
-        ):
+        gpu, ram = max(smoke.plain_bytes, parse_bytes(smoke.gpu, "gpu")), parse_bytes(smoke.ram, "ram")
+        if gpu <= free.gpu_bytes and ram <= free.ram_bytes and 24 * smoke.shape.params <= disk:
             return smoke
     raise UserError(f"no smoke fits {free.gpu_bytes:,} bytes of GPU, {free.ram_bytes:,} of RAM, {disk:,} of disk")
 
@@ -120,7 +118,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
         device=device.type,  # type: ignore[arg-type]
         compile=compile,  # type: ignore[arg-type]
     )
-    storage = StorageConfig(checkpoint_every=10**9)
+    storage = StorageConfig(checkpoint_every=10**9, chunk_bytes=smoke.part)
     model, spec = shape_model(smoke.shape, smoke.shape.layers, data)
     readers = select_readers("auto", device, [folder])
     task = Task(

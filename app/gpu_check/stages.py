@@ -35,7 +35,6 @@ TESTS_CAP_S, PLANS_CAP_S, DRIVES_CAP_S = 110.0, 90.0, 60.0
 TESTS_LEAST_S, PLANS_LEAST_S, DRIVES_LEAST_S = 60.0, 40.0, 35.0
 PROBE_S = 12.0
 STORAGE_BYTES = "1GiB"
-_GB = 1e9
 
 
 def all_stages(scratch: Path, suites: str = SUITES) -> tuple[Stage, ...]:
@@ -87,7 +86,9 @@ def all_stages(scratch: Path, suites: str = SUITES) -> tuple[Stage, ...]:
             title="this folder's drive, and the NVMe tier against it",
             cases=(
                 Case(
-                    name="probe", estimate=lambda known: 2 * PROBE_S + 5, run=partial(_module, "drives", [str(scratch)])
+                    name="probe",
+                    estimate=lambda known: 2 * PROBE_S + 5,
+                    run=partial(_module, "drives", [str(scratch), str(PROBE_S)]),
                 ),
                 Case(name="storage", estimate=lambda known: 30.0, run=partial(_storage, scratch)),
             ),
@@ -207,7 +208,7 @@ def _tests(job: Job) -> dict[str, Any]:
         outcome["reason"] = f"{len(broken)} of {len(known)} tests fail: {', '.join(n.split('::')[-1] for n in broken)}"
     if left := [name for name, test in known.items() if test["outcome"] == "not run"]:
         names_left = ", ".join(name.split("::")[-1] for name in left)
-        outcome["reason"] = f"{outcome.get('reason', '').splitlines()[0:1]} not run: {names_left}"
+        outcome["reason"] = f"{outcome.get('reason') or 'pytest ended early'}; not run: {names_left}"
     return outcome
 
 
