@@ -40,11 +40,11 @@ class Results:
     def _go_on(self, file: Path) -> None:
         try:
             earlier = json.loads(file.read_text())
-            if earlier["version"] != VERSION:
-                raise UserError(f"{file}: of another version of gpu-check; give another folder, or leave --resume out")
-            self.values["stages"] = dict(earlier["stages"])
+            version, self.values["stages"] = earlier["version"], dict(earlier["stages"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{file}: is no gpu-check's; give another folder, or leave --resume out") from None
+        if version != VERSION:
+            raise UserError(f"{file}: of another version of gpu-check; give another folder, or leave --resume out")
         for cases in self.values["stages"].values():
             for case in cases.values():
                 if case["status"] == "running":
