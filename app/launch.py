@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from app import control
 from app.checkpoints import CheckpointRequests
-from app.progress import Display, StepLanes, print_summary, run_console
+from app.progress import Display, StepLanes, item_line, print_summary, run_console
 from app.recipe import Recipe
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info, read_jsonl
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.folders import drive_folders
+from engine.preparing import Checklist
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class _RunObserver:
         self._log = log
         self._display = display
         self._signals = signals
+        self._began = time.perf_counter()
+        self._stepped = False
         self._first_s: float | None = None
         self._last_s = 0.0
         self._step_spans = StepLanes()
@@ -118,8 +121,10 @@ class _RunObserver:
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def on_prepare(self, item: Preparing) -> None:
+        self._log.prepare(item)
         if item.state == "done":
-            self.tell(f"  {item.name}  {item.seconds:.1f} s")
+            self._log.message(item_line(item))
+        self._display.prepare(item)
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self._signals.interrupts_main = False
@@ -137,6 +142,9 @@ class _RunObserver:
             self._step_spans.add(span)
 
     def on_step(self, metrics: StepMetrics) -> None:
+        if not self._stepped:
+            self._stepped = True
+            self.tell(f"the first step ended {time.perf_counter() - self._began:.1f} s after the start")
         self._log.step(metrics)
         self._display.step(metrics, self._step_spans.busiest())
         self._step_spans = StepLanes()
@@ -286,7 +294,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
 
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
-    from engine.train import train  # loads torch: seconds
+    with Checklist(observer).step("loading PyTorch"):
+        from engine.train import train
 
     return train(
         model=recipe.model,

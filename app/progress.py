@@ -7,20 +7,24 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
 
-from engine.events import LaneTotals, Span, StepMetrics
+from engine.events import LaneTotals, Preparing, Span, StepMetrics
 
 WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no ETA is drawn from them."""
 
 _ETA_WINDOW = 20
+_ITEM_CELLS = 26
+"""The names of a checklist's items are about so long: their times stand below one another."""
 _TARGETS = ("weights", "state", "gradient")
 
 
@@ -125,28 +129,62 @@ class Eta:
         return statistics.fmean(self._recent) * remaining if self._recent else None
 
 
+class _Line(ProgressColumn):
+    """What `text` returns, asked for each time that the bar is drawn."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text())
+
+
 class Display:
-    """Shows a run on a console: a progress bar on a terminal, one line per step elsewhere."""
+    """Shows a run on a console: a progress bar on a terminal, one line per step elsewhere.
+
+    Before the first step each item of the checklist is a line once it is done; on a terminal the bar says what is being
+    done, and since when.
+    """
 
     def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
         self._console = console
         self._total_steps = total_steps
         self._eta = Eta(total_steps)
+        self._line = "preparing"
+        self._item: tuple[Preparing, float] | None = None
+        """The last word on the item that is being prepared, and when it came by perf_counter."""
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[line]}"),
+                _Line(self._text),
                 console=console,
                 refresh_per_second=4,
             )
-            self._task = self._progress.add_task("train", total=total_steps, completed=step, line="preparing")
+            self._task = self._progress.add_task("train", total=total_steps, completed=step)
             self._progress.start()
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def prepare(self, item: Preparing) -> None:
+        """Show an item of the checklist."""
+        self._item = None if item.state == "done" else (item, time.perf_counter())
+        if item.state == "done":
+            self.message(item_line(item))
+
+    def _text(self) -> str:
+        """What stands beside the bar."""
+        if (word := self._item) is None:
+            return self._line
+        item, told_at = word
+        parts = [item.name, f"{item.seconds + time.perf_counter() - told_at:.0f} s"]
+        parts += [] if item.fraction is None else [f"{item.fraction:.0%}"]
+        parts += [] if item.detail is None else [item.detail]
+        return "  ".join(parts)
 
     def plan(self, plan: dict[str, Any]) -> None:
         """Print where the blocks live and what that costs the drives."""
@@ -163,7 +201,8 @@ class Display:
         if self._progress is None:
             self.message(f"step {metrics.step}/{self._total_steps}  {line}")
         else:
-            self._progress.update(self._task, completed=metrics.step, line=line)
+            self._line = line
+            self._progress.update(self._task, completed=metrics.step)
 
     def abandon(self) -> None:
         """Give the terminal its cursor back without waiting for anything: the process is about to end."""
@@ -175,6 +214,11 @@ class Display:
         """Leave the progress bar as it is; messages still print."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def item_line(item: Preparing) -> str:
+    """What a run says of an item of its checklist that is done."""
+    return f"  {item.name:<{_ITEM_CELLS}} {item.seconds:6.1f} s"
 
 
 def plan_table(plan: dict[str, Any]) -> Table:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
 from app.rundir import State, read_jsonl, read_tail, spans_text
-from engine.events import Progress, Span, StepMetrics, ValidationMetrics
+from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
 from storage.disk import atomic_write
 from storage.errors import UserError
 from storage.temperature import disk_temperature
@@ -72,6 +72,8 @@ class RunLog:
         self._closed = False
         self.dropped_spans = 0
         self._files: dict[str, TextIO] = {}
+        self._preparing: tuple[tuple[Preparing, float], ...] = ()
+        """The last word on each item of the checklist, and when it came by perf_counter; replaced, never changed."""
         self._dropped = False
         """Whether the lines of steps that are done again have gone."""
         self._offset_s, self._offset_id = continue_spans(path)
@@ -88,6 +90,16 @@ class RunLog:
             if error is not None:
                 self._status["error"] = error
         self._write_status()
+
+    def prepare(self, item: Preparing) -> None:
+        """Keep the last word on an item of the checklist; its beginning and its end are published at once."""
+        now = time.perf_counter()
+        if item.state == "begun":
+            self._preparing = (*self._preparing, (item, now))
+        else:
+            self._preparing = (*self._preparing[:-1], (item, now))
+        if item.state != "progress":
+            self._write_status()
 
     def watch_drives(self, folders: Iterable[Path]) -> None:
         """Tell the temperature of the drives under these folders from now on."""
@@ -209,12 +221,25 @@ class RunLog:
             return
         try:
             temporary = self._path / "status.json.tmp"
-            temporary.write_text(json.dumps(self._status | {"heartbeat": time.time()}) + "\n")
+            status = self._status | {"heartbeat": time.time()}
+            if preparing := self._preparing:
+                status["preparing"] = [self._item(*word) for word in preparing]
+            temporary.write_text(json.dumps(status) + "\n")
             os.replace(temporary, self._path / "status.json")
         except OSError as error:
             self._failure = error
         finally:
             self._status_lock.release()
+
+    @staticmethod
+    def _item(item: Preparing, told_at: float) -> dict[str, Any]:
+        """An item as status.json has it; one that is not done has gone on since it was told."""
+        done = item.state == "done"
+        seconds = item.seconds if done else item.seconds + time.perf_counter() - told_at
+        line: dict[str, Any] = {"name": item.name, "state": "done" if done else "running", "seconds": round(seconds, 3)}
+        if not done:
+            line |= {"detail": item.detail, "fraction": item.fraction}
+        return line
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
+from engine.preparing import Checklist
 from storage.errors import UserError
 
 PLAN = {
@@ -39,7 +40,8 @@ def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint:
     assert set(parts) == {"model", "data", "budgets", "storage"}
     committed = run_dir / "state" / "committed"
     committed.parent.mkdir(exist_ok=True)
-    time.sleep(float(os.environ.get("FAKE_PREPARE_S", "0")))
+    with Checklist(observer).step("tokenizing the data"):
+        time.sleep(float(os.environ.get("FAKE_PREPARE_S", "0")))
     first = int(committed.read_text()) if committed.exists() else 0
     assert resume or first == 0
     fail_at, _, fail_how = os.environ.get("FAKE_FAIL_AT", "0:").partition(":")

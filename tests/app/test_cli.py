@@ -92,6 +92,17 @@ def test_a_whole_run(cli: Cli) -> None:
         "summary.json",
     ]
     assert json.loads((run / "recipe.json").read_text())["train"]["steps"] == 3
+    assert [(item["name"], item["state"]) for item in status(run)["preparing"]] == [  # type: ignore[attr-defined]
+        ("loading PyTorch", "done"),
+        ("tokenizing the data", "done"),
+    ]
+    told = [json.loads(line)["text"] for line in (run / "log.jsonl").read_text().splitlines()]
+    items = [text for text in told if text.startswith("  ")]
+    assert [text.split("  ")[1] for text in items] == ["loading PyTorch", "tokenizing the data"]
+    ready = [text for text in told if "the first step ended" in text]
+    assert len(ready) == 1
+    for text in (*items, *ready):
+        assert f"{text}\n" in done.stdout
     assert json.loads((run / "plan.json").read_text())["recipe"] == "tiny"
     assert steps(run) == [1, 2, 3]
     summary = json.loads((run / "summary.json").read_text())
@@ -111,7 +122,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "validation_loss",
     }
     found = status(run)
-    assert set(found) == {"state", "pid", "host", "started", "step", "total_steps", "clock_s", "heartbeat"}
+    assert set(found) == {"state", "pid", "host", "started", "step", "total_steps", "clock_s", "heartbeat", "preparing"}
     assert (found["state"], found["step"], found["total_steps"]) == ("finished", 3, 3)
     for part in ("layers.0 - 1", "step 3/3", "busiest compute", "Summary", "8.0000 -> 2.6667"):
         assert part in done.stdout

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import io
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import app.progress
 from app.progress import (
     WARMUP_STEPS,
     Display,
@@ -18,7 +21,7 @@ from app.progress import (
     print_summary,
     traffic_line,
 )
-from engine.events import Span, StepMetrics
+from engine.events import Preparing, Span, StepMetrics
 
 
 def span(lane: str, start_s: float, end_s: float) -> Span:
@@ -101,6 +104,15 @@ PLAN: dict[str, Any] = {
 }
 
 
+ITEMS = [
+    Preparing("tokenizing the data", "begun", 0.0),
+    Preparing("tokenizing the data", "done", 2.0),
+    Preparing("pinning 350 GB", "begun", 0.0),
+    Preparing("pinning 350 GB", "progress", 40.0, "88 of 350 GB", 0.25),
+    Preparing("pinning 350 GB", "done", 130.5),
+]
+
+
 def test_what_a_step_costs_the_drives_is_said_before_it_runs() -> None:
     line = "each step reads 3.0 GiB from NVMe and writes 1.0 GiB"
     assert traffic_line(PLAN) == line + ", 1.0 MiB of it activations"
@@ -159,6 +171,41 @@ def test_progress_bar_on_a_terminal() -> None:
     assert "step 3/5" in out.getvalue()
     assert "busiest compute 100%" in out.getvalue()
     assert "a message" in out.getvalue()
+
+
+def test_each_item_of_the_checklist_is_a_line_once_it_is_done() -> None:
+    console, out = screen()
+    display = Display(console, total_steps=5)
+    for item in ITEMS:
+        display.prepare(item)
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "  tokenizing the data           2.0 s",
+        "  pinning 350 GB              130.5 s",
+    ]
+
+
+def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(app.progress, "time", SimpleNamespace(perf_counter=lambda: now))
+    seen = []
+    for count in range(len(ITEMS) + 1):
+        console, out = screen(terminal=True)
+        display = Display(console, total_steps=5)
+        for item in ITEMS[:count]:
+            display.prepare(item)
+        now += 4.0
+        display.close()  # draws once more
+        bar = out.getvalue().rpartition("step 0/5")[2]
+        seen.append(re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\u2501", "", bar).strip())
+    assert seen == [
+        "preparing",
+        "tokenizing the data  4 s",
+        "preparing",
+        "pinning 350 GB  4 s",
+        "pinning 350 GB  44 s  25%  88 of 350 GB",
+        "preparing",
+    ]
 
 
 def test_summary_shows_every_figure() -> None:

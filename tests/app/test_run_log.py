@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_process import wait_until
@@ -12,7 +13,7 @@ from cli_process import wait_until
 import app.run_log
 from app.run_log import RunLog, continue_spans
 from app.rundir import read_jsonl
-from engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
+from engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 from storage.errors import UserError
 
 
@@ -97,6 +98,30 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
         "total_steps": 3,
         "clock_s": 0.8,
     }
+
+
+def test_the_whole_checklist_is_told_to_whoever_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(app.run_log, "HEARTBEAT_S", 1000.0)
+    times = {"perf_counter": lambda: now, "monotonic": time.monotonic, "time": time.time}
+    monkeypatch.setattr(app.run_log, "time", SimpleNamespace(**times))
+    log = RunLog(tmp_path, total_steps=3)
+    assert "preparing" not in status(tmp_path)
+    log.prepare(Preparing("data", "begun", 0.0))
+    data = {"name": "data", "state": "running", "seconds": 0.0, "detail": None, "fraction": None}
+    assert status(tmp_path)["preparing"] == [data]
+    log.prepare(Preparing("data", "progress", 1.5, "half of it", 0.5))
+    now += 0.25  # it has gone on since
+    log.set_state("preparing")
+    assert status(tmp_path)["preparing"] == [data | {"seconds": 1.75, "detail": "half of it", "fraction": 0.5}]
+    log.prepare(Preparing("data", "done", 2.0))
+    log.prepare(Preparing("self-check", "begun", 0.0))
+    now += 3.0
+    log.close("failed", "it broke off")
+    assert status(tmp_path)["preparing"] == [
+        {"name": "data", "state": "done", "seconds": 2.0},
+        {"name": "self-check", "state": "running", "seconds": 3.0, "detail": None, "fraction": None},
+    ]
 
 
 def test_the_drives_temperature_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from app.checkpoints import checkpoint_steps, committed_step
 from app.rundir import ATTENDED_STATES, STALE_S, state_of
 from tui.data.blocks import BlockPlace, BlockPlaces
-from tui.data.fields import get, number, printable, text, whole
+from tui.data.fields import get, number, objects, printable, text, whole
 from tui.data.metrics import MetricsLog
 from tui.data.spans import SpanStore
 from tui.data.tail import JsonTail, read_object
@@ -37,6 +37,19 @@ class LogLine(NamedTuple):
     level: str
     text: str
     step: int | None
+
+
+class Prepared(NamedTuple):
+    """One item of what was prepared before the first step."""
+
+    name: str
+    done: bool
+    seconds: float | None
+    """It took so long, or has taken so far."""
+    detail: str = ""
+    """What it is at."""
+    fraction: float | None = None
+    """How much of it is done, 0..1; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,20 @@ class RunData:
         """Lane -> ops under way, as the run's process last said; {} when none works on it."""
         found = get(self.status, "now")
         return found if self.state == "running" and isinstance(found, dict) else {}
+
+    @property
+    def preparing(self) -> list[Prepared]:
+        """What the run's process prepared before its first step, as it last said; [] where it said nothing."""
+        return [
+            Prepared(
+                name=_line(item, "name") or "?",
+                done=get(item, "state") == "done",
+                seconds=number(item, "seconds"),
+                detail=_line(item, "detail"),
+                fraction=None if (share := number(item, "fraction")) is None else min(1.0, max(0.0, share)),
+            )
+            for item in objects(self.status, "preparing")
+        ]
 
     @property
     def clock_s(self) -> float | None:
@@ -350,6 +377,11 @@ class RunData:
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: no process has begun to work on the run")
         self.problems = problems
+
+
+def _line(value: Any, *keys: str) -> str:
+    """A string under nested keys in one line; empty where there is none."""
+    return (text(value, *keys) or "").replace("\n", " ")
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

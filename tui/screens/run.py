@@ -185,7 +185,7 @@ class RunScreen(PenstockScreen):
         if changed & {"status", "metrics", "tick", "plan"}:
             self.query_one("#kpi", KpiBar).redraw()
             self.query_one("#alerts", AlertBar).update()
-        if changed & {"metrics", "checkpoints"}:
+        if changed & {"metrics", "checkpoints"} or (not data.metrics.rows and "status" in changed):
             self._redraw("loss")
         if changed & {"metrics", "plan"}:
             self._redraw("plan")

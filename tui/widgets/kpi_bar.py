@@ -17,6 +17,9 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
     metrics, total = data.metrics, data.total_steps
     found = [Figure("display held", token="warn reverse")] if frozen else []
     found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
+    if data.is_live and (item := next((item for item in data.preparing if not item.done), None)) is not None:
+        seconds = "" if item.seconds is None else f" {item.seconds:.0f}s"
+        found.append(Figure(f"{item.name}{seconds}", item.name, token="accent"))
     if data.behind and data.share_read < 0.95:
         found.append(Figure(f"reading {data.share_read:.0%}", token="accent"))
     loss, ema = metrics.last("loss"), metrics.last("ema")

@@ -12,6 +12,7 @@ from tui.data.run_data import RunData
 from tui.render import Row
 from tui.render.bars import exactly
 from tui.render.chart import Curve, XKind, chart, sparkline
+from tui.render.checklist import checklist_rows
 from tui.render.ticks import count_text, figure
 from tui.widgets.lines import LineWidget
 
@@ -44,7 +45,9 @@ class LossChart(LineWidget, can_focus=True):
     # ------------------------------------------------------------------ drawing
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The chart; signals where there is room for them."""
+        """The chart; signals where there is room for them. Before the first step the checklist of what it takes."""
+        if self._waits:
+            return checklist_rows(self._data.preparing, width, height, self.glyphs, live=self._data.is_live)
         num_signals = 2 if height >= 11 else 1 if height >= 8 else 0
         tall = height >= 24
         chart_height = height - (height // 3 if tall else num_signals)
@@ -52,6 +55,11 @@ class LossChart(LineWidget, can_focus=True):
         if tall:
             return rows + self._second_chart(width, height - chart_height)
         return rows + self._signals(width, num_signals)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether there is a checklist to show and no step yet."""
+        return not self._data.metrics.rows and bool(self._data.preparing)
 
     def _chart(self, width: int, height: int) -> list[Row]:
         metrics = self._data.metrics
@@ -143,6 +151,8 @@ class LossChart(LineWidget, can_focus=True):
     def headline(self) -> str:
         """The step under the cursor in figures, else how the loss is drawn."""
         metrics, row = self._data.metrics, self.cursor
+        if self._waits:
+            return "before the first step"
         if row is not None and row < metrics.rows:
             at = {name: float(metrics.column(name)[row]) for name in ("step", "loss", "ema", "total_tokens", "step_s")}
             return (
