@@ -22,10 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from engine.attention_backends import work_dtype
 from engine.attention_compute import Gradients, Operands, group_backward, group_forward
 from engine.attention_compute import merge_ as merge_
-from engine.attention_pieces import Span, spans
 from engine.attention_select import attention_report as attention_report
+from engine.attention_select import launches
 from engine.attention_select import measure as measure
-from engine.attention_select import select
 from engine.attention_select import workspace_bytes as workspace_bytes
 from storage.errors import UserError
 
@@ -210,23 +209,13 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     return -(probability * delta).sum(dim=-1).to(sinks.dtype)
 
 
-def _units(x: Operands, documents: Sequence[int], window: int | None) -> list[list[Span]]:
-    """What the queries see, in lists of spans that one strategy computes."""
-    end, key_end = x.start + x.q.shape[0], x.key_start + x.k.shape[0]
-    found = spans(x.start, end, x.key_start, key_end, documents, window)
-    causal = [span for span in found if span.causal]
-    return [unit for unit in (causal, found[len(causal) :]) if unit]
-
-
 def _forward(x: Operands, documents: Sequence[int], window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, their output, their lse) of all queries that see a key, each once."""
     pair_flops = 2 * x.q.shape[1] * (x.q.shape[2] + x.v.shape[2])
-    for unit in _units(x, documents, window):
-        strategy = select(x, unit)
-        for group in strategy.groups(unit):
-            out, lse = group_forward(x, strategy.backend, group)
-            COUNTS.forward_flops += pair_flops * sum(strategy.computed_pairs(call) for call in group)
-            yield x.rows(group[0]), out, lse
+    for launch in launches(x, documents, window):
+        out, lse = group_forward(x, launch.backend, launch.group)
+        COUNTS.forward_flops += pair_flops * launch.pairs
+        yield x.rows(launch.group[0]), out, lse
 
 
 def _backward(
@@ -242,11 +231,9 @@ def _backward(
     """(rows, tensors whose sum is their dq) of all queries that see a key, each once; adds to dk and dv meanwhile."""
     pair_flops = 2 * x.q.shape[1] * (3 * x.q.shape[2] + 2 * x.v.shape[2])
     gradients = Gradients(dout, out, lse)
-    for unit in _units(x, documents, window):
-        strategy = select(x, unit, gradients)
-        for group in strategy.groups(unit):
-            yield x.rows(group[0]), group_backward(x, strategy.backend, group, gradients, dk, dv)
-            COUNTS.backward_flops += pair_flops * sum(strategy.computed_pairs(call) for call in group)
+    for launch in launches(x, documents, window, gradients):
+        yield x.rows(launch.group[0]), group_backward(x, launch.backend, launch.group, gradients, dk, dv)
+        COUNTS.backward_flops += pair_flops * launch.pairs
 
 
 def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -144,6 +145,55 @@ def select(x: Operands, parts: Sequence[Span], given: Gradients | None = None) -
     return ranking.strategies[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Calls of one backend for the same queries, whose results are to be merged."""
+
+    backend: Backend
+    group: tuple[Call, ...]
+    pairs: int
+    """(query, key) pairs that the backend computes for them."""
+
+
+_launches: dict[tuple[Hashable, ...], tuple[Launch, ...]] = {}
+_MOST_REMEMBERED = 8192
+
+
+def launches(
+    x: Operands, documents: Sequence[int], window: int | None, given: Gradients | None = None
+) -> tuple[Launch, ...]:
+    """What computes all that the queries see, backward where gradients are `given`; rows of queries occur once.
+
+    Remembered by position, as every layer asks the same of a chunk: finding it again would take the lane as long as the
+    kernel's own launch.
+    """
+    # Documents that end before the queries are seen by none, those that begin behind them neither.
+    shown = documents[bisect_right(documents, x.start) - 1 : bisect_left(documents, x.start + x.q.shape[0])]
+    key = (
+        *(x.q.device, x.q.dtype, *x.q.shape, *x.v.shape, x.start, x.key_start, x.softcap is None),
+        *(window, given is None, torch.are_deterministic_algorithms_enabled(), *shown),
+    )
+    found = _launches.get(key)
+    if found is None:
+        if len(_launches) >= _MOST_REMEMBERED:
+            _launches.clear()
+        found = _launches[key] = tuple(_find_launches(x, documents, window, given))
+    return found
+
+
+def _find_launches(
+    x: Operands, documents: Sequence[int], window: int | None, given: Gradients | None
+) -> Iterator[Launch]:
+    end, key_end = x.start + x.q.shape[0], x.key_start + x.k.shape[0]
+    parts = spans(x.start, end, x.key_start, key_end, documents, window)
+    causal = [span for span in parts if span.causal]
+    for unit in (causal, parts[len(causal) :]):
+        if unit:
+            strategy = select(x, unit, given)
+            for group in strategy.groups(unit):
+                yield Launch(strategy.backend, tuple(group), sum(strategy.computed_pairs(call) for call in group))
+
+
 def measure(
     device: torch.device,
     dtype: torch.dtype,
@@ -231,6 +281,7 @@ def attention_report() -> list[dict[str, Any]]:
 def forget() -> None:
     """Drop all rankings: the next problems are checked and measured anew."""
     _rankings.clear()
+    _launches.clear()
 
 
 def rank(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.attention import AttentionCall
 from engine.attention_backends import Problem, TiledReference, TorchCpuFlash
 from engine.attention_compute import Gradients, Operands
 from engine.attention_pieces import Geometry, spans
-from engine.attention_select import BACKENDS, Ranking, attention_report, forget, measure, rank, select
+from engine.attention_select import BACKENDS, Ranking, attention_report, forget, launches, measure, rank, select
 
 
 class TopLeft(TorchCpuFlash):
@@ -147,6 +148,33 @@ def test_on_a_cpu_the_order_decides_and_the_report_names_the_reasons() -> None:
     assert forward["tflops"] == {}
     cuda = {"flash-attn-2", "flash-attn-3", "flash-attn-4", "torch-cudnn", "torch-cuda-flash"}
     assert {name: forward["refused"][name] for name in cuda} == dict.fromkeys(cuda, "computes on CUDA devices only")
+
+
+def test_calls_are_found_once_for_all_layers_and_anew_for_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    real = attention_select.spans
+    monkeypatch.setattr(attention_select, "spans", lambda *args: found.append(1) or real(*args))
+    x = operands(n=256, earlier=256)
+    gradients = Gradients(x.q, x.q, torch.zeros(4, 256))
+    first = launches(x, [0, 100, 300, 512, 700], None)
+    assert launches(replace(x, q=x.q + 1), [0, 100, 300, 512, 700], None) is first, "another layer's operands"
+    assert launches(x, [0, 50, 100, 300], None) is first, "documents before and behind the chunk's are not seen"
+    assert len(found) == 1
+    others = [
+        launches(x, [0, 100, 301], None),
+        launches(x, [0, 101, 300], None),
+        launches(x, [0, 100, 300], 20),
+        launches(x, [0, 100, 300], None, gradients),
+        launches(replace(x, softcap=3.0), [0, 100, 300], None),
+        launches(replace(x, start=255), [0, 100, 300], None),
+        launches(replace(x, k=x.k[:400], v=x.v[:400]), [0, 100, 300], None),
+        launches(replace(x, q=x.q.float(), k=x.k.float(), v=x.v.float()), [0, 100, 300], None),
+    ]
+    assert len(found) == 1 + len(others)
+    assert all(other is not first for other in others)
+    forget()
+    assert launches(x, [0, 100, 300], None) == first
+    assert len(found) == 2 + len(others)
 
 
 def test_what_no_kernel_can_is_left_to_the_reference() -> None:
