@@ -36,7 +36,7 @@ def elapsed_s(work: Callable[[], object], device: torch.device, count: int = 1) 
         for _ in range(count):
             work()
         return time.perf_counter() - start
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first, last = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
     first.record()
     for _ in range(count):
         work()
