@@ -88,6 +88,21 @@ class Stream:
         self._cuda.watch.settle(self.name)
 
 
+class Event:
+    """torch.cuda.Event that a thread waits for."""
+
+    def __init__(self, cuda: Pretended) -> None:
+        self._cuda, self._stream = cuda, ""
+
+    def record(self, stream: Stream) -> None:
+        self._stream = stream.name
+
+    def synchronize(self) -> None:
+        assert self._stream, "an event that was never recorded is waited for"
+        self._cuda.synchronizations += 1
+        self._cuda.watch.settle(self._stream)
+
+
 class Pretended(TorchFunctionMode):
     """What torch does with the pretended device; use `pretended`."""
 
@@ -231,6 +246,7 @@ class Pretended(TorchFunctionMode):
             Tensor.cpu: self._cpu,
             Tensor.zero_: self._zero,
             Tensor.clone: self._clone,
+            Tensor.double: self._reduce(Tensor.double),
             Tensor.sum: self._reduce(Tensor.sum),
             Tensor.square: self._reduce(Tensor.square),
             torch.linalg.vector_norm: self._reduce(torch.linalg.vector_norm),
@@ -309,13 +325,13 @@ class Pretended(TorchFunctionMode):
         return self._copy(made, tensor)
 
     def _reduce(self, func: Any) -> Callable[..., Tensor]:
-        """A kernel whose result is a number, or is made of one."""
+        """What reads a tensor; on the device its result is a number, or is made of one."""
 
         def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self.use(tensor, write=False)
             if not self.on_device(tensor):
                 result: Tensor = func(tensor, *args, **kwargs)
                 return result
-            self.use(tensor, write=False)
             return self.scratch(1, dtype=kwargs.get("dtype", tensor.dtype))[0]
 
         return reduced
@@ -387,6 +403,7 @@ def pretended(watch: Watch, device_bytes: int = 1 << 39, pinned_bytes: int = 1 <
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", new_stream)
+        patch.setattr(torch.cuda, "Event", lambda blocking: Event(cuda))
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.streams[-1])
         patch.setattr(torch.cuda, "synchronize", synchronize)

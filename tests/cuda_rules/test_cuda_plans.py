@@ -41,8 +41,7 @@ def check(run: Replay, case: str) -> None:
     assert watch.actions >= EXPECTED[case]
     assert watch.violations == []
     assert watch.copies > 100
-    # The only copies for which a lane waits: a step's figures, and a validation's.
-    assert watch.synchronous <= {"clip", "score"}
+    assert watch.synchronous == set()
     tier = plan.tiers["gpu"]
     slots = sum(tier.parts.values()) - tier.parts["workspace"] - tier.parts["kept activations"]
     dynamic = cuda.reserved_bytes() - run.slot_bytes - tier.parts["kept activations"]

@@ -15,6 +15,7 @@ from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
 from engine.batch import BatchCarrier
 from engine.memory import DeviceArena
 from engine.ops import Op
+from engine.optimizer import wait_for_copies
 from engine.plan import cut_chunks
 
 SMALL = Case("7b_512k", "gh200-480")
@@ -119,6 +120,20 @@ def test_a_stream_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch
         assert ("order" in found(cuda.watch)) != waits
         assert not (waits and cuda.watch.violations)
         del tokens
+
+
+def test_a_copy_to_the_host_that_is_read_too_early_is_found(cuda: Pretended) -> None:
+    """As "clip" reads a step's report: after waiting for an event behind the copy, and without."""
+    there, here = torch.zeros(16, device=DEVICE), torch.empty(16, pin_memory=True)
+    torch.cuda.synchronize(DEVICE)
+    for waits, rules in ((True, set()), (False, {"order"})):
+        cuda.watch.begin(op(int(not waits), lane="optimizer"))
+        here.copy_(there, non_blocking=True)
+        if waits:
+            wait_for_copies(DEVICE)
+        here.double()
+        cuda.watch.end()
+        assert found(cuda.watch) == rules
 
 
 def test_memory_that_another_stream_may_still_use_is_found(cuda: Pretended) -> None:
