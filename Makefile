@@ -3,11 +3,17 @@
 # make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; five minutes
 # make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
 #                   nothing; RESULTS=DIR keeps all of it as it is found, ARGS="--resume --only suites" and the like
+# make standin      tests/standin: PyTorch's CUDA build on a machine without a GPU, see tests/standin/README.md; 5 GB into
+#                   .venv-cuda the first time, or STANDIN_PYTHON=the interpreter of an environment that has it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CUDA_VENV := .venv-cuda
+STANDIN_PYTHON ?= $(CUDA_VENV)/bin/python
+STANDIN_TORCH := 2.11.0
+STANDIN := build/standin
 
-.PHONY: quickstart test lint types screens gpu-check clean
+.PHONY: quickstart test lint types screens gpu-check standin clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py
@@ -42,6 +48,19 @@ screens: $(VENV)/.installed
 gpu-check:
 	PYTHONPATH=. $(PYTHON) -m app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
+standin:
+	@if ! tests/standin/build.sh --headers; then exit 0; fi; \
+	set -e; [ "$(STANDIN_PYTHON)" != "$(CUDA_VENV)/bin/python" ] || $(MAKE) --no-print-directory $(CUDA_VENV)/.installed; \
+	tests/standin/build.sh "$(STANDIN_PYTHON)" $(STANDIN); \
+	PYTHONPATH=$(CURDIR) $(STANDIN)/run "$(STANDIN_PYTHON)" -m pytest tests/standin -p no:cacheprovider $(STANDIN_ARGS)
+
+$(CUDA_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing torch $(STANDIN_TORCH) with CUDA into $(CUDA_VENV): 5 GB, minutes the first time"
+	$(PYTHON) -m venv $(CUDA_VENV)
+	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt torch==$(STANDIN_TORCH) -e '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

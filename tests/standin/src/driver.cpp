@@ -1,0 +1,185 @@
+// The functions of libcuda that torch's allocator, Triton and Inductor's launchers ask for. Modules load, launches do
+// nothing. Everything else of cuda.h answers "not supported": see ../generate.py. All return a CUresult.
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// In the stand-in for libcudart.
+extern "C" int standin_reserve(void**, size_t);
+extern "C" int standin_release(void*, size_t);
+extern "C" int standin_map(void*, size_t);
+extern "C" int standin_unmap(void*, size_t);
+extern "C" void standin_launch(void* stream);
+extern "C" int standin_device_attribute(int);
+
+using Address = unsigned long long;
+
+namespace {
+
+int something;  // handles point at it
+constexpr int SUCCESS = 0, NOT_FOUND = 500;
+constexpr size_t GRANULARITY = 2 << 20;
+
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+int give(void** handle) {
+    *handle = &something;
+    return SUCCESS;
+}
+
+struct LaunchConfig {  // the beginning of CUlaunchConfig
+    unsigned grid[3], block[3], shared_bytes;
+    void* stream;
+};
+
+}  // namespace
+
+API int cuInit(unsigned) { return SUCCESS; }
+
+API int cuDeviceGet(int* device, int) {
+    *device = 0;
+    return SUCCESS;
+}
+
+API int cuDeviceGetCount(int* count) {
+    *count = 1;
+    return SUCCESS;
+}
+
+API int cuDeviceGetName(char* name, int size, int) {
+    snprintf(name, static_cast<size_t>(size), "Stand-in H200");
+    return SUCCESS;
+}
+
+API int cuDeviceGetAttribute(int* value, int attribute, int) {
+    *value = standin_device_attribute(attribute);
+    return SUCCESS;
+}
+
+API int cuDriverGetVersion(int* version) {
+    *version = 13000;
+    return SUCCESS;
+}
+
+API int cuCtxGetCurrent(void** context) { return give(context); }
+
+API int cuCtxSetCurrent(void*) { return SUCCESS; }
+
+API int cuCtxPushCurrent_v2(void*) { return SUCCESS; }
+
+API int cuCtxPopCurrent_v2(void** context) { return context ? give(context) : SUCCESS; }
+
+API int cuCtxGetDevice(int* device) { return cuDeviceGet(device, 0); }
+
+API int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {
+    if (flags) *flags = 0;
+    *active = 1;
+    return SUCCESS;
+}
+
+API int cuDevicePrimaryCtxRetain(void** context, int) { return give(context); }
+
+API int cuGetErrorString(int error, const char** text) {
+    *text = error == 1 ? "invalid argument" : error == 2 ? "out of memory" : "an error of the stand-in";
+    return SUCCESS;
+}
+
+API int cuGetErrorName(int, const char** text) {
+    *text = "CUDA_ERROR_STAND_IN";
+    return SUCCESS;
+}
+
+API int cuPointerGetAttribute(void* data, int, Address address) {
+    *static_cast<Address*>(data) = address;
+    return SUCCESS;
+}
+
+// ---------------------------------------------------------------- modules and launches
+
+API int cuModuleLoad(void** module, const char*) { return give(module); }
+
+API int cuModuleLoadData(void** module, const void*) { return give(module); }
+
+API int cuModuleLoadDataEx(void** module, const void*, unsigned, void*, void*) { return give(module); }
+
+API int cuModuleUnload(void*) { return SUCCESS; }
+
+API int cuModuleGetFunction(void** function, void*, const char*) { return give(function); }
+
+API int cuFuncGetAttribute(int* value, int, void*) {
+    *value = 0;
+    return SUCCESS;
+}
+
+API int cuFuncSetAttribute(void*, int, int) { return SUCCESS; }
+
+API int cuFuncSetCacheConfig(void*, int) { return SUCCESS; }
+
+API int cuOccupancyMaxActiveClusters(int* clusters, void*, const void*) {
+    *clusters = 1;
+    return SUCCESS;
+}
+
+API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, size_t) {
+    *blocks = 4;
+    return SUCCESS;
+}
+
+API int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
+                       void**, void**) {
+    standin_launch(stream);
+    return SUCCESS;
+}
+
+API int cuLaunchKernelEx(const void* config, void*, void**, void**) {
+    standin_launch(static_cast<const LaunchConfig*>(config)->stream);
+    return SUCCESS;
+}
+
+// ---------------------------------------------------------------- virtual memory: expandable segments
+
+API int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
+    *bytes = GRANULARITY;
+    return SUCCESS;
+}
+
+API int cuMemAddressReserve(Address* address, size_t bytes, size_t, Address, Address) {
+    void* found = nullptr;
+    int error = standin_reserve(&found, bytes);
+    *address = reinterpret_cast<Address>(found);
+    return error;
+}
+
+API int cuMemAddressFree(Address address, size_t bytes) { return standin_release(pointer(address), bytes); }
+
+API int cuMemCreate(Address* handle, size_t bytes, const void*, Address) {
+    *handle = bytes;  // counted and refused where it is mapped
+    return SUCCESS;
+}
+
+API int cuMemRelease(Address) { return SUCCESS; }
+
+API int cuMemMap(Address address, size_t bytes, size_t, Address, Address) {
+    return standin_map(pointer(address), bytes);
+}
+
+API int cuMemUnmap(Address address, size_t bytes) { return standin_unmap(pointer(address), bytes); }
+
+API int cuMemSetAccess(Address, size_t, const void*, size_t) { return SUCCESS; }
+
+// ---------------------------------------------------------------- where functions are
+
+API int cuGetProcAddress(const char* name, void** function, int, Address) {
+    *function = dlsym(RTLD_DEFAULT, name);
+    return *function ? SUCCESS : NOT_FOUND;
+}
+
+API int cuGetProcAddress_v2(const char* name, void** function, int, Address, int* status) {
+    *function = dlsym(RTLD_DEFAULT, name);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? SUCCESS : NOT_FOUND;
+}

@@ -1,0 +1,188 @@
+// Device memory and pinned memory: which ranges CUDA knows, and what it would refuse.
+#include <sys/mman.h>
+
+#include <iterator>
+#include <map>
+#include <mutex>
+
+#include "standin.h"
+
+namespace standin {
+
+namespace {
+
+constexpr size_t LARGEST_REGISTRATION = 512ull << 30;  // the driver refuses this much in one call
+
+struct Region {
+    size_t bytes;
+    const void* owner;  // the allocation itself, or the reservation of addresses that it is mapped into
+};
+
+using Regions = std::map<char*, Region>;
+
+std::mutex& lock = *new std::mutex;  // guards what follows; never destroyed, as threads may outlive main
+Regions& device = *new Regions;
+Regions& pinned = *new Regions;
+std::map<char*, size_t>& reservations = *new std::map<char*, size_t>;
+size_t used = 0;
+
+// The region that holds `pointer`; the end where none does.
+Regions::iterator holder(Regions& regions, const void* pointer) {
+    auto next = regions.upper_bound(static_cast<char*>(const_cast<void*>(pointer)));
+    if (next == regions.begin()) return regions.end();
+    auto found = std::prev(next);
+    return static_cast<const char*>(pointer) < found->first + found->second.bytes ? found : regions.end();
+}
+
+// Whether `end` lies beyond the regions of one owner that follow each other without a gap from `at` on.
+bool beyond(const Regions& regions, Regions::iterator at, const char* end) {
+    while (at->first + at->second.bytes < end) {
+        auto next = std::next(at);
+        bool adjoins = next != regions.end() && next->first == at->first + at->second.bytes;
+        if (!adjoins || next->second.owner != at->second.owner) return true;
+        at = next;
+    }
+    return false;
+}
+
+}  // namespace
+
+size_t device_bytes() {
+    static const size_t bytes = static_cast<size_t>(setting("STANDIN_GPU_GIB", 141)) << 30;
+    return bytes;
+}
+
+size_t device_bytes_used() {
+    std::lock_guard<std::mutex> guard(lock);
+    return used;
+}
+
+void* take_pages(size_t bytes) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return pages == MAP_FAILED ? nullptr : pages;
+}
+
+Place place_of(const void* pointer, size_t bytes) {
+    const char* end = static_cast<const char*>(pointer) + bytes;
+    Place place;
+    std::lock_guard<std::mutex> guard(lock);
+    if (auto found = holder(device, pointer); found != device.end()) {
+        place.device = true;
+        place.crosses = beyond(device, found, end);
+    } else if (found = holder(pinned, pointer); found != pinned.end()) {
+        place.pinned = true;
+        place.crosses = beyond(pinned, found, end);
+    }
+    return place;
+}
+
+cudaError_t allocate_device(void** pointer, size_t bytes) {
+    *pointer = nullptr;
+    if (!bytes) return cudaSuccess;
+    std::lock_guard<std::mutex> guard(lock);
+    if (used + bytes > device_bytes()) return cudaErrorMemoryAllocation;
+    *pointer = take_pages(bytes);
+    if (!*pointer) return cudaErrorMemoryAllocation;
+    device[static_cast<char*>(*pointer)] = {bytes, *pointer};
+    used += bytes;
+    return cudaSuccess;
+}
+
+cudaError_t free_device(void* pointer) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = device.find(static_cast<char*>(pointer));
+    if (found == device.end()) return cudaErrorInvalidValue;
+    munmap(pointer, found->second.bytes);
+    used -= found->second.bytes;
+    device.erase(found);
+    return cudaSuccess;
+}
+
+cudaError_t allocate_host(void** pointer, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    *pointer = take_pages(bytes);
+    if (!*pointer) return cudaErrorMemoryAllocation;
+    pinned[static_cast<char*>(*pointer)] = {bytes, *pointer};
+    return cudaSuccess;
+}
+
+cudaError_t free_host(void* pointer) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = pinned.find(static_cast<char*>(pointer));
+    if (found == pinned.end()) return cudaErrorInvalidValue;
+    munmap(pointer, found->second.bytes);
+    pinned.erase(found);
+    return cudaSuccess;
+}
+
+cudaError_t register_host(void* pointer, size_t bytes) {
+    if (!bytes || bytes >= LARGEST_REGISTRATION) return cudaErrorInvalidValue;
+    std::lock_guard<std::mutex> guard(lock);
+    auto next = pinned.lower_bound(static_cast<char*>(pointer));
+    bool taken = holder(pinned, pointer) != pinned.end();
+    if (taken || (next != pinned.end() && next->first < static_cast<char*>(pointer) + bytes))
+        return cudaErrorHostMemoryAlreadyRegistered;
+    pinned[static_cast<char*>(pointer)] = {bytes, pointer};
+    return cudaSuccess;
+}
+
+cudaError_t unregister_host(void* pointer) {
+    std::lock_guard<std::mutex> guard(lock);
+    return pinned.erase(static_cast<char*>(pointer)) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+}  // namespace standin
+
+using namespace standin;
+
+// For the driver's part (driver.cpp), which lies in a library of its own. CUresult: 1 invalid value, 2 out of memory.
+
+API int standin_reserve(void** pointer, size_t bytes) {
+    *pointer = take_pages(bytes);
+    if (!*pointer) return 2;
+    std::lock_guard<std::mutex> guard(lock);
+    reservations[static_cast<char*>(*pointer)] = bytes;
+    return 0;
+}
+
+API int standin_release(void* pointer, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (!reservations.erase(static_cast<char*>(pointer))) return 1;
+    munmap(pointer, bytes);
+    return 0;
+}
+
+API int standin_map(void* pointer, size_t bytes) {
+    int error = 0;
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        auto next = reservations.upper_bound(static_cast<char*>(pointer));
+        if (next == reservations.begin()) {
+            error = 1;
+        } else if (used + bytes > device_bytes()) {
+            error = 2;
+        } else {
+            device[static_cast<char*>(pointer)] = {bytes, std::prev(next)->first};
+            used += bytes;
+        }
+    }
+    if (error) count(REFUSAL, bytes);
+    else count(DEVICE_MAPPING, bytes);
+    return error;
+}
+
+API int standin_unmap(void* pointer, size_t bytes) {
+    char* end = static_cast<char*>(pointer) + bytes;
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        auto at = device.lower_bound(static_cast<char*>(pointer));
+        while (at != device.end() && at->first < end) {
+            used -= at->second.bytes;
+            at = device.erase(at);
+        }
+        madvise(pointer, bytes, MADV_DONTNEED);
+    }
+    count(DEVICE_FREE, bytes);
+    return 0;
+}

@@ -1,0 +1,350 @@
+// The functions of libcudart that PyTorch calls: memory, streams, events, copies, launches.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "standin.h"
+
+using namespace standin;
+
+// ---------------------------------------------------------------- memory
+
+API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+    *total = device_bytes();
+    *free = device_bytes() - device_bytes_used();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    count(DEVICE_ALLOCATION, bytes);
+    cudaError_t error = allocate_device(pointer, bytes);
+    return error ? refuse(error, "cudaMalloc") : cudaSuccess;
+}
+
+API cudaError_t cudaFree(void* pointer) {
+    if (!pointer) return cudaSuccess;
+    wait_for_all_streams();  // as CUDA does
+    count(DEVICE_FREE);
+    cudaError_t error = free_device(pointer);
+    return error ? refuse(error, "cudaFree") : cudaSuccess;
+}
+
+API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+    count(HOST_ALLOCATION, bytes);
+    cudaError_t error = allocate_host(pointer, bytes);
+    return error ? refuse(error, "cudaHostAlloc") : cudaSuccess;
+}
+
+API cudaError_t cudaFreeHost(void* pointer) {
+    wait_for_all_streams();
+    cudaError_t error = free_host(pointer);
+    return error ? refuse(error, "cudaFreeHost") : cudaSuccess;
+}
+
+API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
+    count(REGISTRATION, bytes);
+    cudaError_t error = register_host(pointer, bytes);
+    return error ? refuse(error, "cudaHostRegister") : cudaSuccess;
+}
+
+API cudaError_t cudaHostUnregister(void* pointer) {
+    wait_for_all_streams();
+    cudaError_t error = unregister_host(pointer);
+    return error ? refuse(error, "cudaHostUnregister") : cudaSuccess;
+}
+
+API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+    memset(attributes, 0, sizeof *attributes);
+    Place place = place_of(pointer, 1);
+    if (place.device || place.pinned) attributes->devicePointer = const_cast<void*>(pointer);
+    if (place.pinned) attributes->hostPointer = const_cast<void*>(pointer);
+    attributes->type = place.device   ? cudaMemoryTypeDevice
+                       : place.pinned ? cudaMemoryTypeHost
+                                      : cudaMemoryTypeUnregistered;
+    return cudaSuccess;
+}
+
+// ---------------------------------------------------------------- copies
+
+namespace {
+
+// Queue `work`, which copies between the two ranges, and wait for it where one of them is pageable.
+cudaError_t copy(const void* to, const void* from, size_t bytes, Stream& stream, std::function<void()> work) {
+    count(COPY, bytes);
+    Place there = place_of(to, bytes), here = place_of(from, bytes);
+    if (there.crosses || here.crosses) return refuse(cudaErrorInvalidValue, "a copy that leaves its memory");
+    if (moves_bytes()) push(stream, std::move(work));
+    bool pageable = !(there.device || there.pinned) || !(here.device || here.pinned);
+    if (pageable) {
+        wait(stream);
+        count(PAGEABLE_COPY, bytes);
+    }
+    return cudaSuccess;
+}
+
+}  // namespace
+
+API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    if (!bytes) return cudaSuccess;
+    return copy(to, from, bytes, *stream_of(stream), [=] { memmove(to, from, bytes); });
+}
+
+API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+    count(STREAM_SYNC);
+    wait(*stream_of(nullptr));
+    return error;
+}
+
+API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                  size_t height, cudaMemcpyKind, cudaStream_t stream) {
+    if (!width || !height) return cudaSuccess;
+    size_t longest = (height - 1) * std::max(to_pitch, from_pitch) + width;
+    bool same = to_pitch == from_pitch;
+    return copy(to, from, same ? longest : width, *stream_of(stream), [=] {
+        for (size_t row = 0; row < height; row++)
+            memmove(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+    });
+}
+
+API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+    if (!bytes) return cudaSuccess;
+    count(MEMSET, bytes);
+    if (place_of(to, bytes).crosses) return refuse(cudaErrorInvalidValue, "a memset that leaves its memory");
+    if (moves_bytes()) push(*stream_of(stream), [=] { memset(to, value, bytes); });
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+    cudaError_t error = cudaMemsetAsync(to, value, bytes, nullptr);
+    wait(*stream_of(nullptr));
+    return error;
+}
+
+// ---------------------------------------------------------------- streams and events
+
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+    *stream = reinterpret_cast<cudaStream_t>(new_stream(priority));
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+    *priority = priority_of(*stream_of(stream));
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    count(STREAM_SYNC);
+    wait(*stream_of(stream));
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return is_idle(*stream_of(stream)) ? cudaSuccess : cudaErrorNotReady;
+}
+
+API cudaError_t cudaDeviceSynchronize() {
+    count(DEVICE_SYNC);
+    wait_for_all_streams();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = new_event();
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+
+API cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    destroy(event);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    record(event, *stream_of(stream));
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    return cudaEventRecord(event, stream);
+}
+
+API cudaError_t cudaEventQuery(cudaEvent_t event) { return has_passed(event) ? cudaSuccess : cudaErrorNotReady; }
+
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    count(EVENT_SYNC);
+    wait(event);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+    return elapsed(from, to, ms) ? cudaSuccess : refuse(cudaErrorNotReady, "the time between events on their way");
+}
+
+API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    wait_on_stream(event, *stream_of(stream));
+    return cudaSuccess;
+}
+
+// ---------------------------------------------------------------- launches
+
+namespace {
+
+cudaError_t launch(cudaStream_t stream) {
+    count(LAUNCH);
+    push_kernel(*stream_of(stream));
+    return cudaSuccess;
+}
+
+struct CallConfiguration {
+    dim3 grid, block;
+    size_t shared_bytes;
+    void* stream;
+};
+thread_local std::vector<CallConfiguration> configurations;
+
+}  // namespace
+
+API cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(stream);
+}
+
+API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(stream);
+}
+
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+    return launch(config->stream);
+}
+
+API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(stream);
+}
+
+API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+    push(*stream_of(stream), [=] { function(data); });
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
+    push(*stream_of(stream), [=] { function(stream, cudaSuccess, data); });
+    return cudaSuccess;
+}
+
+API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+    memset(attributes, 0, sizeof *attributes);
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->numRegs = 32;
+    attributes->binaryVersion = attributes->ptxVersion = 90;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+    *blocks = 4;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                        unsigned) {
+    *blocks = 4;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGetSymbolAddress(void** pointer, const void* symbol) {
+    *pointer = const_cast<void*>(symbol);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
+
+// ---------------------------------------------------------------- errors
+
+API cudaError_t cudaGetLastError() { return last_error(true); }
+
+API cudaError_t cudaPeekAtLastError() { return last_error(false); }
+
+API const char* cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess: return "no error";
+        case cudaErrorInvalidValue: return "invalid argument";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorNotReady: return "device not ready";
+        case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
+        case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
+        default: return "an error of the stand-in";
+    }
+}
+
+API const char* cudaGetErrorName(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess: return "cudaSuccess";
+        case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+        case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+        default: return "cudaErrorStandIn";
+    }
+}
+
+// ---------------------------------------------------------------- what compilers emit around kernels
+
+API void** __cudaRegisterFatBinary(void*) {
+    static void* handle = nullptr;
+    return &handle;
+}
+
+API void __cudaRegisterFatBinaryEnd(void**) {}
+
+API void __cudaUnregisterFatBinary(void**) {}
+
+API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
+
+API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+
+API char __cudaInitModule(void**) { return 1; }
+
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, void* stream) {
+    configurations.push_back({grid, block, shared_bytes, stream});
+    return 0;
+}
+
+API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_bytes, void* stream) {
+    CallConfiguration last = configurations.back();
+    configurations.pop_back();
+    *grid = last.grid;
+    *block = last.block;
+    *shared_bytes = last.shared_bytes;
+    *static_cast<void**>(stream) = last.stream;
+    return cudaSuccess;
+}
+
+API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+    *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
+    return cudaSuccess;
+}
+
+API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                                 cudaDriverEntryPointQueryResult* result) {
+    static void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    *function = driver ? dlsym(driver, name) : nullptr;
+    if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return *function ? cudaSuccess : cudaErrorInvalidValue;
+}

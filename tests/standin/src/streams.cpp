@@ -1,0 +1,220 @@
+// Streams are threads that carry out work in order; events are counters that they raise.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "standin.h"
+
+namespace standin {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void sleep_us(long us) {
+    if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
+}
+
+long delay_us() {
+    static const long most = setting("STANDIN_DELAY_US", 0);
+    return most > 0 ? rand() % most : 0;
+}
+
+}  // namespace
+
+class Stream {
+  public:
+    explicit Stream(int priority) : priority(priority) {}
+
+    void push(std::function<void()> work) {
+        std::lock_guard<std::mutex> guard(lock_);
+        if (!started_) {  // torch makes dozens of streams at once and uses a few
+            started_ = true;
+            std::thread([this] { run(); }).detach();
+        }
+        queue_.push_back(std::move(work));
+        more_.notify_one();
+    }
+
+    void wait() {
+        std::unique_lock<std::mutex> guard(lock_);
+        idle_.wait(guard, [this] { return queue_.empty() && !busy_; });
+    }
+
+    bool is_idle() {
+        std::lock_guard<std::mutex> guard(lock_);
+        return queue_.empty() && !busy_;
+    }
+
+    const int priority;
+
+  private:
+    void run() {
+        std::unique_lock<std::mutex> guard(lock_);
+        for (;;) {
+            more_.wait(guard, [this] { return !queue_.empty(); });
+            std::function<void()> work = std::move(queue_.front());
+            queue_.pop_front();
+            busy_ = true;
+            guard.unlock();
+            sleep_us(delay_us());
+            work();
+            work = nullptr;
+            guard.lock();
+            busy_ = false;
+            if (queue_.empty()) idle_.notify_all();
+        }
+    }
+
+    std::mutex lock_;
+    std::condition_variable more_, idle_;
+    std::deque<std::function<void()>> queue_;
+    bool busy_ = false;
+    bool started_ = false;
+};
+
+class Event {
+  public:
+    long record() {
+        std::lock_guard<std::mutex> guard(lock_);
+        return ++recorded_;
+    }
+
+    void pass(long number) {
+        std::lock_guard<std::mutex> guard(lock_);
+        passed_ = std::max(passed_, number);
+        at_ = Clock::now();
+        changed_.notify_all();
+    }
+
+    long recorded() {
+        std::lock_guard<std::mutex> guard(lock_);
+        return recorded_;
+    }
+
+    void wait(long number) {
+        std::unique_lock<std::mutex> guard(lock_);
+        changed_.wait(guard, [this, number] { return passed_ >= number; });
+    }
+
+    bool has_passed() {
+        std::lock_guard<std::mutex> guard(lock_);
+        return passed_ >= recorded_;
+    }
+
+    Clock::time_point at() {
+        std::lock_guard<std::mutex> guard(lock_);
+        return at_;
+    }
+
+  private:
+    std::mutex lock_;
+    std::condition_variable changed_;
+    long recorded_ = 0;
+    long passed_ = 0;
+    Clock::time_point at_;
+};
+
+namespace {
+
+// A handle owns its event together with whatever is queued: CUDA lets an event be destroyed before it has passed.
+using Handle = std::shared_ptr<Event>;
+
+Handle& event_of(cudaEvent_t handle) { return *reinterpret_cast<Handle*>(handle); }
+
+std::mutex& streams_lock = *new std::mutex;
+std::vector<Stream*>& streams = *new std::vector<Stream*>;
+Stream* default_stream = nullptr;
+
+constexpr size_t LARGEST_SPECIAL_HANDLE = 4;  // 0: default, 1: legacy, 2: per thread
+
+}  // namespace
+
+Stream* new_stream(int priority) {
+    std::lock_guard<std::mutex> guard(streams_lock);
+    return streams.emplace_back(new Stream(priority));
+}
+
+Stream* stream_of(cudaStream_t handle) {
+    if (reinterpret_cast<size_t>(handle) > LARGEST_SPECIAL_HANDLE) return reinterpret_cast<Stream*>(handle);
+    std::lock_guard<std::mutex> guard(streams_lock);
+    if (!default_stream) default_stream = streams.emplace_back(new Stream(0));
+    return default_stream;
+}
+
+int priority_of(const Stream& stream) { return stream.priority; }
+
+void push(Stream& stream, std::function<void()> work) { stream.push(std::move(work)); }
+
+void push_kernel(Stream& stream) {
+    static const long us = setting("STANDIN_KERNEL_US", 0);
+    static const bool felt = us > 0 || setting("STANDIN_DELAY_US", 0) > 0;
+    if (felt) stream.push([] { sleep_us(us); });  // else it would only take the caller's time
+}
+
+void wait(Stream& stream) { stream.wait(); }
+
+void wait_for_all_streams() {
+    std::vector<Stream*> all;
+    {
+        std::lock_guard<std::mutex> guard(streams_lock);
+        all = streams;
+    }
+    for (Stream* stream : all) stream->wait();
+}
+
+bool is_idle(Stream& stream) { return stream.is_idle(); }
+
+cudaEvent_t new_event() { return reinterpret_cast<cudaEvent_t>(new Handle(std::make_shared<Event>())); }
+
+void destroy(cudaEvent_t event) { delete &event_of(event); }
+
+void record(cudaEvent_t event, Stream& stream) {
+    Handle held = event_of(event);
+    long number = held->record();
+    if (stream.is_idle()) held->pass(number);  // spares waking the stream's thread, which costs more than CUDA does
+    else stream.push([held, number] { held->pass(number); });
+}
+
+void wait(cudaEvent_t event) {
+    Handle held = event_of(event);
+    held->wait(held->recorded());
+}
+
+void wait_on_stream(cudaEvent_t event, Stream& stream) {
+    Handle held = event_of(event);
+    long number = held->recorded();
+    if (!held->has_passed()) stream.push([held, number] { held->wait(number); });
+}
+
+bool has_passed(cudaEvent_t event) { return event_of(event)->has_passed(); }
+
+bool elapsed(cudaEvent_t from, cudaEvent_t to, float* ms) {
+    Handle first = event_of(from), last = event_of(to);
+    for (const Handle& event : {first, last})
+        if (!event->recorded() || !event->has_passed()) return false;
+    *ms = std::chrono::duration<float, std::milli>(last->at() - first->at()).count();
+    return true;
+}
+
+bool moves_bytes() {
+    static const bool wanted = setting("STANDIN_COPIES", 1) != 0;
+    return wanted;
+}
+
+}  // namespace standin
+
+using namespace standin;
+
+// A launch through the driver.
+API void standin_launch(void* stream) {
+    count(TRITON_LAUNCH);
+    push_kernel(*stream_of(static_cast<cudaStream_t>(stream)));
+}

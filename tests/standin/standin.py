@@ -1,0 +1,115 @@
+"""What the stand-in for CUDA counts, read from Python: by kind of call, and by thread.
+
+Python's threads are counted under their own names (a lane's is its lane) once `name_threads` has been called;
+autograd's are `pt_autograd_0` and so on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+_WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)  # it is preloaded
+
+
+def running() -> bool:
+    """Whether this process runs on the stand-in."""
+    return hasattr(_library(), "standin_counts")
+
+
+@dataclass(slots=True)
+class Counts:
+    """Calls and bytes by (thread, kind); kinds are those of src/counters.cpp."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.calls - other.calls, self.nbytes - other.nbytes)
+
+    def total(self, *kinds: str) -> int:
+        """Calls of these kinds by all threads."""
+        return sum(count for (_, kind), count in self.calls.items() if kind in kinds)
+
+    def by_thread(self, *kinds: str) -> dict[str, int]:
+        """Calls of these kinds, of the threads that made any."""
+        found: Counter[str] = Counter()
+        for (thread, kind), count in self.calls.items():
+            if kind in kinds:
+                found[thread] += count
+        return dict(found)
+
+
+def counts() -> Counts:
+    """Everything counted so far."""
+    size = 1 << 16
+    while True:
+        text = ctypes.create_string_buffer(size)
+        needed: int = _library().standin_counts(text, ctypes.c_size_t(size))
+        if needed <= size:
+            break
+        size = 2 * needed
+    found = Counts()
+    for line in text.value.decode().splitlines():
+        thread, kind, calls, nbytes = line.split("\t")
+        found.calls[thread, kind] += int(calls)
+        found.nbytes[thread, kind] += int(nbytes)
+    return found
+
+
+@cache
+def name_threads() -> None:
+    """Count this process's Python threads under their names from now on, those that start later."""
+    run = threading.Thread.run
+
+    def named(self: threading.Thread) -> None:
+        _library().standin_name_thread(self.name.encode())
+        run(self)
+
+    threading.Thread.run = named  # type: ignore[method-assign]
+    _library().standin_name_thread(b"main")
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that was watched for."""
+
+    kind: str
+    thread: str
+    nbytes: int
+    stack: list[str]
+    """The Python functions that led to it, innermost last, as "file:line function"."""
+
+
+@contextmanager
+def watched(*kinds: str, note: Callable[[Call], None] | None = None) -> Iterator[list[Call]]:
+    """Inside the block every call of these kinds is noted with the stack of the thread that makes it."""
+    found: list[Call] = []
+
+    def see(kind: bytes, thread: bytes, nbytes: int) -> None:
+        frames = traceback.extract_stack()[:-1]
+        stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        call = Call(kind.decode(), thread.decode(), nbytes, stack)
+        found.append(call)
+        if note is not None:
+            note(call)
+
+    watcher = _WATCHER(see)
+    for kind in kinds:
+        assert _library().standin_watch(kind.encode(), watcher) == 0, f"there is no kind {kind}"
+    try:
+        yield found
+    finally:
+        for kind in kinds:
+            _library().standin_watch(kind.encode(), None)

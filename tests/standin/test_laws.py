@@ -1,0 +1,129 @@
+"""What the stand-in holds like CUDA does, and what our own memory makes of it."""
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import pytest
+import standin
+import torch
+
+from storage.arena import HostArena
+
+CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
+INVALID_VALUE, ALREADY_REGISTERED = 1, 712
+
+
+class Pinned:
+    """Anonymous memory with two registrations that meet at `border` bytes."""
+
+    def __init__(self, border: int, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, nbytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        start = self.bytes.data_ptr()
+        self._starts = [start, start + border]
+        sizes = [border, nbytes - border]
+        for at, size in zip(self._starts, sizes, strict=True):
+            assert int(torch.cuda.cudart().cudaHostRegister(at, size, 0)) == 0
+
+    def close(self) -> None:
+        for at in self._starts:
+            assert int(torch.cuda.cudart().cudaHostUnregister(at)) == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_error_is_left() -> Iterator[None]:
+    """An error that a call returned is also the thread's last one, which torch would raise at its next call."""
+    yield
+    ctypes.CDLL(None).cudaGetLastError()
+
+
+def test_a_copy_across_registrations_is_refused() -> None:
+    """As CUDA does, with error 1, although both halves are pinned and lie side by side."""
+    pinned, there = Pinned(MIB, 2 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=CUDA)
+    there.copy_(pinned.bytes[:MIB], non_blocking=True)
+    there.copy_(pinned.bytes[MIB:], non_blocking=True)
+    with pytest.raises(torch.AcceleratorError, match="invalid argument"):
+        there.copy_(pinned.bytes[MIB // 2 : 3 * MIB // 2], non_blocking=True)
+    torch.cuda.synchronize()
+    pinned.close()
+
+
+def test_memory_is_registered_once() -> None:
+    pinned = Pinned(MIB, 2 * MIB)
+    start = pinned.bytes.data_ptr()
+    assert int(torch.cuda.cudart().cudaHostRegister(start + MIB // 2, MIB, 0)) == ALREADY_REGISTERED
+    pinned.close()
+
+
+def test_half_a_terabyte_is_not_registered_in_one_call() -> None:
+    assert int(torch.cuda.cudart().cudaHostRegister(4096, 512 << 30, 0)) == INVALID_VALUE
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pageable_copies_are_counted(pinned: bool) -> None:
+    here = torch.arange(1000, pin_memory=pinned)
+    before = standin.counts()
+    with standin.watched("pageable_copy") as seen:
+        there = here.to(CUDA, non_blocking=True)
+        torch.cuda.synchronize()
+    made = standin.counts() - before
+    assert (made.total("copy"), made.total("pageable_copy")) == (1, 0 if pinned else 1)
+    assert [call.nbytes for call in seen] == ([] if pinned else [8000])
+    assert all("test_laws.py" in call.stack[-1] for call in seen)
+    assert there.cpu().tolist() == list(range(1000))
+
+
+def test_streams_keep_their_order_and_events_theirs() -> None:
+    """A chain of copies over two streams, each link waiting for the one before through an event."""
+    here = torch.arange(1 << 16, pin_memory=True)
+    back = torch.zeros(1 << 16, dtype=torch.int64, pin_memory=True)
+    streams = [torch.cuda.Stream(CUDA) for _ in range(2)]
+    links = [torch.empty(1 << 16, dtype=torch.int64, device=CUDA) for _ in range(50)]
+    torch.cuda.synchronize()
+    source = here
+    for i, link in enumerate([*links, back]):
+        with torch.cuda.stream(streams[i % 2]):
+            link.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        streams[(i + 1) % 2].wait_event(event)
+        source = link
+    event.synchronize()
+    assert torch.equal(back, here)
+
+
+def test_a_card_is_full_when_it_is_full() -> None:
+    total = torch.cuda.get_device_properties(CUDA).total_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total + 1, dtype=torch.uint8, device=CUDA)
+
+
+def test_an_unknown_kind_is_no_silence() -> None:
+    with pytest.raises(AssertionError, match="no kind"), standin.watched("nothing"):
+        pass
+
+
+@pytest.mark.parametrize("piece_bytes", [64 << 30, 256 * MIB])
+def test_slots_of_an_arena_above_a_gigabyte_are_copied_whole(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """Slots of odd sizes, one of them larger than a piece: what a lane copies lies in one registration."""
+    monkeypatch.setattr("storage.arena.PIECE_BYTES", piece_bytes)
+    sizes = [200 * MIB + 4097, 56 * MIB, 4096, 1, 300 * MIB + 12345, 255 * MIB, 256 * MIB, 100 * MIB]
+    arena = HostArena(sum(-(-size // 4096) * 4096 for size in sizes), budget_bytes=2 << 30)
+    slots = [arena.slot(str(i), size) for i, size in enumerate(sizes)]
+    arena.pin()
+    assert len(arena.pieces) == (1 if piece_bytes > 2 << 30 else 6)
+    there = torch.empty(max(sizes), dtype=torch.uint8, device=CUDA)
+    before = standin.counts()
+    for number, slot in enumerate(slots):
+        slot[-1] = number
+        there[: slot.numel()].copy_(slot, non_blocking=True)
+        slot[-MIB:].copy_(there[: slot.numel()][-MIB:], non_blocking=True)
+        torch.cuda.synchronize()
+        assert slot[-1] == number
+    made = standin.counts() - before
+    assert made.total("copy") == 2 * len(slots)
+    assert made.total("pageable_copy", "refusal") == 0
+    arena.close()
+    assert not slots[0].is_pinned()

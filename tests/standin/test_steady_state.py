@@ -1,0 +1,81 @@
+"""From the third step on a step asks for nothing that stops the GPU or the lanes."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import small_model
+import standin
+import tiny
+import torch
+from torch._dynamo.utils import compilation_time_metrics, counters
+
+from engine.ops import LANES
+from engine.train import train_step
+
+CUDA = torch.device("cuda", 0)
+GPU_LANES = {"h2d", "compute", "d2h"}
+AUTOGRAD = "pt_autograd_0"
+ALLOCATIONS = ("device_allocation", "device_mapping", "device_free", "host_allocation", "registration")
+MIB = 1 << 20
+
+# (gpu, ram): everything on the GPU; state in RAM; state in RAM and on drives; the least that is accepted.
+TIERS = [("4GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, 48 * MIB), (tiny.FLOOR, tiny.FLOOR)]
+
+
+def compilations() -> int:
+    """Frames that Dynamo has looked at, and everything that it and Inductor have timed of their work."""
+    return counters["frames"]["total"] + sum(len(times) for times in compilation_time_metrics.values())
+
+
+def lane_of(thread: str) -> str:
+    """The lane that a thread works for; autograd's works for compute."""
+    return "compute" if thread == AUTOGRAD else thread
+
+
+@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
+    """Allowed: host lanes wait for events of the GPU's lanes, which is how they wait for what they read; the main
+    thread waits for the stream of its own that brings the next batch (BatchCarrier). Nothing else waits, nothing
+    allocates, nothing is copied from or to pageable memory, and nothing is compiled.
+    """
+    kinds = ("pageable_copy", "stream_sync", "device_sync", "event_sync", *ALLOCATIONS)
+    d = tiny.data(sequence_length=512)
+    storage = tiny.storage(chunk_bytes="256KiB")
+    session = tiny.session(
+        tmp_path, m=small_model.model(), d=d, t=small_model.training(), s=storage, gpu=gpu, ram=ram, device=CUDA
+    )
+    with session:
+        for _ in range(2):
+            train_step(session)
+        session.executor.drain()
+        compiled, before = compilations(), standin.counts()
+        with standin.watched(*kinds) as calls:
+            for _ in range(3):
+                train_step(session)
+        made = standin.counts() - before
+        assert compilations() == compiled
+    assert set(made.by_thread("copy", "launch")) >= {"compute", "h2d", "d2h"}, "the lanes' names are not known"
+    for call in calls:
+        if call.kind == "event_sync" and call.thread in set(LANES) - GPU_LANES:
+            continue
+        if call.kind == "stream_sync" and call.thread == "main" and any(at.endswith(" carry") for at in call.stack):
+            continue
+        pytest.fail(f"{call.kind} of {call.nbytes:,} bytes on {lane_of(call.thread)}: " + "\n  ".join(call.stack[-6:]))
+
+
+def test_a_lane_that_waits_is_found(tmp_path: Path) -> None:
+    """The test above would see a stream that is waited for on a lane, and know the lane."""
+    t = small_model.training(compile="off")
+    with tiny.session(tmp_path, m=small_model.model(), d=tiny.data(sequence_length=512), t=t, device=CUDA) as session:
+        norm = session.runtime._actions["norm"]
+
+        def waits(op):  # type: ignore[no-untyped-def]
+            assert threading.current_thread().name == "compute"
+            torch.cuda.current_stream().synchronize()
+            return norm(op)
+
+        session.runtime._actions["norm"] = waits
+        before = standin.counts()
+        train_step(session)
+        assert (standin.counts() - before).by_thread("stream_sync")["compute"] >= len(session.plan.buffers)
