@@ -33,8 +33,8 @@ from storage.layout import FlatLayout
 
 REPEATS = 3
 """Times that ops are measured after they have run once, which compiles them."""
-SLOW_S = 1.0
-"""Ops that take this long are measured once."""
+SLOW_S = 0.5
+"""Ops that together take this long are measured once."""
 MOST_ATTENDS = 3
 """Of a chunk whose keys are streamed so many of its passes over a chunk of keys are run: they are alike."""
 BESIDE = ("h2d", "d2h", "optimizer")
@@ -63,11 +63,13 @@ def calibrate(
     machine: Machine,
     logits_bytes: int,
     executor: Executor,
+    *,
+    brief: bool = False,
 ) -> Calibration:
     """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `runner`.
 
     Each is measured on its lane of `executor`, which has nothing else to do. `machine` only serves to count what ops
-    do. Takes the plan's GPU memory and gives it back.
+    do. Takes the plan's GPU memory and gives it back. `brief`: layers only, once each, for a first idea.
     """
     device = runner.device
     if device.type == "cpu":
@@ -76,20 +78,24 @@ def calibrate(
         for lane in BESIDE:
             executor.call(lane, lambda: torch.zeros(_TILE).add_(1))
     samples, graphs = executor.call(
-        "compute", lambda: _compute_ops(plan, layouts, runner, adamw, train, batch, machine, logits_bytes)
+        "compute", lambda: _compute_ops(plan, layouts, runner, adamw, train, batch, machine, logits_bytes, brief)
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    if brief:
+        return Calibration(samples={kind: tuple(found) for kind, found in samples.items()})
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
     there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the lanes' streams come after it
     up = executor.call("h2d", lambda: _copy_rate(there, host, device))
     down = executor.call("d2h", lambda: _copy_rate(host, there, device))
+    updates = any(buffer.state != "gpu" for buffer in plan.buffers.values())
+    rate = executor.call("optimizer", lambda: _update_rate(plan, adamw, train, runner.dtype)) if updates else None
     return Calibration(
         samples={kind: tuple(found) for kind, found in samples.items()},
         graph_bytes_per_token=graphs,
-        update_params_per_s=executor.call("optimizer", lambda: _update_rate(plan, adamw, train, runner.dtype)),
+        update_params_per_s=rate,
         h2d_bytes_per_s=up,
         d2h_bytes_per_s=down,
     )
@@ -104,6 +110,7 @@ def _compute_ops(
     batch: Sequence[MicroBatch],
     machine: Machine,
     logits_bytes: int,
+    brief: bool,
 ) -> tuple[dict[str, list[Sample]], dict[str, int]]:
     """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a kept graph takes."""
     device, documents = runner.device, [m.documents for m in batch]
@@ -121,15 +128,18 @@ def _compute_ops(
         costs = Costs(plan, machine, None, documents)
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)
-        for unit in chosen + _to_keep(plan, units):
-            layers = runtime.layer_ops
-            layers.kept_peak_bytes = 0
-            for op, seconds in _measured(unit, runtime):
+        if brief:
+            layers = {block.name for block in plan.blocks if block.role == "layer"}
+            chosen = [unit for unit in chosen if unit.ops[0].block in layers]
+        for unit in chosen + ([] if brief else _to_keep(plan, units)):
+            kept = runtime.layer_ops
+            kept.kept_peak_bytes = 0
+            for op, seconds in _measured(unit, runtime, 1 if brief else REPEATS):
                 kind = op_kind(op, costs.representative(op.block))
                 samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
-            if layers.kept_peak_bytes:
+            if kept.kept_peak_bytes:
                 first = unit.ops[0]
-                graphs[costs.representative(first.block)] = -(-layers.kept_peak_bytes // costs.tokens(first))
+                graphs[costs.representative(first.block)] = -(-kept.kept_peak_bytes // costs.tokens(first))
     finally:
         arena.close()
     del runtime, gpu
@@ -217,10 +227,10 @@ def _to_keep(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
     return list(found.values())
 
 
-def _measured(unit: _Unit, runtime: Runtime) -> Iterator[tuple[Op, float]]:
+def _measured(unit: _Unit, runtime: Runtime, repeats: int) -> Iterator[tuple[Op, float]]:
     """(op, median seconds) of the unit's ops, after one run that does not count."""
     times: list[list[float]] = [[] for _ in unit.ops]
-    for repeat in range(1 + REPEATS):
+    for repeat in range(1 + repeats):
         total = 0.0
         for op, found in zip(unit.ops, times, strict=True):
             seconds = elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device)  # type: ignore[misc]

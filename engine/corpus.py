@@ -39,9 +39,7 @@ def source_files(config: DataConfig) -> list[Path]:
     if config.source == "random":
         return []
     if config.source == "python_stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        outside = {"site-packages", "dist-packages"}
-        return sorted(f for f in root.rglob("*.py") if f.is_file() and not outside.intersection(f.parts))
+        return sorted(_library_files(Path(sysconfig.get_paths()["stdlib"])))
     root = Path(str(config.path)).expanduser()
     if root.is_file():
         return [root]
@@ -51,6 +49,13 @@ def source_files(config: DataConfig) -> list[Path]:
         )
     pattern = "*.jsonl" if config.source == "jsonl" else "*"
     return sorted(f for f in root.rglob(pattern) if f.is_file())
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    """Python files of the standard library in `root`; what is installed into it, which is far more, is not walked."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in ("site-packages", "dist-packages")]
+        yield from (path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file())
 
 
 def read_pieces(config: DataConfig) -> Iterator[Piece]:

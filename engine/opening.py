@@ -173,7 +173,8 @@ def open_session(
             task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
             known = (found.best.chunk_tokens, found.best.choice)
             with checklist.step("planning with these times"):
-                found = task.search(machine, calibration, documents, known=known, only=known if fixed else None)
+                only = known if fixed else None
+                found = task.search(machine, calibration, documents, known=known, only=only, before=found)
         _tell_plan(observer, task, machine, found, calibration, batch)
         session = Session(
             spec=spec,

@@ -91,9 +91,10 @@ class Task:
         documents: Sequence[Sequence[int]] | None = None,
         known: tuple[int, Choice] | None = None,
         only: tuple[int, Choice] | None = None,
+        before: Found | None = None,
     ) -> Found:
         """The best plan: see engine.search.search. Raises BudgetError where none fits."""
-        return search(self.problem, self.chunks, machine, calibration, documents, known=known, only=only)
+        return search(self.problem, self.chunks, machine, calibration, documents, known=known, only=only, before=before)
 
 
 def run_budgets(config: BudgetConfig, device: torch.device, drives: Sequence[Path], *, new: bool) -> Budgets:

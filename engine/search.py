@@ -33,6 +33,9 @@ SWITCH_GAIN = 0.03
 ProblemAt = Callable[[int], Problem]
 """Tokens of a chunk -> the problem with chunks of that length."""
 
+FAR = 1.5
+"""Times the best plan's step from which on a plan is not tried again with measured times."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -62,6 +65,11 @@ class Found:
     def plan(self) -> Plan:
         """The best one's."""
         return self.best.plan
+
+    def far(self) -> set[tuple[int, Choice]]:
+        """Combinations so much slower than the best that no measurement of the ops, which all have, makes up for it."""
+        limit = self.best.step_s * FAR
+        return {(c.chunk_tokens, c.choice) for c in self.tried if c.step_s > limit}
 
 
 def chunk_options(stream_tokens: int) -> list[int]:
@@ -130,9 +138,12 @@ class _Search:
         self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
         return candidate
 
-    def everything(self, chunk: int, values: dict[str, list[Any]]) -> None:
+    def everything(self, chunk: int, values: dict[str, list[Any]], before: Found | None) -> None:
+        far = set() if before is None else before.far()
         for combination in itertools.product(*values.values()):
-            self.attempt(chunk, Choice(**dict(zip(values, combination, strict=True))))
+            choice = Choice(**dict(zip(values, combination, strict=True)))
+            if (chunk, choice) not in far:
+                self.attempt(chunk, choice)
 
     def descend(self, start: Candidate, chunks: list[int]) -> None:
         """Change one thing at a time, as long as that helps."""
@@ -182,12 +193,14 @@ def search(
     *,
     known: tuple[int, Choice] | None = None,
     only: tuple[int, Choice] | None = None,
+    before: Found | None = None,
 ) -> Found:
     """The plan with the shortest step.
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
-    whatever its speed. Raises BudgetError, that of the combination which lacks least, where none fits.
+    whatever its speed; `before`: a search with other times, which says what need not be tried again (Found.far).
+    Raises BudgetError, that of the combination which lacks least, where none fits.
     """
     hunt = _Search(problem_at, machine, calibration, documents)
     lengths = list(chunks)
@@ -202,7 +215,7 @@ def search(
             hunt.refused += [(chunk, Choice(), error) for error in first[:1]]
             continue
         if num_ops(first) <= EXHAUSTIVE_OPS:
-            hunt.everything(chunk, values)
+            hunt.everything(chunk, values, before)
         else:
             fitting[chunk] = first
     if fitting:

@@ -52,40 +52,36 @@ class Tuning:
             what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
             return compute, self._calibrate(what, found, compute)
         eager = compute.compile(False)
-        timed = self._calibrate("timing the ops, not compiled", found, eager)
-        eager_s = self._step_s(found, timed)
+        with self.checklist.step("timing layers that are not compiled"):
+            eager_s = self._step_s(found, self._measure(found, eager, brief=True))
         if steps_left * eager_s * GAIN < COMPILE_S:
             self.observer.on_message(
                 f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s end sooner without"
             )
-            return eager, timed
+            return eager, self._calibrate("timing the ops", found, eager)
         compute = compute.compile()
-        calibration = self._calibrate("compiling, and timing the ops", found, compute)
-        compiled_s = self._step_s(found, calibration)
-        if compiled_s < eager_s:
-            return compute, calibration
-        self.observer.on_message(
-            f"layers are not compiled: a step takes about {compiled_s:.2g} s compiled and {eager_s:.2g} s without"
-        )
-        return compute.compile(False), timed
+        return compute, self._calibrate("compiling, and timing the ops", found, compute)
 
     def _calibrate(self, what: str, found: Found, compute: Compute) -> Calibration:
-        train, device = self.task.train, compute.runner.device
         with self.checklist.step(what):
-            try:
-                return calibrate(
-                    found.plan,
-                    layouts(self.task.spec),
-                    compute.runner,
-                    compute.adamw,
-                    train,
-                    self.batch,
-                    self.machine,
-                    LOGITS_BYTES[device.type],
-                    self.lanes.executor,
-                )
-            except torch.OutOfMemoryError as error:
-                raise explain(error, None, found.plan) or error from error
+            return self._measure(found, compute, brief=False)
+
+    def _measure(self, found: Found, compute: Compute, *, brief: bool) -> Calibration:
+        try:
+            return calibrate(
+                found.plan,
+                layouts(self.task.spec),
+                compute.runner,
+                compute.adamw,
+                self.task.train,
+                self.batch,
+                self.machine,
+                LOGITS_BYTES[compute.runner.device.type],
+                self.lanes.executor,
+                brief=brief,
+            )
+        except torch.OutOfMemoryError as error:
+            raise explain(error, None, found.plan) or error from error
 
     def _step_s(self, found: Found, calibration: Calibration) -> float:
         """Seconds of a step of the plan with these times."""
