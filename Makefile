@@ -1,5 +1,6 @@
 # make quickstart   train the quickstart recipe, installing into .venv first where needed
 # make test         lint, types and tests
+# make cuda-branches   docs/cuda-branches.md: the lines that only a GPU executes, from a run of all tests under coverage
 # make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; five minutes
 # make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
 #                   nothing; RESULTS=DIR keeps all of it as it is found, ARGS="--resume --only suites" and the like
@@ -14,6 +15,7 @@ STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
 
 .PHONY: quickstart test lint types screens gpu-check standin clean
+.PHONY: quickstart test lint types screens gpu-check cuda-branches clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py
@@ -60,6 +62,9 @@ $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt torch==$(STANDIN_TORCH) -e '.[dev]'
 	touch $@
+
+cuda-branches: $(VENV)/.installed-dev
+	$(BIN)/python tests/cuda_branches.py
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

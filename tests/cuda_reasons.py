@@ -1,0 +1,60 @@
+"""Why no CPU test executes what only a GPU does, by function; see tests/cuda_branches.py."""
+
+_KERNEL = "launches a CUDA kernel; tests/gpu/test_gpu_attention.py compares it with the reference"
+_FLASH = "calls a package that exists on CUDA only; tests/gpu/test_gpu_attention.py where it is installed"
+_SUITE = "measures on a GPU; `penstock bench step --suite gpu` runs it"
+_FLASH_KERNELS = ("FlashAttention2", "FlashAttention3", "FlashAttention4")
+
+REASONS: dict[str, str] = {
+    **{
+        f"engine/attention_cuda.py:{name}": _KERNEL
+        for name in (
+            "_on_device",
+            "_no_dropout",
+            "CudaKernel.forward",
+            "CudaKernel.backward",
+            "CudaKernel._forward",
+            "CudaKernel._backward",
+            "FlashKernel._forward",
+            "FlashKernel._backward",
+            "FlashKernel._launch",
+            "FlashKernel._launch_backward",
+            "TorchCudaFlash._launch",
+            "TorchCudaFlash._launch_backward",
+            "TorchCudnn._forward",
+            "TorchCudnn._backward",
+            "_rows",
+            "_heads_first",
+        )
+    },
+    **{
+        f"engine/attention_flash.py:{kernel}.{method}": _FLASH
+        for kernel in _FLASH_KERNELS
+        for method in ("_launch", "_launch_backward")
+    },
+    "engine/attention_flash.py:_flash_arguments": _FLASH,
+    "engine/attention_flash.py:_flash2_arguments": _FLASH,
+    "engine/attention_flash.py:FlashAttention4._options": _FLASH,
+    "engine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
+    "engine/opening.py:choose_kernels": "measures CUDA's kernels; on a CPU there is one",
+    "engine/live.py:memory_peaks": "the allocator's peak of a session on a GPU",
+    "engine/calibrate.py:calibrate": "empties the allocator's cache and waits for the device before the lanes begin",
+    "engine/session.py:Session.__init__": "pins the arena near the GPU; tests/gpu/test_pinned_arena.py",
+    "engine/affinity.py:place_threads": "asks the driver for the GPU's place on the bus; `placement` is tested apart",
+    "engine/lanes.py:_set_up_compilation": "starts Inductor's workers for Triton, which CPUs do without",
+    "engine/compilers.py:_through_triton": "looks for what Triton needs where layers run on CUDA",
+    "engine/attention_select.py:_seconds": "times kernels by events, as clock.elapsed_s, which is tested",
+    "engine/attention_select.py:rank": "a kernel that ran out of GPU memory is left out",
+    "engine/attention_select.py:_fault": "a kernel that ran out of GPU memory is left out",
+    "storage/arena.py:CudaRegistrar.register": "cudaHostRegister itself; other registrars stand for it in tests",
+    "storage/arena.py:CudaRegistrar.unregister": "cudaHostUnregister itself; other registrars stand for it in tests",
+    "storage/arena.py:_cudart": "the CUDA runtime, which torch for CPUs has not",
+    "storage/readers.py:KvikioReader.__init__": "imports kvikio, which needs CUDA; tests/gpu/test_gpu_readers.py",
+    "storage/readers.py:KvikioReader.read": "reads into CUDA memory; tests/gpu/test_gpu_readers.py",
+    "storage/readers.py:KvikioReader.gpudirect": "asks the kvikio that was imported; tests/gpu/test_gpu_readers.py",
+    "storage/readers.py:_import_kvikio": "imports kvikio, which needs CUDA; tests/gpu/test_gpu_readers.py",
+    "app/bench/storage.py:_readers": _SUITE,
+    "app/bench/storage.py:_jobs.store_read": _SUITE,
+    "app/bench/plain.py:plain_steps": _SUITE,
+}
+"""File:function -> why; one line each. A function that tests execute throughout has no place here."""
