@@ -23,7 +23,7 @@ WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no ETA is drawn from them."""
 
 _ETA_WINDOW = 20
-_ITEM_CELLS = 26
+_ITEM_CELLS = 29
 """The names of a checklist's items are about so long: their times stand below one another."""
 _TARGETS = ("weights", "state", "gradient")
 

@@ -180,8 +180,8 @@ def test_each_item_of_the_checklist_is_a_line_once_it_is_done() -> None:
         display.prepare(item)
     display.close()
     assert out.getvalue().splitlines() == [
-        "  tokenizing the data           2.0 s",
-        "  pinning 350 GB              130.5 s",
+        "  tokenizing the data              2.0 s",
+        "  pinning 350 GB                 130.5 s",
     ]
 
 
