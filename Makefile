@@ -14,8 +14,7 @@ STANDIN_PYTHON ?= $(CUDA_VENV)/bin/python
 STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
 
-.PHONY: quickstart test lint types screens gpu-check standin clean
-.PHONY: quickstart test lint types screens gpu-check cuda-branches clean
+.PHONY: quickstart test lint types screens gpu-check standin cuda-branches clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py

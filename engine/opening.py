@@ -77,7 +77,8 @@ def open_session(
     with checklist.step("tokenizing the data"):
         prepared = prepare_data(model, data, run_dir / "data")
     config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
-    spec = model_spec(config, data)
+    with checklist.step("taking the model apart"):
+        spec = model_spec(config, data)
     loader = make_loader(prepared.corpus, spec, data, train)
     validation = make_validation(prepared.corpus, spec, data, train)
     _describe(observer, spec, prepared, loader, device)
@@ -161,7 +162,8 @@ def open_session(
             found = task.search(machine, documents=documents, only=recorded.choice)
             if recorded.compiled is False:
                 compilation = Compilation(layers=False, optimizer=compilation.optimizer)
-        compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE), compilation)
+        with checklist.step("preparing the layers"):
+            compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE), compilation)
         with checklist.step("measuring attention kernels", when=device.type == "cuda"):
             lanes.executor.call("compute", lambda: choose_kernels(spec, found.plan, device, compute_dtype(train)))
         calibration = None

@@ -155,8 +155,8 @@ def both(*names: str) -> list[str]:
 def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -> None:
     first, second = Preparer(stop_after=2), Preparer()
     train_tiny(tmp_path, first, resume=False)
-    opening = ("tokenizing the data", "searching a plan", "self-check")
-    made = ("writing the first generation", "filling the tiers", "first step")
-    assert first.told == [*both(*opening, *made), "step 1", "step 2"]
+    opening = ("tokenizing the data", "taking the model apart", "searching a plan", "self-check")
+    ready = ("preparing the layers", "filling the tiers", "first step")
+    assert first.told == [*both(*opening, "writing the first generation", *ready), "step 1", "step 2"]
     train_tiny(tmp_path, second, resume=True)
-    assert second.told == [*both(*opening, "filling the tiers", "first step"), "step 3", "step 4"]
+    assert second.told == [*both(*opening, *ready), "step 3", "step 4"]
