@@ -6,8 +6,8 @@ gradients, clip by the global norm and step with AdamW. They differ in kernels (
 compiled layers) and with that in the rounding of bfloat16 results, 2^-9 each.
 
 What is asked of every step: a loss within LOSS_TOLERANCE of the fall of plain PyTorch's loss over the steps, and a
-gradient norm within NORM_TOLERANCE. Measured on a CPU at the small shape: rounding alone moves losses by 0.1 % of
-the fall and norms by 0.2 %; a learning rate a tenth too high moves losses by 7 %, one forgotten layer's update by more.
+gradient norm within NORM_TOLERANCE. Measured on a CPU with 1.4M parameters: rounding alone moves losses by up to 0.2 %
+of the fall and norms by 2 %; a learning rate a tenth too high moves them by 3 % and 15 %.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.bench.cases import LADDER, Shape
 from app.bench.plain import PlainBatch, plain_steps
@@ -43,7 +44,7 @@ from storage.readers import select_readers
 STEPS = 6
 LOSS_TOLERANCE = 0.02
 """Of the fall of the loss from the first step to the last."""
-NORM_TOLERANCE = 0.02
+NORM_TOLERANCE = 0.05
 TIERS = ("gpu", "ram", "nvme")
 
 
@@ -153,19 +154,21 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
     loader = make_loader(prepare_data(setup.model, setup.data, folder / "data").corpus, setup.spec, setup.data, train)
     batches = [[PlainBatch(batch.ids, batch.labels) for batch in loader.next_step()] for _ in range(STEPS)]
     steps = []
-    for step in plain_steps(
-        setup.spec.config,
-        batches,
-        weights=drawn_weights(setup),
-        device=setup.device,
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        clip_norm=train.clip_norm,
-    ):
-        steps.append(step)
-        tell({"plain": _columns(steps)})
+    # cuDNN's kernel is one of those that Penstock chooses among: not what it is compared with.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        for step in plain_steps(
+            setup.spec.config,
+            batches,
+            weights=drawn_weights(setup),
+            device=setup.device,
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+        ):
+            steps.append(step)
+            tell({"plain": _columns(steps)})
     return _columns(steps)
 
 

@@ -130,7 +130,7 @@ def rates(known: Results) -> Rates | None:
 
     def best(direction: str, otherwise: float) -> float:
         values = (attention.get(direction) or {}).get("tflops") or {}
-        return max(values.values(), default=otherwise / 1e12) * 1e12 or otherwise
+        return max(values.values()) * 1e12 if values else otherwise
 
     return Rates(
         matmul=matmul,
