@@ -9,9 +9,8 @@ and where determinism is asked for, the order of `BACKENDS` decides and nothing 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from engine.attention_compute import Gradients, Operands, group_backward, group_
 from engine.attention_cuda import KEYS_PER_CALL, TorchCudaFlash, TorchCudnn
 from engine.attention_flash import FlashAttention2, FlashAttention3, FlashAttention4
 from engine.attention_pieces import SEGMENT_ROWS, Call, Cut, Span, cut, most_segments, spans
+from engine.clock import elapsed_s
 
 BACKENDS: tuple[Backend, ...] = (
     FlashAttention3(),
@@ -446,25 +446,11 @@ def _measure(strategy: Strategy, x: Operands, parts: Sequence[Span], given: Grad
                     pass
 
     launch()  # the first one compiles
-    seconds = min(_seconds(launch, x.q.device) for _ in range(_LAUNCHES))
+    seconds = min(elapsed_s(launch, x.q.device) for _ in range(_LAUNCHES))
     heads, qk_dim, v_dim = x.q.shape[1], x.q.shape[2], x.v.shape[2]
     per_pair = 2 * heads * (qk_dim + v_dim if given is None else 3 * qk_dim + 2 * v_dim)
     visible = sum(call.geometry.pairs for group in groups for call in group)
     return seconds, per_pair * visible / seconds / 1e12
-
-
-def _seconds(launch: Callable[[], None], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        launch()
-        return time.perf_counter() - begin
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    launch()
-    end.record()
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1000
 
 
 def _first_line(error: Exception) -> str:

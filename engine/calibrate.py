@@ -80,6 +80,7 @@ def calibrate(
     samples, graphs = executor.call(
         "compute", lambda: _compute_ops(plan, layouts, runner, adamw, train, batch, machine, logits_bytes, brief)
     )
+    gc.collect()  # a runtime and its layers' ops refer to one another, and to all of the plan's slots
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if brief:
@@ -142,8 +143,7 @@ def _compute_ops(
                 graphs[costs.representative(first.block)] = -(-kept.kept_peak_bytes // costs.tokens(first))
     finally:
         arena.close()
-    del runtime, gpu
-    gc.collect()
+    runner.layers.unbind()
     return samples, graphs
 
 
@@ -252,12 +252,15 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtype) -> float:
     """Parameters that the optimizer updates per second in RAM."""
     numel = min(plan.part_numel, UPDATE_NUMEL)
-    master, first, second, gradient = (torch.full((numel,), 1e-3, dtype=torch.float32) for _ in range(4))
-    gradient = gradient.to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
-    weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
+    # Ranges of longer tensors, as in the run: what is compiled for whole tensors does not serve these.
+    part = slice(ALIGNMENT, ALIGNMENT + numel)
+    whole = [torch.full((numel + 2 * ALIGNMENT,), 1e-3, dtype=torch.float32) for _ in range(4)]
+    whole[3] = whole[3].to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
+    master, first, second, gradient = (tensor[part] for tensor in whole)
+    weights, cpu = torch.empty(numel + 2 * ALIGNMENT, dtype=dtype)[part], torch.device("cpu")
     values = scalars(train, 1, 1.0, cpu)
     times = [
-        elapsed_s(lambda: adamw.step((master, first, second), gradient, weights, numel, values), cpu)
+        elapsed_s(lambda: adamw.step((master, first, second), gradient, weights, numel // 2, values), cpu)
         for _ in range(3 * REPEATS)
     ]
     return numel / statistics.median(times[REPEATS:])

@@ -64,6 +64,7 @@ class _Template:
                 if parameter is not None:
                     part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
         self.parameters = dict(layer.named_parameters())
+        self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
         self.buffers = dict(layer.named_buffers())
         twin = layer if unread is None else for_backward(layer, unread)
         self.modules = (layer, twin)
@@ -87,6 +88,11 @@ class _Template:
         for part, key, value in self._indices[index]:
             if vars(part)[key] != value:
                 setattr(part, key, value)
+
+    def unbind(self) -> None:
+        """Point at no weights any more."""
+        for name, parameter in self.parameters.items():
+            parameter.data = self._placeholders[name]
 
     def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
         for name, parameter in self.parameters.items():
@@ -254,6 +260,11 @@ class LayerRunner:
         """Run layers through torch.compile from now on, or eagerly."""
         for template in self._templates.values():
             template.compile(compiled)
+
+    def unbind(self) -> None:
+        """Let go of the weights that were given last, whose memory may then be freed."""
+        for template in self._templates.values():
+            template.unbind()
 
     # ------------------------------------------------------------------ from end to end
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +11,13 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from engine.calibrate import calibrate
 from engine.config import BudgetConfig, ModelConfig, TrainConfig
 from engine.costs import Calibration, Costs, op_kind
 from engine.lanes import Lanes
+from engine.memory import allocate_gpu
 from engine.ops import WHOLE
 from engine.plan import Plan
 from engine.planner import make_plan
@@ -79,8 +83,9 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
     assert kinds <= found.samples.keys()
     assert all(sample.seconds > 0 for samples in found.samples.values() for sample in samples)
     assert {sample.tokens for samples in found.samples.values() for sample in samples} == {plan.max_chunk_tokens}
-    rates = (found.update_params_per_s, found.h2d_bytes_per_s, found.d2h_bytes_per_s)
-    assert all(rate is not None and rate > 0 for rate in rates)
+    assert all(rate is not None and rate > 0 for rate in (found.h2d_bytes_per_s, found.d2h_bytes_per_s))
+    # The update in RAM is measured, which takes a compilation, where the plan has one.
+    assert (found.update_params_per_s is not None) == any(b.state != "gpu" for b in plan.buffers.values())
     # The plan's step can be told from it.
     calibrated = simulate(plan, Costs(plan, GENERIC, found, documents), GENERIC, documents)
     assert calibrated.busy_s["compute"] > 0
@@ -153,3 +158,55 @@ def test_a_resumed_run_keeps_its_recorded_choice(tmp_path: Path) -> None:
     assert resumed["plan"] == recorded["plan"]
     _, _, measured = run(tmp_path / "run", steps=4, gpu="64MiB", chunk_tokens=None, calibrate=True)
     assert measured["plan"] == recorded["plan"]
+
+
+def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and whether Python collects garbage by itself or not: the run's own slots come next."""
+    slots: list[weakref.ref[Any]] = []
+
+    def allocate(*args: Any) -> Any:
+        gpu = allocate_gpu(*args)
+        every = [*gpu.hidden, *gpu.saved, *(slot for pool in gpu.weights.values() for slot in pool)]
+        slots.extend(weakref.ref(slot.untyped_storage()) for slot in every)
+        return gpu
+
+    monkeypatch.setattr("engine.calibrate.allocate_gpu", allocate)
+    gc.disable()
+    try:
+        measured(tmp_path, *CASES["automatic"])
+    finally:
+        gc.enable()
+    assert slots
+    assert not [slot for slot in slots if slot() is not None]
+
+
+def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
+    """Every graph that the steps need is there when they begin."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    with tiny.session(
+        tmp_path, t=tiny.training(compile="on", save="attention"), ram="16MiB", gpu=tiny.FLOOR
+    ) as session:
+        plan, runtime, loader = session.plan, session.runtime, session.loader
+        cursor = loader.cursor
+        batch = loader.next_step()
+        loader.seek(cursor)
+        logits_bytes = LOGITS_BYTES["cpu"]
+        calibrate(
+            plan,
+            session.layouts,
+            runtime.runner,
+            runtime.adamw,
+            session.config,
+            batch,
+            GENERIC,
+            logits_bytes,
+            session.executor,
+        )
+        before = counters["unique_graphs"]
+        assert before > 0
+        for _ in range(3):
+            train_step(session)
+        session.finish()
+        assert counters["unique_graphs"] == before
+    torch._dynamo.reset()
