@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tensorstore as ts
 
 try:
     import crc32c
@@ -14,6 +14,9 @@ except ImportError:  # a machine on which nothing may be installed: slower, the 
     HAVE_CRC32C = False
 else:
     HAVE_CRC32C = True
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _POLYNOMIAL = 0x82F63B78  # reflected
 _MASK = 0xFFFFFFFF
@@ -58,6 +61,8 @@ _local = threading.local()
 
 def _one_chunk_store() -> tuple[ts.TensorStore, ts.KvStore]:
     """A zarr3 array [_PIECE_BYTES] of uint8 in memory, one chunk, and the files that it consists of."""
+    import tensorstore as ts
+
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "memory"},
