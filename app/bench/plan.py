@@ -46,11 +46,11 @@ RunCase = Callable[[PlanCase, Path], None]
 
 
 class CaseFailed(UserError):
-    """A case's process broke; `output` is the end of what it wrote, a traceback as a rule."""
+    """A case's process broke, or met its limit (`ended`); `output` is the end of what it wrote."""
 
-    def __init__(self, reason: str, output: str) -> None:
+    def __init__(self, reason: str, output: str, *, ended: bool = False) -> None:
         super().__init__(reason)
-        self.output = output
+        self.output, self.ended = output, ended
 
 
 def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
@@ -61,7 +61,7 @@ def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
         output.seek(0)
         lines = output.read().strip().splitlines()
     if code is None:
-        raise CaseFailed(f"not done after {limit_s:.0f} s", "\n".join(lines[-60:]))
+        raise CaseFailed(f"not done after {limit_s:.0f} s", "\n".join(lines[-60:]), ended=True)
     if code == REFUSED:
         raise UserError(lines[-1])
     if code != 0:
@@ -113,7 +113,7 @@ def row_of(case: PlanCase, scratch_root: Path, run: RunCase = run_case) -> dict[
             run(case, Path(scratch) / "run")
             row |= compare(Path(scratch) / "run")
         except CaseFailed as error:
-            row |= {"error": str(error), "output": error.output}
+            row |= {"error": str(error), "output": error.output, "ended": error.ended}
         except UserError as error:
             row["error"] = str(error)
     return row | {"process_s": time.monotonic() - started}

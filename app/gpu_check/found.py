@@ -25,7 +25,7 @@ def run_telling(
 ) -> dict[str, Any]:
     """Run a process that tells what it finds; all it prints goes to `log`.
 
-    Returns `status` done, failed (with the last line as `reason`) or ended.
+    `found` is given what is new, some times a second. Returns `status` done, failed (with the last line as `reason`) or ended.
     """
     handed = log.with_suffix(".found")
     handed.write_text("")
@@ -38,8 +38,11 @@ def run_telling(
             lines = file.read()
         whole = lines.rfind("\n") + 1
         done += len(lines[:whole].encode())
+        news: dict[str, Any] = {}
         for line in lines[:whole].splitlines():
-            found(json.loads(line))
+            news |= json.loads(line)
+        if news:  # at once, as every call writes all that is known
+            found(news)
 
     try:
         with log.open("w") as out:
@@ -51,5 +54,6 @@ def run_telling(
     last = log.read_text(errors="replace").strip()[-4000:]
     if code is None:
         return {"status": "ended", "reason": f"not done after {limit_s:.0f} s, so it was ended", "output": last}
-    reason = last.splitlines()[-1] if last else "it said nothing"
+    words = [line for line in last.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
+    reason = words[-1] if words else "it said nothing"
     return {"status": "failed", "reason": f"exit {code}: {reason}", "output": last}

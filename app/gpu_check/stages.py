@@ -215,7 +215,7 @@ def _tests(job: Job) -> dict[str, Any]:
 def _plan(case: PlanCase, scratch: Path, job: Job) -> dict[str, Any]:
     row = bench_plan.row_of(case, scratch, lambda each, run_dir: bench_plan.run_case(each, run_dir, job.limit_s))
     if "error" in row:
-        return row | {"status": "failed", "reason": row["error"]}
+        return row | {"status": "ended" if row.get("ended") else "failed", "reason": row["error"]}
     return row | {"status": "done"}
 
 

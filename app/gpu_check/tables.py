@@ -104,19 +104,24 @@ def suites(cases: Cases) -> list[str]:
 
 
 def tests(cases: Cases) -> list[str]:
-    """How many came to what, and every test that did not pass."""
+    """How many came to what, and every test that failed or was not run."""
     case = cases["tests"]
     found = case.get("tests") or {}
     outcomes = [test["outcome"] for test in found.values()]
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)) or "none begun"
     lines = [f"{_why(case)}; {_took(case)}; {counts}."]
     rows = [
-        (name.split("/")[-1], test["outcome"], (test.get("text") or " ").strip().splitlines()[-1:] or [""])
+        (name.split("/")[-1], test["outcome"], _last_error(test.get("text", "")))
         for name, test in found.items()
-        if test["outcome"] != "passed"
+        if test["outcome"] not in ("passed", "skipped")
     ]
-    head = ("test", "outcome", "last line")
-    return [*lines, "", *_table(head, [(n, o, t[0].replace("|", "/")[:200]) for n, o, t in rows])] if rows else lines
+    return [*lines, "", *_table(("test", "outcome", "last error"), rows)] if rows else lines
+
+
+def _last_error(text: str) -> str:
+    """The last line of pytest's report that says what is wrong."""
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return lines[-1].replace("|", "/")[:200] if lines else ""
 
 
 def plans(cases: Cases) -> list[str]:

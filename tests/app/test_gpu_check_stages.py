@@ -95,13 +95,19 @@ def test_tables_show_what_was_found_and_what_was_not() -> None:
     assert "no / kernel" in "\n".join(tables.device({"device": broken}))
     tests = {
         "tests/gpu/test_a.py::good": {"outcome": "passed", "seconds": 1, "text": ""},
-        "tests/gpu/test_a.py::bad": {"outcome": "failed", "seconds": 1, "text": "E   assert 1 == 2"},
+        "tests/gpu/test_a.py::bad": {
+            "outcome": "failed",
+            "seconds": 1,
+            "text": "def bad():\nE   assert 1 == 2\ntest_a.py:3: AssertionError",
+        },
+        "tests/gpu/test_a.py::lacking": {"outcome": "skipped", "seconds": 0, "text": "no kernel"},
         "tests/gpu/test_a.py::late": {"outcome": "not run"},
     }
     text = "\n".join(tables.tests({"tests": {"status": "ended", "reason": "late", "tests": tests, "took_s": 90.0}}))
-    assert "1 passed, 1 failed, 1 not run" in text
-    assert "| test_a.py::bad | failed | E   assert 1 == 2 |" in text
+    assert "1 passed, 1 failed, 1 skipped, 1 not run" in text
+    assert "| test_a.py::bad | failed | assert 1 == 2 |" in text
     assert "good" not in text
+    assert "lacking" not in text
     late = {"status": "not measured", "reason": "takes about 100 s, and 3 s were left", "estimate_s": 100.0}
     for table in (tables.suites, tables.plans):
         rows = table({"a": late})
