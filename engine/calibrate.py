@@ -252,12 +252,9 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtype) -> float:
     """Parameters that the optimizer updates per second in RAM."""
     numel = min(plan.part_numel, UPDATE_NUMEL)
-    # Ranges of longer tensors, as in the run: what is compiled for whole tensors does not serve these.
-    part = slice(ALIGNMENT, ALIGNMENT + numel)
-    whole = [torch.full((numel + 2 * ALIGNMENT,), 1e-3, dtype=torch.float32) for _ in range(4)]
-    whole[3] = whole[3].to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
-    master, first, second, gradient = (tensor[part] for tensor in whole)
-    weights, cpu = torch.empty(numel + 2 * ALIGNMENT, dtype=dtype)[part], torch.device("cpu")
+    master, first, second, gradient = (torch.full((numel,), 1e-3, dtype=torch.float32) for _ in range(4))
+    gradient = gradient.to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
+    weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
     values = scalars(train, 1, 1.0, cpu)
     times = [
         elapsed_s(lambda: adamw.step((master, first, second), gradient, weights, numel // 2, values), cpu)

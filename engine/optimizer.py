@@ -16,7 +16,7 @@ PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
 """Elements updated at once where the update is not compiled, per device type: there are up to ten copies in float32, in
 RAM 640 MiB, on a GPU 10 MiB of what the plan leaves to the allocator."""
 
-Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+Update = Callable[..., None]
 """See `adamw`."""
 
 
@@ -166,8 +166,12 @@ class AdamW:
             piece = numel if self.mode == "compiled" else PIECE_NUMEL[device]
             for start in range(begin, stop, piece):
                 end = min(start + piece, stop)
-                master, first, second = (t[start:end] for t in state)
+                master, first, second, grad, rounded = (t[start:end] for t in (*state, gradient, weights))
                 if self.mode == "fused":
-                    _torch_fused(master, first, second, gradient[start:end], weights[start:end], host, values.step)
+                    _torch_fused(master, first, second, grad, rounded, host, values.step)
+                elif self.mode == "compiled" and device == "cpu":
+                    # Tensors of their own: whether a range begins its tensor would otherwise be compiled in.
+                    own = (torch.from_dlpack(rows) for rows in (master, first, second, grad, rounded))
+                    self._update[device](*own, s)
                 else:
-                    self._update[device](master, first, second, gradient[start:end], weights[start:end], s)
+                    self._update[device](master, first, second, grad, rounded, s)

@@ -25,7 +25,8 @@ def run_telling(
 ) -> dict[str, Any]:
     """Run a process that tells what it finds; all it prints goes to `log`.
 
-    `found` is given what is new, some times a second. Returns `status` done, failed (with the last line as `reason`) or ended.
+    `found` is given what is new, some times a second. Returns `status` done, failed (with the last line as `reason`) or
+    ended.
     """
     handed = log.with_suffix(".found")
     handed.write_text("")
