@@ -39,6 +39,8 @@ LIMIT_S = 300.0
 """A case that takes longer is ended and counts as failed."""
 REFUSED = 3
 """Exit code of a case's process where the recipe does not fit or cannot run here."""
+_REFUSAL = "refused: "
+"""Before the refusal's words; libraries may write after it."""
 TIERS = ("gpu", "ram", "nvme")
 
 RunCase = Callable[[PlanCase, Path], None]
@@ -63,7 +65,7 @@ def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
     if code is None:
         raise CaseFailed(f"not done after {limit_s:.0f} s", "\n".join(lines[-60:]), ended=True)
     if code == REFUSED:
-        raise UserError(lines[-1])
+        raise UserError(next(line for line in reversed(lines) if line.startswith(_REFUSAL)).removeprefix(_REFUSAL))
     if code != 0:
         raise CaseFailed(f"exit {code}: {lines[-1] if lines else 'it said nothing'}", "\n".join(lines[-60:]))
 
@@ -207,7 +209,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _worker() -> None:
-    """Train one case in this process; a refusal is its last line."""
+    """Train one case in this process; a refusal is one line."""
     from app.launch import run_training
 
     parser = argparse.ArgumentParser(prog="python -m app.bench.plan", description=_worker.__doc__)
@@ -218,7 +220,7 @@ def _worker() -> None:
         with RunDir.create(PlanCase(**arguments.case).recipe(), arguments.run_dir) as run:
             run_training(run, resume=False)
     except UserError as error:
-        print(" ".join(str(error).split()))
+        print(_REFUSAL + " ".join(str(error).split()), flush=True)
         sys.exit(REFUSED)
 
 
