@@ -281,11 +281,6 @@ class Runtime:
         flat = self._flat("weights", op.block, op.slots[op.block])
         flat[start:end].copy_(self._part_stage(op.slots["stage"], end - start, self._dtype), non_blocking=True)
 
-    def _op_load_resident_part(self, op: Op) -> None:
-        start, end = self.plan.buffers[op.block].part(op.index)
-        flat = self._flat("weights", op.block, WHOLE)
-        flat[start:end].copy_(self._part_stage(op.slots["weights"], end - start, self._dtype), non_blocking=True)
-
     def _op_store_gradient(self, op: Op) -> None:
         waiting = self.ram.buffers[op.block].gradient
         assert waiting is not None

@@ -293,16 +293,16 @@ class StateSchedule:
             self._ahead[buffer.name, part] = self._read_state(buffer, part, step)
 
     def _weights_leave(self, buffer: BufferPlan, part: int, slots: dict[str, int], step: int) -> None:
-        """New weights of a part go from their stage to NVMe or to their place on the compute device."""
+        """New weights of a part go from their stage to NVMe: those of resident state are made where they stay."""
+        assert buffer.weights == "nvme"
         start, end = buffer.part(part)
-        on_nvme = buffer.weights == "nvme"
         self._emit(
-            "nvme_write" if on_nvme else "h2d",
-            "write_weights" if on_nvme else "load_resident_part",
+            "nvme_write",
+            "write_weights",
             buffer.name,
             part,
             reads=[("ram.part_stage", slots["weights"])],
-            writes=[("nvme.weights", buffer.name, part) if on_nvme else ("gpu.weights", buffer.name)],
+            writes=[("nvme.weights", buffer.name, part)],
             nbytes=(end - start) * self._plan.problem.compute_bytes,
             slots=slots,
             step=step,

@@ -35,7 +35,6 @@ _MOVES: dict[str, tuple[Kind, str, str]] = {
     "load_weights_part": ("weights", "in", "gpu"),
     "read_weights_whole": ("weights", "in", "gpu"),
     "read_weights": ("weights", "in", "ram"),
-    "load_resident_part": ("weights", "in", "gpu"),
     "write_weights": ("weights", "out", "home"),
     "read_state": ("state", "in", "ram"),
     "write_state": ("state", "out", "home"),
