@@ -22,7 +22,7 @@ namespace {
 
 int something;  // handles point at it
 constexpr int SUCCESS = 0, NOT_FOUND = 500;
-constexpr size_t GRANULARITY = 2 << 20;
+constexpr size_t GRANULARITY = 2 << 20, TENSOR_MAP_BYTES = 128;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
@@ -137,6 +137,13 @@ API int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, 
 
 API int cuLaunchKernelEx(const void* config, void*, void**, void**) {
     standin_launch(static_cast<const LaunchConfig*>(config)->stream);
+    return SUCCESS;
+}
+
+// CUTLASS's grouped products describe their tiles with it, and their kernels read it. Fixed arguments as in cuda.h.
+API int cuTensorMapEncodeTiled(void* map, int, unsigned, void*, const Address*, const Address*, const unsigned*,
+                               const unsigned*, int, int, int, int) {
+    memset(map, 0, TENSOR_MAP_BYTES);
     return SUCCESS;
 }
 
