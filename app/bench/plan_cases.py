@@ -309,7 +309,7 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         model=_218M_WINDOWED,
         context=16384,
         sequences=2,
-        gpu="3GiB",
+        gpu="4GiB",
         ram="6GiB",
         train={"chunk_tokens": 8192, "compile": "auto"},
     ),
