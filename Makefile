@@ -60,6 +60,7 @@ $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
 	$(CUDA_VENV)/bin/python -m pip install --quiet -c $(CUDA_VENV)/constraints.txt torch==$(STANDIN_TORCH) -e '.[dev]'
+	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps "kvikio-cu13==26.10.*" "libkvikio-cu13==26.10.*" "rapids-logger==0.3.*"
 	touch $@
 
 cuda-branches: $(VENV)/.installed-dev

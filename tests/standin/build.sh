@@ -34,7 +34,7 @@ library() { # NAME SOURCES AND FLAGS...
 src=$here/src
 library libcudart.so.13 "$src"/{counters,memory,streams,device,runtime}.cpp "$out/runtime_stubs.cpp" -ldl -lpthread
 link=(-L"$out" -l:libcudart.so.13)
-"${compile[@]}" "$src/driver.cpp" "$out/driver_stubs.cpp" -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1.new" "${link[@]}" -ldl
+"${compile[@]}" "$src"/driver{,_copies}.cpp "$out/driver_stubs.cpp" -Wl,-soname,libcuda.so.1 -o "$out/libcuda.so.1.new" "${link[@]}" -ldl
 mv "$out/libcuda.so.1.new" "$out/libcuda.so.1"
 library libcublas.so.13 "$out/cublas_stubs.cpp" "${link[@]}"
 library libcublasLt.so.13 "$out/cublasLt_stubs.cpp" "${link[@]}"

@@ -51,10 +51,13 @@ def wanted(site: Path, pattern: str) -> set[str]:
 
 def main(site: Path, cuda_h: Path, out: Path) -> None:
     """Write OUT/{driver,runtime,cublas,cublasLt}_stubs.cpp."""
-    declared = set(re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", cuda_h.read_text()))
+    header = cuda_h.read_text()
+    declared = set(re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", header))
+    declared |= set(re.findall(r"#\s*define\s+cu\w+\s+(cu\w+_v\d)\s", header))  # what a function is called today
     log = 'if (getenv("STANDIN_LOG")) fprintf(stderr, "[standin] there is no %s\\n", __func__);'
     stubs = [
-        f"API int {name}() {{ {log} return {NOT_SUPPORTED}; }}" for name in sorted(declared - by_hand("driver.cpp"))
+        f"API int {name}() {{ {log} return {NOT_SUPPORTED}; }}"
+        for name in sorted(declared - by_hand("driver.cpp", "driver_copies.cpp"))
     ]
     _write(out / "driver_stubs.cpp", "#include <cstdio>\n#include <cstdlib>\n" + API, stubs)
 

@@ -1,5 +1,5 @@
-// The functions of libcuda that torch's allocator, Triton and Inductor's launchers ask for. Modules load, launches do
-// nothing. Everything else of cuda.h answers "not supported": see ../generate.py. All return a CUresult.
+// The functions of libcuda that torch's allocator, Triton and Inductor's launchers ask for; kvikio's are in
+// driver_copies.cpp. Modules load, launches do nothing. Everything else of cuda.h answers "not supported": see ../generate.py. All return a CUresult.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -83,6 +83,8 @@ API int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {
 
 API int cuDevicePrimaryCtxRetain(void** context, int) { return give(context); }
 
+API int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+
 API int cuGetErrorString(int error, const char** text) {
     *text = error == 1 ? "invalid argument" : error == 2 ? "out of memory" : "an error of the stand-in";
     return SUCCESS;
@@ -90,11 +92,6 @@ API int cuGetErrorString(int error, const char** text) {
 
 API int cuGetErrorName(int, const char** text) {
     *text = "CUDA_ERROR_STAND_IN";
-    return SUCCESS;
-}
-
-API int cuPointerGetAttribute(void* data, int, Address address) {
-    *static_cast<Address*>(data) = address;
     return SUCCESS;
 }
 

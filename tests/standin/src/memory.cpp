@@ -138,6 +138,19 @@ using namespace standin;
 
 // For the driver's part (driver.cpp), which lies in a library of its own. CUresult: 1 invalid value, 2 out of memory.
 
+// The allocation, mapping or registration that holds `pointer`: 0 where CUDA knows none, 1 pinned, 2 on the device.
+API int standin_range(const void* pointer, void** start, size_t* bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    for (Regions* regions : {&pinned, &device}) {
+        auto found = holder(*regions, pointer);
+        if (found == regions->end()) continue;
+        *start = found->first;
+        *bytes = found->second.bytes;
+        return regions == &pinned ? 1 : 2;
+    }
+    return 0;
+}
+
 API int standin_reserve(void** pointer, size_t bytes) {
     *pointer = take_pages(bytes);
     if (!*pointer) return 2;

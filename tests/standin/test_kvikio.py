@@ -1,0 +1,80 @@
+"""kvikio's reads in compatibility mode, as they are on a card: its threads, its pinned buffers, real copies."""
+
+from pathlib import Path
+
+import pytest
+import reader_checks as checks
+import small_model
+import standin
+import tiny
+import torch
+
+from engine.train import train_step
+from storage.readers import KvikioReader, Reader, select_readers
+
+pytest.importorskip("kvikio", exc_type=ImportError)  # `make standin` installs it
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    return KvikioReader()
+
+
+@pytest.fixture(autouse=True)
+def _filled_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checks read into holds 0xAA: a kernel would not put it there."""
+    monkeypatch.setattr(checks, "_out", lambda nbytes, device: torch.full((nbytes,), 0xAA, dtype=torch.uint8).to(CUDA))
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+@pytest.mark.parametrize("nbytes", checks.SIZES_BYTES)
+def test_contents(reader: Reader, tmp_path: Path, nbytes: int, dtype: str) -> None:
+    checks.check_contents(reader, "cuda", tmp_path / "a", nbytes, dtype)
+
+
+def test_any_address(reader: Reader, tmp_path: Path) -> None:
+    checks.check_any_address(reader, "cuda", tmp_path / "a")
+
+
+def test_threads(reader: Reader, tmp_path: Path) -> None:
+    checks.check_threads(reader, "cuda", tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", checks.DAMAGE)
+def test_damage(reader: Reader, tmp_path: Path, name: str) -> None:
+    checks.check_damage(reader, "cuda", tmp_path / "a", name)
+
+
+def test_it_is_confirmed_and_chosen(tmp_path: Path) -> None:
+    chosen = select_readers("auto", CUDA, [tmp_path])
+    assert chosen.warning is None
+    assert chosen.device is not None
+    assert chosen.device.name == "kvikio"
+
+
+def test_weights_come_straight_into_their_slots(tmp_path: Path) -> None:
+    """A run whose weights live on drives: whole reads, no stage in RAM, and no copy of them on lane h2d."""
+    t = small_model.training(compile="off")
+    d = tiny.data(sequence_length=512)
+    settings = {"m": small_model.model(), "d": d, "t": t, "gpu": tiny.FLOOR, "ram": tiny.FLOOR, "device": CUDA}
+    with tiny.session(tmp_path, **settings) as session:  # type: ignore[arg-type]
+        assert {buffer.weights for buffer in session.plan.buffers.values()} == {"nvme"}
+        before = standin.counts()
+        for _ in range(2):
+            train_step(session)
+        session.executor.drain()
+        actions = {span.op for span in session.executor.take_spans()}
+        made = standin.counts() - before
+        assert "read_weights_whole" in actions
+        assert "load_weights_part" not in actions
+        assert made.total("pageable_copy", "refusal") == 0
+        # What was read is what the store holds.
+        name, buffer = next(iter(session.plan.buffers.items()))
+        out = torch.zeros(buffer.part(0)[1], dtype=torch.bfloat16).to(CUDA)
+        here = torch.zeros(buffer.part(0)[1], dtype=torch.bfloat16)
+        session.store.read(name, "weights", 0, out).result()
+        session.store.read(name, "weights", 0, here).result()
+        assert here.count_nonzero() > 0
+        assert torch.equal(out.cpu(), here)
