@@ -33,6 +33,10 @@ LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 ALLOCATOR_SHARE = 32
 """One part in so many of the GPU's budget is left to the allocator, whose pieces are larger than what is asked for."""
 
+HOLES_BYTES = 5 * 20 * 2**20
+"""Most that an op's temporaries lose to holes between them, beside that share: the allocator's large segments grow and
+shrink by pages of 20 MiB, and blocks of about that size leave some of them half empty."""
+
 _SHAPE_FIELDS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -260,6 +264,7 @@ def make_problem(
     if device_type == "cuda":
         stream_tokens = train.sequences_per_micro_batch * data.sequence_length
         workspace += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
+        workspace += min(workspace // 8, HOLES_BYTES)
         workspace += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
     return Problem(
         blocks=_learned(block_shapes(spec, dtype), graph_bytes or {}),

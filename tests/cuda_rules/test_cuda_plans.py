@@ -116,4 +116,4 @@ def test_every_copy_between_host_and_device_is_in_some_plan() -> None:
         known = set(run.runtime._actions)
     copies = {action for action in known if action.split("_")[0] in ("load", "store", "stage")}
     assert len(copies) == 17
-    assert copies == set().union(*EXPECTED.values())
+    assert copies <= set().union(*EXPECTED.values())
