@@ -33,7 +33,7 @@ from storage.layout import FlatLayout
 
 REPEATS = 3
 """Times that ops are measured after they have run once, which compiles them."""
-SLOW_S = 0.5
+SLOW_S = 0.25
 """Ops that together take this long are measured once."""
 MOST_ATTENDS = 3
 """Of a chunk whose keys are streamed so many of its passes over a chunk of keys are run: they are alike."""

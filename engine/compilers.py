@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,25 @@ class Verdict(NamedTuple):
 def layers_compile(device: torch.device) -> Verdict:
     """Whether layers on `device` can be compiled: through Triton on CUDA, as C++ on a CPU. Asked for real only once."""
     return _through_triton() if device.type == "cuda" else optimizer_compiles()
+
+
+def warm_up(device: torch.device) -> None:
+    """Begin, in a thread, what compiling takes once in a process: on a CPU C++ headers are compiled ahead, too.
+
+    It takes seconds, and most of them outside of Python.
+    """
+
+    def work() -> None:
+        import torch._inductor.compile_fx
+
+        if device.type == "cpu":
+            torch.compile(_little, dynamic=True)(torch.zeros(64))
+
+    threading.Thread(target=work, name="warm-up", daemon=True).start()
+
+
+def _little(x: torch.Tensor) -> torch.Tensor:
+    return x.exp().sum(-1)
 
 
 class Compilation(NamedTuple):

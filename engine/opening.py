@@ -16,7 +16,7 @@ from engine import attention, weights
 from engine.affinity import place_threads
 from engine.attention import attention_report
 from engine.check import check_model
-from engine.compilers import Compilation, find_compilation
+from engine.compilers import Compilation, find_compilation, warm_up
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.costs import Calibration
 from engine.data import DataLoader, MicroBatch
@@ -74,6 +74,8 @@ def open_session(
     train = with_compute_dtype(train, device.type)
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
+    if compilation.layers:
+        warm_up(device)
     with checklist.step("tokenizing the data"):
         prepared = prepare_data(model, data, run_dir / "data")
     config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
@@ -160,8 +162,10 @@ def open_session(
             observer.on_message(warning)
         if recorded is not None:
             found = task.search(machine, documents=documents, only=recorded.choice)
-            if recorded.compiled is False:
-                compilation = Compilation(layers=False, optimizer=compilation.optimizer)
+            compilation = Compilation(
+                layers=compilation.layers and recorded.compiled is not False,
+                optimizer=compilation.optimizer and recorded.adamw != "fused",
+            )
         with checklist.step("preparing the layers"):
             compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE), compilation)
         with checklist.step("measuring attention kernels", when=device.type == "cuda"):
@@ -243,13 +247,15 @@ class Recorded(NamedTuple):
     """Chunk length, and what the search chose."""
     compiled: bool | None
     """Whether layers were compiled; None where that was not recorded yet."""
+    adamw: str | None
+    """AdamW.mode, likewise."""
 
 
 def _recorded(store: NvmeStore, task: Task) -> Recorded | None:
     """What the store's generation records; None where the present recipe does not allow it."""
     recorded = dict(store.meta.get("plan", {}))
-    chunk, compiled = recorded.pop("chunk_tokens", None), recorded.pop("compiled", None)
-    return Recorded((chunk, Choice(**recorded)), compiled) if chunk in task.chunks else None
+    chunk, compiled, adamw = (recorded.pop(name, None) for name in ("chunk_tokens", "compiled", "adamw"))
+    return Recorded((chunk, Choice(**recorded)), compiled, adamw) if chunk in task.chunks else None
 
 
 def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:

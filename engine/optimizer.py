@@ -134,7 +134,7 @@ class AdamW:
         """`free_threaded`: compiled, an update in RAM does not hold the interpreter's lock, so that other lanes launch
         kernels meanwhile. It takes about twice as long to compile.
         """
-        self.mode, self.free_threaded = mode, free_threaded
+        self.mode = mode
         # The number of threads is the calling thread's, not that of whoever compiled first.
         on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
         if free_threaded:

@@ -33,9 +33,6 @@ SWITCH_GAIN = 0.03
 ProblemAt = Callable[[int], Problem]
 """Tokens of a chunk -> the problem with chunks of that length."""
 
-FAR = 1.5
-"""Times the best plan's step from which on a plan is not tried again with measured times."""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -67,9 +64,19 @@ class Found:
         return self.best.plan
 
     def far(self) -> set[tuple[int, Choice]]:
-        """Combinations so much slower than the best that no measurement of the ops, which all have, makes up for it."""
-        limit = self.best.step_s * FAR
-        return {(c.chunk_tokens, c.choice) for c in self.tried if c.step_s > limit}
+        """Combinations that another is ahead of on every lane: other times of the ops make none of them the best."""
+        ahead: list[Candidate] = []
+        for candidate in sorted(self.tried, key=lambda c: c.step_s):
+            if not any(_ahead(other, candidate) for other in ahead):
+                ahead.append(candidate)
+        near = {id(candidate) for candidate in ahead}
+        return {(c.chunk_tokens, c.choice) for c in self.tried if id(c) not in near}
+
+
+def _ahead(one: Candidate, other: Candidate) -> bool:
+    """Whether `one`, whose step is no longer, keeps no lane busy for longer than `other`."""
+    busy = one.simulation.busy_s
+    return all(seconds <= other.simulation.busy_s[lane] * (1 + 1e-9) for lane, seconds in busy.items())
 
 
 def chunk_options(stream_tokens: int) -> list[int]:

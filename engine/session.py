@@ -86,11 +86,9 @@ class Compute:
         """Whether layers are compiled."""
         return self.runner.compiled
 
-    def compile(self, compiled: bool = True) -> Compute:
-        """The same, with layers and optimizer compiled from now on, or not."""
-        self.runner.compile(compiled)
-        mode: Literal["compiled", "fused"] = "compiled" if compiled else "fused"
-        return Compute(self.runner, AdamW(mode, free_threaded=self.adamw.free_threaded))
+    def with_fused_adamw(self) -> Compute:
+        """The same with torch's fused AdamW."""
+        return Compute(self.runner, AdamW("fused"))
 
 
 class Session:
@@ -121,6 +119,7 @@ class Session:
             "plan": {
                 "chunk_tokens": plan.problem.chunk_tokens,
                 "compiled": compute.compiled,
+                "adamw": compute.adamw.mode,
                 **asdict(plan.choice),
             }
         }

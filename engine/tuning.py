@@ -20,14 +20,18 @@ from engine.preparing import Checklist
 from engine.search import Found
 from engine.session import Compute
 
-CERTAIN_S = 900.0
-"""A run that is planned to compute for longer is compiled without a question."""
-
 COMPILE_S = 20.0
-"""About what compiling a model's layers, its loss and AdamW takes where none of it is in Inductor's cache."""
+"""About what compiling a model's layers and its loss takes where none of it is in Inductor's cache."""
 
 GAIN = 0.3
-"""Share of a step's time that compiling saves, at most; measured on CPUs (docs/results/step-cpu.md)."""
+"""Share of a step's time that compiling layers saves, at most (docs/results/step-cpu.md)."""
+
+CERTAIN_S = 3 * COMPILE_S / GAIN
+"""Layers of a run that is planned to compute for longer are compiled without a question."""
+
+OPTIMIZER_S = 900.0
+"""AdamW is compiled for a run that computes for longer: that takes 5 to 10 s, and saves a fifth of the bytes that
+torch's fused kernel moves."""
 
 
 @dataclass(slots=True)
@@ -48,18 +52,20 @@ class Tuning:
         what can be compiled is.
         """
         compiled = self.task.train.compile == "auto" and compute.compiled
+        if compiled and steps_left is not None and steps_left * found.best.step_s < OPTIMIZER_S:
+            compute = compute.with_fused_adamw()
         if not compiled or steps_left is None or steps_left * found.best.step_s > CERTAIN_S:
             what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
             return compute, self._calibrate(what, found, compute)
-        eager = compute.compile(False)
+        compute.runner.compile(False)
         with self.checklist.step("timing layers that are not compiled"):
-            eager_s = self._step_s(found, self._measure(found, eager, brief=True))
+            eager_s = self._step_s(found, self._measure(found, compute, brief=True))
         if steps_left * eager_s * GAIN < COMPILE_S:
             self.observer.on_message(
                 f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s end sooner without"
             )
-            return eager, self._calibrate("timing the ops", found, eager)
-        compute = compute.compile()
+            return compute, self._calibrate("timing the ops", found, compute)
+        compute.runner.compile(True)
         return compute, self._calibrate("compiling, and timing the ops", found, compute)
 
     def _calibrate(self, what: str, found: Found, compute: Compute) -> Calibration:
