@@ -98,8 +98,8 @@ class Meter:
         return best_s * 1e3, best_instructions / 1e6, made
 
 
-def measure(layers: int, vocab: int, width: int, tokens: int, chunks: int) -> Meter:
-    """Train for some steps with the updates and some without; then every op alone."""
+def measure(layers: int, vocab: int, width: int, tokens: int, chunks: int, threads: int | None) -> Meter:
+    """Train for some steps with the updates, by that many threads, and some without; then every op alone."""
     # Temporaries take no memory here, and the least budget that a plan accepts keeps the state in RAM.
     compute_device.LEAST_LIMIT_BYTES = 1 << 37
     instructions = Instructions()  # counts threads that are made from now on
@@ -119,6 +119,8 @@ def measure(layers: int, vocab: int, width: int, tokens: int, chunks: int) -> Me
         )
         with session:
             assert all(buffer.state == "ram" for buffer in session.plan.buffers.values())
+            if threads is not None:
+                session.executor.call("optimizer", lambda: torch.set_num_threads(threads))
             meter = Meter(session, instructions)
 
             def steps(phase: str, count: int) -> None:
@@ -169,17 +171,20 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096, help="of a chunk")
     parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--threads", type=int, help="of AdamW, where it would take the lanes' cores")
     parser.add_argument("--json", type=Path, help="file for all times")
     options = parser.parse_args()
     if not standin.running() or os.environ.get("STANDIN_COPIES") != "0":
         sys.exit("run it as: STANDIN_COPIES=0 build/standin/run PYTHON tests/standin/dispatch.py")
     standin.name_threads()
-    meter = measure(options.layers, options.vocab, options.width, options.tokens, options.chunks)
+    meter = measure(options.layers, options.vocab, options.width, options.tokens, options.chunks, options.threads)
     cores = len(os.sched_getaffinity(0))
     about = (
         f"{cores} cores (load {os.getloadavg()[0]:.1f}), torch {torch.__version__}: {options.layers} layers of width "
         f"{options.width:,}, {options.vocab:,} words, {options.chunks} chunks of {options.tokens:,} tokens"
     )
+    if options.threads:
+        about += f", AdamW on {options.threads} thread{'s' if options.threads > 1 else ''}"
     if options.json:
         found = {f"{phase} {action}": times for (phase, action), times in meter.times_ms.items() if phase != "warm"}
         options.json.write_text(json.dumps({"about": about, "alone": meter.alone, "times_ms": found}))

@@ -76,7 +76,7 @@ def test_a_killed_run_is_resumed_to_the_same_bits(tmp_path: Path, us: str) -> No
     whole = trained(tmp_path / "whole", wanted)
     folder = tmp_path / "killed"
     process = subprocess.Popen(
-        command(folder, wanted), env=environment(STANDIN_DELAY_US="5000"), stdout=subprocess.PIPE
+        command(folder, wanted), env=environment(STANDIN_DELAY_US="1000"), stdout=subprocess.PIPE
     )
     try:
         manifest = folder / "state" / "manifest.json"
