@@ -2,6 +2,9 @@
 
 import ctypes
 import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -94,10 +97,24 @@ def test_streams_keep_their_order_and_events_theirs() -> None:
     assert torch.equal(back, here)
 
 
-def test_a_card_is_full_when_it_is_full() -> None:
-    total = torch.cuda.get_device_properties(CUDA).total_memory
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(total + 1, dtype=torch.uint8, device=CUDA)
+@pytest.mark.parametrize("expandable", ["False", "True"])
+def test_a_card_is_full_when_it_is_full(expandable: str) -> None:
+    """Then torch gives back what it caches, and says so only where that is not enough."""
+    program = f"""
+import torch
+torch._C._accelerator_setAllocatorSettings("expandable_segments:{expandable}")
+total = torch.cuda.mem_get_info()[0]
+cached = [torch.empty(total // 4, dtype=torch.uint8, device="cuda") for _ in range(3)]
+try:
+    torch.empty(total // 2, dtype=torch.uint8, device="cuda")
+    print("more than there is")
+except torch.OutOfMemoryError:
+    del cached
+    print(torch.empty(total // 2, dtype=torch.uint8, device="cuda").numel() == total // 2)
+"""
+    env = os.environ | {"STANDIN_GPU_GIB": "4"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_an_unknown_kind_is_no_silence() -> None:

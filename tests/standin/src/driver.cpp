@@ -11,7 +11,9 @@
 // In the stand-in for libcudart.
 extern "C" int standin_reserve(void**, size_t);
 extern "C" int standin_release(void*, size_t);
-extern "C" int standin_map(void*, size_t);
+extern "C" int standin_create(unsigned long long* handle, size_t);
+extern "C" int standin_destroy(unsigned long long handle);
+extern "C" int standin_map(void*, size_t, unsigned long long handle);
 extern "C" int standin_unmap(void*, size_t);
 extern "C" void standin_launch(void* stream);
 extern "C" int standin_device_attribute(int);
@@ -160,15 +162,12 @@ API int cuMemAddressReserve(Address* address, size_t bytes, size_t, Address, Add
 
 API int cuMemAddressFree(Address address, size_t bytes) { return standin_release(pointer(address), bytes); }
 
-API int cuMemCreate(Address* handle, size_t bytes, const void*, Address) {
-    *handle = bytes;  // counted and refused where it is mapped
-    return SUCCESS;
-}
+API int cuMemCreate(Address* handle, size_t bytes, const void*, Address) { return standin_create(handle, bytes); }
 
-API int cuMemRelease(Address) { return SUCCESS; }
+API int cuMemRelease(Address handle) { return standin_destroy(handle); }
 
-API int cuMemMap(Address address, size_t bytes, size_t, Address, Address) {
-    return standin_map(pointer(address), bytes);
+API int cuMemMap(Address address, size_t bytes, size_t, Address handle, Address) {
+    return standin_map(pointer(address), bytes, handle);
 }
 
 API int cuMemUnmap(Address address, size_t bytes) { return standin_unmap(pointer(address), bytes); }

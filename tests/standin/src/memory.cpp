@@ -18,12 +18,15 @@ struct Region {
     const void* owner;  // the allocation itself, or the reservation of addresses that it is mapped into
 };
 
+using Address = unsigned long long;
 using Regions = std::map<char*, Region>;
 
 std::mutex& lock = *new std::mutex;  // guards what follows; never destroyed, as threads may outlive main
 Regions& device = *new Regions;
 Regions& pinned = *new Regions;
 std::map<char*, size_t>& reservations = *new std::map<char*, size_t>;
+std::map<Address, size_t>& handles = *new std::map<Address, size_t>;  // of memory that is mapped, or to be
+Address last_handle = 0;
 size_t used = 0;
 
 // The region that holds `pointer`; the end where none does.
@@ -166,23 +169,41 @@ API int standin_release(void* pointer, size_t bytes) {
     return 0;
 }
 
-API int standin_map(void* pointer, size_t bytes) {
-    int error = 0;
+// Memory of the card that is to be mapped: where the card is full, torch learns it here and frees what it caches.
+API int standin_create(Address* handle, size_t bytes) {
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        if (used + bytes <= device_bytes()) {
+            used += bytes;
+            *handle = ++last_handle;
+            handles[*handle] = bytes;
+            return 0;
+        }
+    }
+    count(REFUSAL, bytes);
+    return 2;
+}
+
+API int standin_destroy(Address handle) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = handles.find(handle);
+    if (found == handles.end()) return 1;
+    used -= found->second;
+    handles.erase(found);
+    return 0;
+}
+
+API int standin_map(void* pointer, size_t bytes, Address handle) {
+    bool fits;
     {
         std::lock_guard<std::mutex> guard(lock);
         auto next = reservations.upper_bound(static_cast<char*>(pointer));
-        if (next == reservations.begin()) {
-            error = 1;
-        } else if (used + bytes > device_bytes()) {
-            error = 2;
-        } else {
-            device[static_cast<char*>(pointer)] = {bytes, std::prev(next)->first};
-            used += bytes;
-        }
+        auto memory = handles.find(handle);
+        fits = next != reservations.begin() && memory != handles.end() && memory->second >= bytes;
+        if (fits) device[static_cast<char*>(pointer)] = {bytes, std::prev(next)->first};
     }
-    if (error) count(REFUSAL, bytes);
-    else count(DEVICE_MAPPING, bytes);
-    return error;
+    count(fits ? DEVICE_MAPPING : REFUSAL, bytes);
+    return fits ? 0 : 1;
 }
 
 API int standin_unmap(void* pointer, size_t bytes) {
@@ -190,10 +211,7 @@ API int standin_unmap(void* pointer, size_t bytes) {
     {
         std::lock_guard<std::mutex> guard(lock);
         auto at = device.lower_bound(static_cast<char*>(pointer));
-        while (at != device.end() && at->first < end) {
-            used -= at->second.bytes;
-            at = device.erase(at);
-        }
+        while (at != device.end() && at->first < end) at = device.erase(at);
         madvise(pointer, bytes, MADV_DONTNEED);
     }
     count(DEVICE_FREE, bytes);
