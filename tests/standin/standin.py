@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 _WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+_ever_watched: list[object] = []
+"""A thread may have taken a watcher right before it was taken off: none is ever freed."""
 
 
 @cache
@@ -106,6 +108,7 @@ def watched(*kinds: str, note: Callable[[Call], None] | None = None) -> Iterator
             note(call)
 
     watcher = _WATCHER(see)
+    _ever_watched.append(watcher)
     for kind in kinds:
         assert _library().standin_watch(kind.encode(), watcher) == 0, f"there is no kind {kind}"
     try:

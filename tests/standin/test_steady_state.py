@@ -12,6 +12,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 from engine.ops import LANES
 from engine.train import train_step
+from storage.readers import KvikioReader
 
 CUDA = torch.device("cuda", 0)
 GPU_LANES = {"h2d", "compute", "d2h"}
@@ -37,8 +38,8 @@ def lane_of(thread: str) -> str:
 def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
     """Allowed: host lanes wait for events of the GPU's lanes, which is how they wait for what they read; the main
     thread waits for the stream of its own that brings the next batch (BatchCarrier); in compatibility mode kvikio's
-    threads wait for streams of their own, to use their pinned buffers again. Nothing else waits, nothing allocates,
-    nothing is copied from or to pageable memory, and nothing is compiled.
+    threads wait for streams of their own, and register one buffer a thread as they come to need them. Nothing else
+    waits, nothing allocates, nothing is copied from or to pageable memory, and nothing is compiled.
     """
     kinds = ("pageable_copy", "stream_sync", "device_sync", "event_sync", *ALLOCATIONS)
     d = tiny.data(sequence_length=512)
@@ -56,11 +57,13 @@ def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, gpu: str | 
                 train_step(session)
         made = standin.counts() - before
         assert compilations() == compiled
+    pool = [n for thread, n in standin.counts().by_thread("registration").items() if thread.startswith("kvikio-")]
+    assert sum(pool) <= KvikioReader.num_threads
     assert set(made.by_thread("copy", "launch")) >= {"compute", "h2d", "d2h"}, "the lanes' names are not known"
     for call in calls:
         if call.kind == "event_sync" and call.thread in set(LANES) - GPU_LANES:
             continue
-        if call.kind == "stream_sync" and call.thread.startswith("kvikio-"):
+        if call.kind in ("stream_sync", "registration") and call.thread.startswith("kvikio-"):
             continue
         if call.kind == "stream_sync" and call.thread == "main" and any(at.endswith(" carry") for at in call.stack):
             continue
