@@ -144,13 +144,13 @@ def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> Non
     digests = set()
     for gpu in ("1GiB", tiny.FLOOR):
         with tiny.session(tmp_path / gpu, gpu=gpu, t=t) as session:
-            step, lanes = session.runtime.adamw._update, calls.setdefault(gpu, set())
+            step, lanes = session.runtime.adamw._update["cpu"], calls.setdefault(gpu, set())
 
             def update(*args: Any, step: Any = step, lanes: set[str] = lanes) -> None:
                 lanes.add(threading.current_thread().name)
                 step(*args)
 
-            session.runtime.adamw._update = update
+            session.runtime.adamw._update["cpu"] = update
             for _ in range(3):
                 train_step(session)
             session.finish()
