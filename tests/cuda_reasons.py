@@ -43,7 +43,6 @@ REASONS: dict[str, str] = {
     "engine/affinity.py:place_threads": "asks the driver for the GPU's place on the bus; `placement` is tested apart",
     "engine/lanes.py:_set_up_compilation": "starts Inductor's workers for Triton, which CPUs do without",
     "engine/compilers.py:_through_triton": "looks for what Triton needs where layers run on CUDA",
-    "engine/attention_select.py:_seconds": "times kernels by events, as clock.elapsed_s, which is tested",
     "engine/attention_select.py:rank": "a kernel that ran out of GPU memory is left out",
     "engine/attention_select.py:_fault": "a kernel that ran out of GPU memory is left out",
     "storage/arena.py:CudaRegistrar.register": "cudaHostRegister itself; other registrars stand for it in tests",
