@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
-from engine import attention
+from engine import attention, attention_select
 from engine.attention_pieces import Span
 from engine.check import CheckResult, check_model
 
@@ -111,7 +111,8 @@ def test_attention_that_forgets_the_past_is_refused(monkeypatch: pytest.MonkeyPa
     def own_part_only(start: int, end: int, *others: Any) -> Any:
         return [Span(start, end, start, end, None)]
 
-    monkeypatch.setattr(attention, "spans", own_part_only)
+    monkeypatch.setattr(attention_select, "spans", own_part_only)
+    monkeypatch.setattr(attention_select, "_launches", {})  # else what other tests have found
     result = check_model(Qwen3Config())
     assert not result.ok
     assert result.reason is not None
