@@ -14,7 +14,7 @@ import torch
 from attention_reference import random
 from torch import Tensor
 
-from engine import attention, attention_select
+from engine import attention, attention_select, clock
 from engine.attention import AttentionCall
 from engine.attention_backends import Problem, TiledReference, TorchCpuFlash
 from engine.attention_compute import Gradients, Operands
@@ -116,7 +116,7 @@ def test_the_fastest_kernel_is_chosen_and_its_rate_reported(monkeypatch: pytest.
         return real(*args, **kwargs)
 
     monkeypatch.setattr(TorchCpuFlash, "forward", forward)
-    monkeypatch.setattr(attention_select, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     result = ranking(operands(n=1024, earlier=1024), Slow(), TorchCpuFlash(), timed=True)
     assert [s.name for s in result.strategies] == [
         "torch-cpu-flash, own + earlier",

@@ -99,4 +99,5 @@ def test_a_chunk_over_several_rows_has_the_keys_of_all_of_them() -> None:
 def test_a_deterministic_run_is_planned_with_the_sums_that_it_takes() -> None:
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "chunk": 1024, "total": 4096}
     more = workspace_bytes(**shape, deterministic=True) - workspace_bytes(**shape)
-    assert planned(1, 4096, 1024, deterministic=True) - planned(1, 4096, 1024) == more > 0
+    # And with the holes that they leave between them.
+    assert planned(1, 4096, 1024, deterministic=True) - planned(1, 4096, 1024) == more + more // 8 > 0
