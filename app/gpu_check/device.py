@@ -41,8 +41,9 @@ _NODES = Path("/sys/devices/system/node")
 
 def machine() -> dict[str, Any]:
     """GPU, driver, CUDA, cores, NUMA nodes, memory, limits."""
-    import psutil
     import torch
+
+    from engine.limits import free_memory, machine_memory
 
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
@@ -60,8 +61,8 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(_NODES.glob("node[0-9]*"))),
         "numa_nodes_with_cpus": sum(bool(node.read_text().strip()) for node in _NODES.glob("node[0-9]*/cpulist")),
-        "ram_bytes": psutil.virtual_memory().total,
-        "ram_available_bytes": psutil.virtual_memory().available,
+        "ram_bytes": machine_memory(),
+        "ram_available_bytes": free_memory().free_bytes,
         "kernel": platform.release(),
         "huge_pages": _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
