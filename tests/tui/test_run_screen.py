@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -254,6 +255,18 @@ async def test_freezing_holds_the_display_only(first: Path) -> None:
         await pilot.press("space")
         await pilot.pause(0.2)
         assert "1.2345" in kpi(screen)
+
+
+async def test_nothing_is_shown_on_a_screen_that_closes(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        seen: list[bool] = []
+        screen.start_feed(lambda: True, seen.append, every_s=0.001)
+        await real_runs.until(lambda: bool(seen), pilot.pause)
+        pilot.app.exit()
+        seen.clear()
+        time.sleep(0.05)  # the feed asks for its next turn meanwhile
+        await asyncio.sleep(0.05)
+        assert not seen
 
 
 async def test_timeline_and_back(first: Path) -> None:

@@ -39,18 +39,22 @@ class PenstockScreen(Screen[None]):
     def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
         """Call `poll` in a thread every `every_s` seconds while this screen is on show.
 
-        `show` is called in the UI's thread with what it returned, unless that is falsy.
+        `show` is called in the UI's thread with what it returned, unless that is falsy or the screen is closing.
         """
         self.stop_feed()
         stop = self._feed_stop = threading.Event()
         app = self.penstock
+
+        def show_if_open(found: Any) -> None:
+            if self.is_attached and self.display and not stop.is_set():  # its panes go before it does
+                show(found)
 
         def work() -> None:
             while not stop.is_set():
                 if app.on_show(self):
                     found = poll()
                     if found and not stop.is_set():
-                        app.from_thread(show, found)
+                        app.from_thread(show_if_open, found)
                 stop.wait(every_s)
 
         threading.Thread(target=work, name=f"feed-{self.SCOPE}", daemon=True).start()
