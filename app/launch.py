@@ -295,6 +295,10 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
     with Checklist(observer).step("loading PyTorch"):
+        if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
+            from engine.corpus import prepare_text_ahead
+
+            prepare_text_ahead(recipe.data, path / "data")
         from engine.train import train
 
     return train(

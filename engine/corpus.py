@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import sysconfig
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.config import DataConfig
 from engine.folders import build_folder
-from engine.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from engine.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
 from storage.errors import UserError
 
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
@@ -117,6 +119,29 @@ def _read_jsonl(file: Path) -> Iterator[Piece]:
                 yield Piece(where, text, True)
 
 
+_preparing = threading.Lock()
+
+
+def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> tuple[TextTokenizer, TokenCorpus]:
+    """Tokenizer and tokenised corpus in `folder`, made unless they are there already; one thread at a time."""
+    with _preparing:
+        tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
+        return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
+
+
+def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
+    """Begin `prepare_text` in a thread, for a run whose tokenizer is trained on its source: that needs no imports.
+
+    What it raises is dropped, as whoever calls `prepare_text` meets it again.
+    """
+
+    def work() -> None:
+        with suppress(Exception):
+            prepare_text(config, None, folder)
+
+    threading.Thread(target=work, name="tokenize", daemon=True).start()
+
+
 def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
     """`config.tokenizer`, else the model folder's, else one trained on the source and kept in `folder`.
 
@@ -133,11 +158,11 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
     stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
     stamp_file = folder / "trained_on.json"
     if stamp_file.is_file() and json.loads(stamp_file.read_text()) == stamp:
-        return load_tokenizer(folder)
+        return open_trained(folder)
     with build_folder(folder) as temporary:
         train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
         (temporary / stamp_file.name).write_text(json.dumps(stamp))
-    return load_tokenizer(folder)
+    return open_trained(folder)
 
 
 def kept_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer | None:

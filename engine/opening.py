@@ -127,7 +127,7 @@ def open_session(
             reader_bytes=readers.pinned_bytes(len(drives)),
         )
         with checklist.step("searching a plan"):
-            found = task.search(machine, documents=documents)
+            found = task.search(machine, documents=documents, rough=train.calibrate)
         with checklist.step("self-check"):
             _refuse_unless_exact(spec, found.plan, observer)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")

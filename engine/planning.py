@@ -92,9 +92,20 @@ class Task:
         known: tuple[int, Choice] | None = None,
         only: tuple[int, Choice] | None = None,
         before: Found | None = None,
+        rough: bool = False,
     ) -> Found:
         """The best plan: see engine.search.search. Raises BudgetError where none fits."""
-        return search(self.problem, self.chunks, machine, calibration, documents, known=known, only=only, before=before)
+        return search(
+            self.problem,
+            self.chunks,
+            machine,
+            calibration,
+            documents,
+            known=known,
+            only=only,
+            before=before,
+            rough=rough,
+        )
 
 
 def run_budgets(config: BudgetConfig, device: torch.device, drives: Sequence[Path], *, new: bool) -> Budgets:

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine import attention
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes, require_validation
-from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus
+from engine.corpus import TokenCorpus, prepare_text, random_corpus
 from engine.costs import representatives
 from engine.data import DataLoader, ValidationSet, split_documents
 from engine.device import overhead_bytes
@@ -148,9 +148,8 @@ def prepare_data(model: ModelConfig, data: DataConfig, folder: Path) -> Data:
         if vocabulary is None:
             raise UserError("model.vocab_size: data.source=random needs it; set it")
         return Data(random_corpus(data, vocabulary, folder / "corpus"), None)
-    model_folder = Path(model.path).expanduser() if model.path is not None else None
-    tokenizer = prepare_tokenizer(data, model_folder, folder / "tokenizer")
-    return Data(prepare_corpus(data, tokenizer, folder / "corpus"), tokenizer)
+    tokenizer, corpus = prepare_text(data, Path(model.path).expanduser() if model.path is not None else None, folder)
+    return Data(corpus, tokenizer)
 
 
 def make_loader(

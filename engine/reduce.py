@@ -48,13 +48,15 @@ def estimate(
     documents: Sequence[Sequence[int]] | None = None,
     *,
     full: bool = False,
+    settled: bool = True,
 ) -> Simulation:
     """A step of `plan`: simulated whole where it is small or `full`, else by a few layers of each kind.
 
+    `settled`: see simulate; a few layers never are.
     The spans are those of the layers simulated. Raises engine.simulate.Deadlock.
     """
     if full or num_ops(plan) <= FULL_OPS:
-        return simulate(plan, Costs(plan, machine, calibration, documents), machine, documents)
+        return simulate(plan, Costs(plan, machine, calibration, documents), machine, documents, settled=settled)
     runs, small, joined, costs = _small(plan, machine, calibration, documents)
     found = simulate(small, costs, machine, joined, settled=False)
     return _extended(plan, runs, found)

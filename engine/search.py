@@ -111,6 +111,7 @@ class _Search:
     machine: Machine
     calibration: Calibration | None
     documents: Sequence[Sequence[int]] | None
+    rough: bool
     tried: list[Candidate] = field(default_factory=list)
     refused: list[tuple[int, Choice, BudgetError]] = field(default_factory=list)
     problems: dict[int, Problem] = field(default_factory=dict)
@@ -141,7 +142,8 @@ class _Search:
         """Simulate a plan, unless one that runs the same schedule has been."""
         key = decisions(plan)
         if key not in self.simulated:
-            self.simulated[key] = estimate(plan, self.machine, self.calibration, self.documents)
+            found = estimate(plan, self.machine, self.calibration, self.documents, settled=not self.rough)
+            self.simulated[key] = found
         self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
         return candidate
 
@@ -201,15 +203,17 @@ def search(
     known: tuple[int, Choice] | None = None,
     only: tuple[int, Choice] | None = None,
     before: Found | None = None,
+    rough: bool = False,
 ) -> Found:
     """The plan with the shortest step.
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
-    whatever its speed; `before`: a search with other times, which says what need not be tried again (Found.far).
+    whatever its speed; `before`: a search with other times, which says what need not be tried again (Found.far);
+    `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
     Raises BudgetError, that of the combination which lacks least, where none fits.
     """
-    hunt = _Search(problem_at, machine, calibration, documents)
+    hunt = _Search(problem_at, machine, calibration, documents, rough)
     lengths = list(chunks)
     if only is not None and (taken := hunt.attempt(*only)) is not None:
         return Found(taken, hunt.tried, hunt.refused)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from storage.errors import UserError
 
@@ -80,6 +79,8 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"tokenizer: {folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
+    from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
+
     try:
         if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -102,6 +103,8 @@ def _bare_tokenizer(file: Path) -> Any:
     special = {token.content for token in backend.get_added_tokens_decoder().values()}
     known = (EOS_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
     eos = next((token for token in known if token in special), None)
+    from transformers import PreTrainedTokenizerFast
+
     make: Any = PreTrainedTokenizerFast
     return make(tokenizer_object=backend, eos_token=eos)
 
@@ -130,4 +133,30 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Text
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return load_tokenizer(folder)
+    return open_trained(folder)
+
+
+def open_trained(folder: Path) -> TextTokenizer:
+    """The tokenizer that `train_tokenizer` saved: as `load_tokenizer` would give it, without transformers.
+
+    Raises UserError when it cannot be read.
+    """
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(f"{folder}: not a readable tokenizer ({error}); delete it to train it again") from error
+    return TextTokenizer(folder, _Trained(backend))
+
+
+class _Trained:
+    """What a TextTokenizer asks of transformers' tokenizers."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend_tokenizer = backend
+        self.eos_token_id = backend.token_to_id(EOS_TOKEN)
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))

@@ -68,6 +68,12 @@ def test_what_readers_need_imports_nothing_heavy(module: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_data_is_prepared_without_what_takes_long_to_import() -> None:
+    code = "import sys, engine.corpus; print(*({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_the_terminal_application_imports_nothing_heavy() -> None:
     assert len(TUI) > 20
     code = f"import sys, {', '.join(TUI)}; print(*({HEAVY!r} & set(sys.modules)))"

@@ -1,6 +1,8 @@
 """Documents, tokenizer, corpus folder and packing."""
 
 import json
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +15,15 @@ from transformers import AutoTokenizer
 
 from engine import corpus as corpus_module
 from engine.config import DataConfig
-from engine.corpus import TokenCorpus, prepare_corpus, prepare_tokenizer, random_corpus, read_pieces
+from engine.corpus import (
+    TokenCorpus,
+    prepare_corpus,
+    prepare_text,
+    prepare_text_ahead,
+    prepare_tokenizer,
+    random_corpus,
+    read_pieces,
+)
 from engine.data import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
 from engine.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from storage.errors import UserError
@@ -62,6 +72,12 @@ def test_trained_tokenizer_is_a_hugging_face_folder(tokenizer):
     assert plain.eos_token == EOS_TOKEN
     assert plain.eos_token_id == tokenizer.eos_id
     assert plain(TEXTS[3])["input_ids"] == tokenizer.encode_batch(TEXTS[3:4])[0]
+    loaded, texts = load_tokenizer(tokenizer.folder), [*TEXTS, f"{EOS_TOKEN} in a text", " x", ""]
+    ids = tokenizer.encode_batch(texts)
+    assert loaded.encode_batch(texts) == ids
+    assert [loaded.decode(each) for each in ids] == [tokenizer.decode(each) for each in ids]
+    assert (loaded.eos_id, loaded.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
+    assert loaded.fingerprint == tokenizer.fingerprint
 
 
 def test_load_tokenizer_from_file_alone(tmp_path, tokenizer):
@@ -189,8 +205,36 @@ def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkey
     assert prepare_tokenizer(config, tokenizer.folder, tmp_path / "trained").vocab_size == 300
     monkeypatch.setattr(corpus_module, "train_tokenizer", lambda *_: pytest.fail("trained twice"))
     assert prepare_tokenizer(config, None, tmp_path / "trained").fingerprint == trained.fingerprint
+    (tmp_path / "trained" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"trained: not a readable tokenizer .*; delete it"):
+        prepare_tokenizer(config, None, tmp_path / "trained")
     with pytest.raises(UserError, match="no text to train a tokenizer on"):
         prepare_tokenizer(DataConfig(source="random"), None, tmp_path / "other")
+
+
+def test_text_made_ahead_is_found(tmp_path, jsonl, monkeypatch):
+    config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
+    trainings = []
+
+    def counted(*given):
+        trainings.append(threading.current_thread().name)
+        return train_tokenizer(*given)
+
+    monkeypatch.setattr(corpus_module, "train_tokenizer", counted)
+    prepare_text_ahead(config, tmp_path / "data")
+    while not trainings:
+        time.sleep(0.001)
+    _, corpus = prepare_text(config, None, tmp_path / "data")
+    assert trainings == ["tokenize"]
+    assert corpus.info.num_documents == len(TEXTS)
+
+
+def test_what_is_wrong_with_text_made_ahead_is_said_when_it_is_asked_for(tmp_path, capfd):
+    config = DataConfig(source="text", path=str(tmp_path / "missing"))
+    prepare_text_ahead(config, tmp_path / "data")
+    with pytest.raises(UserError, match="does not exist"):
+        prepare_text(config, None, tmp_path / "data")
+    assert capfd.readouterr().err == ""
 
 
 def test_token_id_beyond_the_vocabulary_names_document_and_id(tmp_path):

@@ -225,6 +225,25 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
     assert found(poor, ROUND, only=(length, refused.choice)).plan.tiers["gpu"].peak_bytes <= poor.gpu_budget
 
 
+@settings(EVENLY, max_examples=40)
+@given(small, machines(), st.lists(st.floats(0.6, 1.6), min_size=3, max_size=3))
+def test_a_second_search_looks_again_at_what_other_times_may_favour(
+    shape: Problem, machine: Machine, factors: list[float]
+) -> None:
+    shape, _ = fitting(shape, machine)
+    first = found(shape, machine, rough=True)
+    up, down, products = factors
+    measured = replace(
+        machine,
+        h2d_bytes_per_s=machine.h2d_bytes_per_s * up,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s * down,
+        matmul_flops=machine.matmul_flops * products,
+    )
+    again, whole = found(shape, measured, before=first), found(shape, measured)
+    assert len(again.tried) <= len(whole.tried)
+    assert again.best.step_s <= whole.best.step_s * 1.1
+
+
 def test_plans_that_run_other_schedules_are_simulated_apart() -> None:
     shape = problem(layers=4, gpu_budget=700_000, ram_budget=600_000, save="auto")
     one = make_plan(shape, Choice(gpu_first="records", spare_slots=1))
