@@ -30,6 +30,7 @@ def plain_step_times(
     row_tokens: int,
     steps: int,
     device: torch.device,
+    dtype: torch.dtype,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -43,6 +44,7 @@ def plain_step_times(
         config,
         batches,
         device=device,
+        dtype=dtype,
         lr=lr,
         betas=betas,
         eps=eps,
@@ -58,6 +60,7 @@ def plain_steps(
     *,
     weights: Mapping[str, Tensor] | None = None,
     device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -66,12 +69,12 @@ def plain_steps(
 ) -> Iterator[tuple[float, float, float]]:
     """(loss, gradient norm, seconds) of an optimizer step on each of `batches`, a sequence of micro-batches.
 
-    bf16 weights and gradients, gradient checkpointing of every layer, fp32 master weights and moments in torch's
+    Weights and gradients of `dtype`, gradient checkpointing of every layer, fp32 master weights and moments in torch's
     fused AdamW, exact clipping by the global norm, micro-batches' gradients summed in fp32. A bf16 gradient dies as
-    soon as its fp32 copy exists, so the peak holds no parameter's gradient twice. `weights`: float32 values to start
-    from, by parameter name; without them the model's own initialiser's.
+    soon as its fp32 copy exists, so the peak holds no parameter's gradient twice; fp32 weights are their own masters.
+    `weights`: float32 values to start from, by parameter name; without them the model's own initialiser's.
     """
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
     model.config.use_cache = False
     with warnings.catch_warnings():  # the older name of activation checkpointing, which every transformers 5 has
         warnings.simplefilter("ignore", FutureWarning)
@@ -79,12 +82,12 @@ def plain_steps(
     model.train()
     named = dict(model.named_parameters())
     params = list(named.values())
-    if weights is None:
-        masters = [param.detach().float() for param in params]
-    else:
-        masters = [weights[name].to(device, torch.float32, copy=True) for name in named]
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+    own = dtype == torch.float32
+    masters = [param.detach() if own else param.detach().float() for param in params]
+    if weights is not None:
+        for name, param, master in zip(named, params, masters, strict=True):
+            master.copy_(weights[name])
+            param.data.copy_(master)
     decayed = [master for master in masters if master.ndim > 1]
     undecayed = [master for master in masters if master.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
@@ -104,8 +107,9 @@ def plain_steps(
         norm = torch.nn.utils.clip_grad_norm_(masters, clip_norm or float("inf"), foreach=True)
         adamw.step()
         adamw.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+        if not own:
+            with torch.no_grad():
+                torch._foreach_copy_(params, masters)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         yield float(loss), float(norm), time.perf_counter() - start

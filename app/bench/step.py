@@ -16,7 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from storage.errors import UserError
 
@@ -33,10 +33,11 @@ CASES = {
     "ram": "Penstock, everything in memory",
     "nvme": "Penstock, master weights and moments on NVMe",
 }
-BUDGETS: dict[str, dict[str, str]] = {
-    "ram": {"gpu": "400MiB", "ram": "8GiB"},
-    "nvme": {"gpu": "400MiB", "ram": "700MiB"},
+BUDGETS: dict[str, dict[str, dict[str, str]]] = {
+    "bfloat16": {"ram": {"gpu": "400MiB", "ram": "8GiB"}, "nvme": {"gpu": "400MiB", "ram": "700MiB"}},
+    "float32": {"ram": {"gpu": "800MiB", "ram": "8GiB"}, "nvme": {"gpu": "800MiB", "ram": "1400MiB"}},
 }
+"""By what is computed in."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: P
                 runs[case].append(_run_case(case, steps, Path(scratch)))
     results = {case: _summarise(outcomes) for case, outcomes in runs.items()}
     plain, ram, nvme = results["plain"], results["ram"], results["nvme"]
+    dtype = runs["plain"][0]["dtype"]
     figures = {
         "ram_ratio": ram.step_s / plain.step_s,
         "nvme_ratio": nvme.step_s / plain.step_s,
@@ -72,7 +74,7 @@ def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: P
     for case, result in results.items():
         figures[f"{case}_step_s"] = result.step_s
         figures[f"{case}_peak_rss_bytes"] = result.peak_rss_bytes
-    print(json_module.dumps(figures, indent=2) if json else _table(results))
+    print(json_module.dumps(figures, indent=2) if json else _table(results, dtype))
     return figures
 
 
@@ -93,11 +95,11 @@ def _summarise(outcomes: list[dict[str, Any]]) -> CaseResult:
     return CaseResult(step_s=statistics.median(times), peak_rss_bytes=peak, step_times_s=times)
 
 
-def _table(results: dict[str, CaseResult]) -> str:
+def _table(results: dict[str, CaseResult], dtype: str) -> str:
     plain = results["plain"]
     lines = [
         f"Qwen3 shape, {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}, untied; "
-        f"{ROWS} x {ROW_TOKENS} tokens, bf16",
+        f"{ROWS} x {ROW_TOKENS} tokens, {dtype}",
         f"{'case':<46}{'step s':>9}{'min..max':>16}{'ratio':>8}{'peak RSS MiB':>14}{'ratio':>8}",
     ]
     for case, result in results.items():
@@ -107,6 +109,19 @@ def _table(results: dict[str, CaseResult]) -> str:
             f"{result.peak_rss_bytes / 2**20:>14.0f}{result.peak_rss_bytes / plain.peak_rss_bytes:>8.2f}"
         )
     return "\n".join(lines)
+
+
+def _dtype() -> Literal["bfloat16", "float32"]:
+    """What both compute in: bfloat16, on a CPU without its instructions float32."""
+    import torch
+
+    from engine.config import TrainConfig
+    from engine.prepare import with_compute_dtype
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), device_type).compute_dtype
+    assert decided != "auto"
+    return decided
 
 
 def _plain_times(steps: int) -> list[float]:
@@ -133,6 +148,7 @@ def _plain_times(steps: int) -> list[float]:
         row_tokens=ROW_TOKENS,
         steps=steps,
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=getattr(torch, _dtype()),
         lr=LR,
         betas=(BETA1, BETA2),
         eps=EPS,
@@ -186,7 +202,7 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
     from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
     from engine.train import train
 
-    clock = _StepClock()
+    clock, dtype = _StepClock(), _dtype()
     train(
         model=ModelConfig(
             model_type="qwen3",
@@ -211,9 +227,10 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
             eps=EPS,
             weight_decay=WEIGHT_DECAY,
             clip_norm=CLIP_NORM,
-            gradient_dtype="bfloat16",  # what plain PyTorch's backward leaves; ours is summed in float32 before
+            compute_dtype=dtype,
+            gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before
         ),
-        budgets=BudgetConfig(**BUDGETS[case]),
+        budgets=BudgetConfig(**BUDGETS[dtype][case]),
         storage=StorageConfig(checkpoint_every=steps, chunk_bytes="16MiB"),
         run_dir=scratch,
         observer=clock,
@@ -238,7 +255,7 @@ def _worker() -> None:
     steps = arguments.steps + WARMUP_STEPS
     plain = arguments.case == "plain"
     times = _plain_times(steps) if plain else _penstock_times(arguments.case, steps, arguments.scratch)
-    print(json_module.dumps({"step_times_s": times, "peak_rss_bytes": _peak_rss_bytes()}))
+    print(json_module.dumps({"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": _peak_rss_bytes()}))
 
 
 if __name__ == "__main__":

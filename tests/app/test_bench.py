@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.bench import step as bench
+from app.bench.plain import PlainBatch, plain_steps
 from storage.errors import UserError
 
 
@@ -18,7 +21,11 @@ def outcomes(monkeypatch):
         order.append(case)
         step_s = {"plain": 4.0, "ram": 3.0, "nvme": 5.0}[case] + order.count(case)
         peak = {"plain": 1000, "ram": 900, "nvme": 400}[case] + order.count(case)
-        return {"step_times_s": [99.0] * bench.WARMUP_STEPS + [step_s] * steps, "peak_rss_bytes": peak}
+        return {
+            "dtype": "float32",
+            "step_times_s": [99.0] * bench.WARMUP_STEPS + [step_s] * steps,
+            "peak_rss_bytes": peak,
+        }
 
     monkeypatch.setattr(bench, "_run_case", run_case)
     return order
@@ -40,6 +47,48 @@ def test_table_has_a_row_for_each_case(tmp_path, outcomes, capsys):
     printed = capsys.readouterr().out
     assert all(text in printed for text in bench.CASES.values())
     assert "1.20" in printed  # (5 + 1) / (4 + 1)
+
+
+def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
+    """In float32 the weights are their own master weights."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=50,
+    )
+    torch.manual_seed(0)
+    batch, half = (PlainBatch(torch.randint(0, 50, (rows, 24))) for rows in (2, 1))
+    model = AutoModelForCausalLM.from_config(config)
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    found = {
+        dtype: [
+            (loss, norm)
+            for loss, norm, _ in plain_steps(
+                config,
+                [[batch, half]] * 5,
+                weights=weights,
+                device=torch.device("cpu"),
+                dtype=dtype,
+                lr=1e-2,
+                betas=(0.9, 0.95),
+                eps=1e-8,
+                weight_decay=0.1,
+                clip_norm=1.0,
+            )
+        ]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    losses = [loss for loss, _ in found[torch.float32]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.2
+    for (loss, norm), (rounded_loss, rounded_norm) in zip(*found.values(), strict=True):
+        assert loss == pytest.approx(rounded_loss, rel=0.01)
+        assert norm == pytest.approx(rounded_norm, rel=0.1)
 
 
 def test_failed_case_shows_its_error(tmp_path, monkeypatch):
