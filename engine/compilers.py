@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -42,14 +43,15 @@ def layers_compile(device: torch.device) -> Verdict:
 def warm_up(device: torch.device) -> None:
     """Begin, in a thread, what compiling takes once in a process: on a CPU C++ headers are compiled ahead, too.
 
-    It takes seconds, and most of them outside of Python.
+    It takes seconds, and most of them outside of Python. What goes wrong will again where layers are compiled.
     """
 
     def work() -> None:
-        import torch._inductor.compile_fx
+        with suppress(Exception):
+            import torch._inductor.compile_fx
 
-        if device.type == "cpu":
-            torch.compile(_little, dynamic=True)(torch.zeros(64))
+            if device.type == "cpu":
+                torch.compile(_little, dynamic=True)(torch.zeros(64))
 
     threading.Thread(target=work, name="warm-up", daemon=True).start()
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,3 +161,21 @@ def test_inductors_own_choice_is_honoured(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torch._inductor.config", loaded)
     _path_of(tmp_path / "bin", monkeypatch, theirs=f"{STARTS} echo 'error: mine' >&2; exit 1")
     assert optimizer_compiles() == Verdict(False, "theirs cannot compile a few lines: error: mine")
+
+
+def test_a_warm_up_that_fails_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        asked.set()
+        raise OSError("no space left")
+
+    raised: list[Any] = []
+    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    compilers.warm_up(CPU)
+    assert asked.wait(60)
+    for thread in threading.enumerate():
+        if thread.name == "warm-up":
+            thread.join()
+    assert not raised
