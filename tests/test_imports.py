@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,15 @@ def test_a_package_loads_alone(package: str, below: set[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+def test_every_package_is_installed() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    files = [file for package in ORDER for file in (REPOSITORY / package).rglob("__init__.py")]
+    folders = {".".join(file.parent.relative_to(REPOSITORY).parts) for file in files}
+    with_code = {
+        ".".join(file.parent.relative_to(REPOSITORY).parts)
+        for package in ORDER
+        for file in (REPOSITORY / package).rglob("*.py")
+    }
+    assert set(project["tool"]["setuptools"]["packages"]) == folders == with_code
