@@ -119,14 +119,21 @@ def _read_jsonl(file: Path) -> Iterator[Piece]:
                 yield Piece(where, text, True)
 
 
+_Text = tuple[TextTokenizer, "TokenCorpus"]
 _preparing = threading.Lock()
+_ahead: dict[Path, tuple[DataConfig, _Text]] = {}
 
 
-def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> tuple[TextTokenizer, TokenCorpus]:
+def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
     """Tokenizer and tokenised corpus in `folder`, made unless they are there already; one thread at a time."""
     with _preparing:
-        tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
-        return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
+        made_for, made = _ahead.pop(folder, (None, None))
+        return made if made is not None and made_for == config else _prepare_text(config, model_folder, folder)
+
+
+def _prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
+    tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
+    return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
 
 
 def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
@@ -136,8 +143,8 @@ def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
     """
 
     def work() -> None:
-        with suppress(Exception):
-            prepare_text(config, None, folder)
+        with suppress(Exception), _preparing:
+            _ahead[folder] = (config, _prepare_text(config, None, folder))
 
     threading.Thread(target=work, name="tokenize", daemon=True).start()
 
