@@ -299,6 +299,10 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
             from engine.corpus import prepare_text_ahead
 
             prepare_text_ahead(recipe.data, path / "data")
+        if recipe.train.compile != "off":
+            from engine.compilers import compile_headers
+
+            compile_headers()
         from engine.train import train
 
     return train(

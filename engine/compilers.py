@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -40,24 +41,31 @@ def layers_compile(device: torch.device) -> Verdict:
     return _through_triton() if device.type == "cuda" else optimizer_compiles()
 
 
-def warm_up(device: torch.device) -> None:
-    """Begin, in a thread, what compiling takes once in a process: on a CPU C++ headers are compiled ahead, too.
+def compile_headers() -> None:
+    """Begin, in a thread, what torch.compile's first C++ on a machine waits for: compiling torch's headers ahead.
 
-    It takes seconds, and most of them outside of Python. What goes wrong will again where layers are compiled.
+    It takes seconds of a core, and next to nothing of the interpreter. Call it before anything loads Inductor. What
+    goes wrong will again where layers are compiled.
     """
+    if not optimizer_compiles().ok:
+        return
+    if platform.machine() == "x86_64":
+        # That the compiler knows this CPU has just been tried; Inductor would try again, for seconds.
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    try:
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+    except ImportError:  # it is torch's own, and no promise
+        return
 
     def work() -> None:
         with suppress(Exception):
-            import torch._inductor.compile_fx
+            # The kernel itself is never compiled.
+            CppPythonBindingsCodeCache.load_pybinding_async([], _KERNEL, submit_fn=lambda _: None)
 
-            if device.type == "cpu":
-                torch.compile(_little, dynamic=True)(torch.zeros(64))
-
-    threading.Thread(target=work, name="warm-up", daemon=True).start()
+    threading.Thread(target=work, name="headers", daemon=True).start()
 
 
-def _little(x: torch.Tensor) -> torch.Tensor:
-    return x.exp().sum(-1)
+_KERNEL = 'extern "C" void kernel() {}'
 
 
 class Compilation(NamedTuple):
@@ -94,7 +102,7 @@ def optimizer_compiles() -> Verdict:
             subprocess.run([name, "--version"], capture_output=True, check=True, timeout=_LIMIT_S)
         except (OSError, subprocess.SubprocessError):
             continue
-        return _compiles(name, "probe.cpp", _CPP, ["-std=c++17", "-fopenmp"], sysconfig.get_path("include"))
+        return _compiles(name, "probe.cpp", _CPP, ["-std=c++17", "-fopenmp", *_NATIVE], sysconfig.get_path("include"))
     return Verdict(False, f"no C++ compiler: {' or '.join(names)} cannot be started (CXX can name another)")
 
 
@@ -114,6 +122,8 @@ def _through_triton() -> Verdict:
 
 
 _LIMIT_S = 20.0
+
+_NATIVE = ["-march=native"] if platform.machine() == "x86_64" else []
 
 _C = """\
 #include <Python.h>

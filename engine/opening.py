@@ -16,7 +16,7 @@ from engine import attention, weights
 from engine.affinity import place_threads
 from engine.attention import attention_report
 from engine.check import check_model
-from engine.compilers import Compilation, find_compilation, warm_up
+from engine.compilers import Compilation, find_compilation
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.costs import Calibration
 from engine.data import DataLoader, MicroBatch
@@ -74,8 +74,6 @@ def open_session(
     train = with_compute_dtype(train, device.type)
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
-    if compilation.layers:
-        warm_up(device)
     with checklist.step("tokenizing the data"):
         prepared = prepare_data(model, data, run_dir / "data")
     config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)

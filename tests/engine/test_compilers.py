@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -163,7 +164,32 @@ def test_inductors_own_choice_is_honoured(tmp_path: Path, monkeypatch: pytest.Mo
     assert optimizer_compiles() == Verdict(False, "theirs cannot compile a few lines: error: mine")
 
 
-def test_a_warm_up_that_fails_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+_AHEAD = """
+import pathlib, sys, tempfile, threading
+from engine.compilers import compile_headers
+compile_headers()
+[thread.join() for thread in threading.enumerate() if thread.name == "headers"]
+def compiled():
+    return sorted(str(file) for file in pathlib.Path(tempfile.gettempdir()).rglob("*.[gp]ch"))
+ahead = compiled()
+import torch
+torch.compile(lambda x: x.exp().sum(-1), dynamic=True)(torch.zeros(64))
+print(len(ahead), ahead == compiled())
+"""
+
+
+@needs_gcc
+def test_headers_compiled_ahead_are_those_that_kernels_take(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(compilers.__file__).parents[1])}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", _AHEAD], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True"]
+
+
+@needs_gcc
+def test_headers_that_cannot_be_compiled_ahead_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
     asked = threading.Event()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -171,11 +197,18 @@ def test_a_warm_up_that_fails_is_silent(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError("no space left")
 
     raised: list[Any] = []
-    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding_async", fail)
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    compilers.warm_up(CPU)
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    compilers.compile_headers()
     assert asked.wait(60)
     for thread in threading.enumerate():
-        if thread.name == "warm-up":
+        if thread.name == "headers":
             thread.join()
     assert not raised
+
+
+def test_without_a_compiler_no_headers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was made"))
+    compilers.compile_headers()
