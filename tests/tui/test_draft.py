@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.recipe import Recipe, apply_overrides, load_recipe
@@ -198,6 +198,8 @@ def test_any_edits_make_a_recipe_or_say_what_is_wrong(edits: list[tuple[str, str
 
 
 @given(st.text(max_size=30))
+@example("{\n  ")
+@example("[1] ")
 def test_a_text_field_keeps_every_character(text: str) -> None:
     base = apply_overrides(Recipe(name="x"), ["after.export=true"])
     base = dataclasses.replace(base, after=dataclasses.replace(base.after, sample_prompt=text))

@@ -201,7 +201,7 @@ def _typed(key: str, text: str) -> str:
     if text.strip() == "" and may_be_none(key):
         return "none"
     members = (field_type(key), *typing.get_args(field_type(key)))
-    is_json = text.lstrip().startswith(("[", "{")) and any(typing.get_origin(member) for member in members)
+    is_json = text.lstrip().startswith(("[", "{")) and any(typing.get_origin(m) in (list, dict) for m in members)
     if is_json or str not in members:
         return text.strip()
     return re.sub(r"\\[nrt\\]", lambda match: _UNESCAPES[match.group()], text)
