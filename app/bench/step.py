@@ -124,6 +124,15 @@ def _dtype() -> Literal["bfloat16", "float32"]:
     return decided
 
 
+def _compiles() -> bool:
+    """Whether this machine compiles layers and AdamW: by itself, a run of so few steps would do without."""
+    import torch
+
+    from engine.compilers import layers_compile, optimizer_compiles
+
+    return layers_compile(torch.device("cuda" if torch.cuda.is_available() else "cpu")).ok and optimizer_compiles().ok
+
+
 def _plain_times(steps: int) -> list[float]:
     import torch
     from transformers import AutoConfig
@@ -228,6 +237,7 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
             weight_decay=WEIGHT_DECAY,
             clip_norm=CLIP_NORM,
             compute_dtype=dtype,
+            compile="on" if _compiles() else "off",  # as in a run of many steps
             gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before
         ),
         budgets=BudgetConfig(**BUDGETS[dtype][case]),
