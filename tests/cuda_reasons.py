@@ -3,30 +3,22 @@
 _KERNEL = "launches a CUDA kernel; tests/gpu/test_gpu_attention.py compares it with the reference"
 _FLASH = "calls a package that exists on CUDA only; tests/gpu/test_gpu_attention.py where it is installed"
 _SUITE = "measures on a GPU; `penstock bench step --suite gpu` runs it"
+_ABSTRACT = "every kernel brings its own"
+_CHECK = "asks a GPU; `make gpu-check` runs it, and tests/standin/test_commands.py where kernels do nothing"
 _FLASH_KERNELS = ("FlashAttention2", "FlashAttention3", "FlashAttention4")
 
 REASONS: dict[str, str] = {
     **{
-        f"engine/attention_cuda.py:{name}": _KERNEL
+        f"engine/attention_cuda.py:{name}": _ABSTRACT
         for name in (
-            "_on_device",
-            "_no_dropout",
-            "CudaKernel.forward",
-            "CudaKernel.backward",
             "CudaKernel._forward",
             "CudaKernel._backward",
-            "FlashKernel._forward",
-            "FlashKernel._backward",
             "FlashKernel._launch",
             "FlashKernel._launch_backward",
-            "TorchCudaFlash._launch",
-            "TorchCudaFlash._launch_backward",
-            "TorchCudnn._forward",
-            "TorchCudnn._backward",
-            "_rows",
-            "_heads_first",
         )
     },
+    "engine/attention_cuda.py:capability": "asks the driver; tests of refusals give the answer",
+    "engine/attention_cuda.py:_rows": _KERNEL,
     **{
         f"engine/attention_flash.py:{kernel}.{method}": _FLASH
         for kernel in _FLASH_KERNELS
@@ -42,7 +34,6 @@ REASONS: dict[str, str] = {
     "engine/session.py:Session.__init__": "pins the arena near the GPU; tests/gpu/test_pinned_arena.py",
     "engine/affinity.py:place_threads": "asks the driver for the GPU's place on the bus; `placement` is tested apart",
     "engine/lanes.py:_set_up_compilation": "starts Inductor's workers for Triton, which CPUs do without",
-    "engine/compilers.py:_through_triton": "looks for what Triton needs where layers run on CUDA",
     "engine/attention_select.py:rank": "a kernel that ran out of GPU memory is left out",
     "engine/attention_select.py:_fault": "a kernel that ran out of GPU memory is left out",
     "storage/arena.py:CudaRegistrar.register": "cudaHostRegister itself; other registrars stand for it in tests",
@@ -52,6 +43,21 @@ REASONS: dict[str, str] = {
     "storage/readers.py:KvikioReader.read": "reads into CUDA memory; tests/gpu/test_gpu_readers.py",
     "storage/readers.py:KvikioReader.gpudirect": "asks the kvikio that was imported; tests/gpu/test_gpu_readers.py",
     "storage/readers.py:_import_kvikio": "imports kvikio, which needs CUDA; tests/gpu/test_gpu_readers.py",
+    "storage/readers.py:KvikioReader.pinned_bytes": "asks the kvikio that was imported; tests/gpu/test_gpu_readers.py",
+    "storage/readers.py:_probe": "waits for the GPU's memory; tests/gpu/test_gpu_readers.py",
+    "engine/device.py:configure": "takes the GPU's number, for the allocator's limit",
+    "engine/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
+    "engine/planning.py:this_machine": "asks the driver for the GPU's name",
+    "engine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_probe.py",
+    **{
+        f"app/gpu_check/device.py:{name}": _CHECK
+        for name in ("machine", "compiles", "reads", "links", "products", "attends")
+    },
+    "app/gpu_check/smoke.py:check": _CHECK,
+    "app/bench/setup.py:_fit": _SUITE,
+    "app/bench/suite_worker.py:run_steps": _SUITE,
+    "app/bench/suite_worker.py:_profiled": _SUITE,
+    "app/bench/suite_worker.py:_give_back": _SUITE,
     "app/bench/storage.py:_readers": _SUITE,
     "app/bench/storage.py:_jobs.store_read": _SUITE,
     "app/bench/plain.py:plain_steps": _SUITE,

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from sample_forecast import GIB, fitting
 
 from app.bench import plan as bench_plan_module
-from app.bench.plan import CaseFailed, bench_plan, compare, progress, row_of, run_case
+from app.bench.plan import CaseFailed, bench_plan, cases_here, compare, progress, row_of, run_case
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.recipe import from_json, to_json
 from engine.config import parse_bytes
@@ -55,6 +56,12 @@ def test_cases_differ_in_what_a_plan_decides() -> None:
     # Both tiers are ordinary memory on a machine without a GPU: a case must leave room on one of 8 GiB.
     for found in recipes.values():
         assert parse_bytes(found.budgets.gpu or 0, "gpu") + parse_bytes(found.budgets.ram or 0, "ram") <= 6 * GIB
+
+
+def test_cases_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, cases in ((True, CUDA_CASES), (False, CASES)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert cases_here() is cases
 
 
 def test_the_comparison_by_hand(tmp_path: Path) -> None:

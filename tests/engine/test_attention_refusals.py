@@ -1,0 +1,200 @@
+"""What CUDA's attention kernels refuse, and why, asked without a GPU: its capability and the packages are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import attention_cuda, attention_flash
+from engine.attention_backends import ALIGNMENT, Problem
+from engine.attention_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
+from engine.attention_flash import FlashAttention2, FlashAttention3, FlashAttention4
+
+PLAIN = Problem(
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    heads=8,
+    kv_heads=2,
+    qk_dim=128,
+    v_dim=128,
+    causal=True,
+    square=True,
+    window=False,
+    segments=False,
+    aligned=True,
+    softcap=False,
+    backward=True,
+    deterministic=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    gives(monkeypatch, (9, 0))
+    # No package but those that a test brings along.
+    monkeypatch.setattr(attention_flash, "_module", lambda *_: "is not installed")
+
+
+def gives(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: capability)
+
+
+def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """A package with these functions."""
+    monkeypatch.setattr(attention_flash, "_module", lambda *_: SimpleNamespace(**functions))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"device": torch.device("cpu")}, "computes on CUDA devices only"),
+        ({"dtype": torch.float32}, "does not take torch.float32"),
+        ({"dtype": torch.float16}, None),
+        ({"qk_dim": 256}, None),
+        ({"v_dim": 257}, "takes heads up to 256 wide"),
+        ({"softcap": True}, "has no soft-cap"),
+        ({"window": True, "segments": True, "square": False, "deterministic": True}, None),
+    ],
+)
+def test_torch_s_flash_attention(change: dict[str, Any], reason: str | None) -> None:
+    assert TorchCudaFlash().refusal(replace(PLAIN, **change)) == reason
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "wanted"),
+    [
+        (TorchCudaFlash(), (7, 5), "8.x, 9.x, 10.x, 11.x, 12.x"),
+        (FlashAttention3(), (8, 6), "9.x"),
+        (FlashAttention3(), (10, 0), "9.x"),
+        (FlashAttention4(), (8, 9), "9.x, 10.x, 11.x, 12.x"),
+    ],
+)
+def test_a_gpu_of_another_age(
+    kernel: CudaKernel, capability: tuple[int, int], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gives(monkeypatch, capability)
+    found = "{}.{}".format(*capability)
+    assert kernel.refusal(PLAIN) == f"needs compute capability {wanted}; this GPU has {found}"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"causal": False, "square": False}, None),
+        ({"deterministic": True}, "is not deterministic"),
+        ({"window": True}, "has no sliding window"),
+        ({"segments": True}, "computes one segment at a time"),
+        ({"square": False}, "aligns its causal limit at the top left"),
+        ({"aligned": False}, f"would build a plan for every length that is no multiple of {ALIGNMENT}"),
+    ],
+)
+def test_cudnn(change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert TorchCudnn().refusal(replace(PLAIN, **change)) == reason
+
+
+@pytest.mark.parametrize(("there", "version"), [(False, 91900), (True, None), (True, 8907)])
+def test_cudnn_that_is_missing_or_old(there: bool, version: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: there)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert TorchCudnn().refusal(PLAIN) == "needs cuDNN 9.1 or newer"
+
+
+@pytest.mark.parametrize("kernel", [FlashAttention2(), FlashAttention3(), FlashAttention4()], ids=lambda k: k.name)
+def test_a_package_that_is_not_there_or_lacks_functions(kernel: CudaKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel.refusal(PLAIN) == "is not installed"
+    has(monkeypatch)
+    assert kernel.refusal(PLAIN) in (
+        "is too old: 2.7 or newer is needed",
+        "registers no operators with torch: too old",
+        "does not have the functions that keep the log-sum-exp",
+    )
+
+
+def test_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new(q: Any, window_size_left: int, window_size_right: int) -> None: ...
+
+    def old(q: Any, window_size: tuple[int, int]) -> None: ...
+
+    has(monkeypatch, _wrapped_flash_attn_forward=new)
+    assert FlashAttention2().refusal(replace(PLAIN, softcap=True, deterministic=True)) is None
+    has(monkeypatch, _wrapped_flash_attn_forward=old)
+    assert FlashAttention2().refusal(PLAIN) == "is too old: 2.7 or newer is needed"
+
+
+def _operators(monkeypatch: pytest.MonkeyPatch, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    has(monkeypatch)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd, bwd=bwd), raising=False)
+
+
+def _fwd(q: Any, softmax_scale: Any, is_causal: Any, window_size_left: Any, window_size_right: Any, softcap: Any,
+         cu_seqlens_q: Any) -> None: ...  # fmt: skip
+
+
+def _bwd(dq: Any, dk: Any, dv: Any, softmax_scale: Any, is_causal: Any, window_size_left: Any, window_size_right: Any,
+         softcap: Any, cu_seqlens_q: Any) -> None: ...  # fmt: skip
+
+
+def test_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FlashAttention3()
+    _operators(monkeypatch, _fwd, _bwd)
+    assert kernel.refusal(replace(PLAIN, softcap=True)) is None
+    wide = replace(PLAIN, qk_dim=200, deterministic=True)
+    assert kernel.refusal(wide) == "has no deterministic backward for heads over 192 wide"
+    assert kernel.refusal(replace(wide, backward=False)) is None
+    # Heads whose values are narrower than their keys keep both widths where the kernel has such a variant.
+    assert kernel.refusal(replace(wide, qk_dim=192, v_dim=128)) is None
+    assert [kernel._widths(*dims) for dims in ((192, 128), (190, 126), (192, 96), (64, 30))] == [
+        (192, 128),
+        (192, 128),
+        (192, 192),
+        (64, 64),
+    ]
+    _operators(monkeypatch, _fwd, _fwd)
+    assert kernel.refusal(PLAIN) == "declares operators with unknown arguments"
+    _operators(monkeypatch, torch.ops.aten.add, torch.ops.aten.add)
+    assert kernel.refusal(PLAIN) == "declares operators with unknown arguments"
+
+
+def _cute(softmax_scale: Any, causal: Any, softcap: Any, window_size_left: Any, window_size_right: Any,
+          cu_seqlens_q: Any, return_lse: bool = False) -> None: ...  # fmt: skip
+
+
+def _cute_deterministic(softmax_scale: Any, causal: Any, softcap: Any, window_size_left: Any, window_size_right: Any,
+                        cu_seqlens_q: Any, deterministic: bool = False) -> None: ...  # fmt: skip
+
+
+def test_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, fixed = FlashAttention4(), replace(PLAIN, deterministic=True)
+    has(monkeypatch, _flash_attn_fwd=_cute, _flash_attn_bwd=_cute)
+    assert kernel.refusal(PLAIN) is None
+    assert kernel.refusal(fixed) == "has no deterministic backward"
+    assert kernel.refusal(replace(fixed, backward=False)) is None
+    has(monkeypatch, _flash_attn_fwd=_cute, _flash_attn_bwd=_cute_deterministic)
+    assert kernel.refusal(fixed) is None
+    assert kernel._widths(100, 60) == (104, 64)
+    has(monkeypatch, _flash_attn_fwd=_cute_deterministic, _flash_attn_bwd=_cute)
+    assert kernel.refusal(PLAIN) == "declares functions with unknown arguments"
+
+
+def test_packages_are_looked_for_in_turn(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (tmp_path / "broken_attention.py").write_text("raise OSError('built for another driver')")
+    (tmp_path / "halved_attention.py").write_text("import no_such_part")
+    (tmp_path / "whole_attention.py").write_text("found = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    attention_flash._module.cache_clear()
+    assert attention_flash._module("no_attention._C", "no_attention.interface") == "is not installed"
+    assert attention_flash._module("no_attention", "whole_attention").found == 1
+    reason = attention_flash._module("broken_attention")
+    assert reason == "cannot be imported: OSError: built for another driver"
+    assert attention_flash._module("halved_attention").startswith("cannot be imported: No module named 'no_such_part'")
+    attention_flash._module.cache_clear()
