@@ -295,9 +295,9 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
     with Checklist(observer).step("loading PyTorch"):
-        if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
-            from engine.corpus import prepare_text_ahead
+        from engine.corpus import cancel_text_ahead, prepare_text_ahead
 
+        if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
             prepare_text_ahead(recipe.data, path / "data")
         if recipe.train.compile != "off":
             from engine.compilers import compile_headers
@@ -305,17 +305,20 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
             compile_headers()
         from engine.train import train
 
-    return train(
-        model=recipe.model,
-        data=recipe.data,
-        train=recipe.train,
-        budgets=recipe.budgets,
-        storage=recipe.storage,
-        run_dir=path,
-        observer=observer,
-        resume=resume,
-        checkpoint=checkpoint,
-    )
+    try:
+        return train(
+            model=recipe.model,
+            data=recipe.data,
+            train=recipe.train,
+            budgets=recipe.budgets,
+            storage=recipe.storage,
+            run_dir=path,
+            observer=observer,
+            resume=resume,
+            checkpoint=checkpoint,
+        )
+    finally:
+        cancel_text_ahead()
 
 
 def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float]]:

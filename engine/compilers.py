@@ -62,7 +62,7 @@ def compile_headers() -> None:
             # The kernel itself is never compiled.
             CppPythonBindingsCodeCache.load_pybinding_async([], _KERNEL, submit_fn=lambda _: None)
 
-    threading.Thread(target=work, name="headers", daemon=True).start()
+    threading.Thread(target=work, name="headers").start()
 
 
 _KERNEL = 'extern "C" void kernel() {}'

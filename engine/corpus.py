@@ -122,6 +122,7 @@ def _read_jsonl(file: Path) -> Iterator[Piece]:
 _Text = tuple[TextTokenizer, "TokenCorpus"]
 _preparing = threading.Lock()
 _ahead: dict[Path, tuple[DataConfig, _Text]] = {}
+_is_ahead, _cancelled = threading.Event(), threading.Event()
 
 
 def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
@@ -139,14 +140,25 @@ def _prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -
 def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
     """Begin `prepare_text` in a thread, for a run whose tokenizer is trained on its source: that needs no imports.
 
-    What it raises is dropped, as whoever calls `prepare_text` meets it again.
+    What it raises is dropped, as whoever calls `prepare_text` meets it again. A process that ends waits for the thread,
+    which native code would not survive otherwise: `cancel_text_ahead` makes that short.
     """
 
     def work() -> None:
         with suppress(Exception), _preparing:
-            _ahead[folder] = (config, _prepare_text(config, None, folder))
+            _is_ahead.set()
+            try:
+                _ahead[folder] = (config, _prepare_text(config, None, folder))
+            finally:
+                _is_ahead.clear()
 
-    threading.Thread(target=work, name="tokenize", daemon=True).start()
+    _cancelled.clear()
+    threading.Thread(target=work, name="tokenize").start()
+
+
+def cancel_text_ahead() -> None:
+    """Let the thread of `prepare_text_ahead` end with the text that it has read."""
+    _cancelled.set()
 
 
 def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
@@ -202,6 +214,8 @@ def _require_text(config: DataConfig) -> Iterator[Piece]:
     """`read_pieces`, refusing a source without any text but white space."""
     empty = True
     for piece in read_pieces(config):
+        if _is_ahead.is_set() and _cancelled.is_set():
+            raise InterruptedError
         empty = empty and not piece.text.strip()
         yield piece
     if empty:

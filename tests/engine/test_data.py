@@ -17,6 +17,7 @@ from engine import corpus as corpus_module
 from engine.config import DataConfig
 from engine.corpus import (
     TokenCorpus,
+    cancel_text_ahead,
     prepare_corpus,
     prepare_text,
     prepare_text_ahead,
@@ -226,6 +227,30 @@ def test_text_made_ahead_is_found(tmp_path, jsonl, monkeypatch):
         time.sleep(0.001)
     _, corpus = prepare_text(config, None, tmp_path / "data")
     assert trainings == ["tokenize"]
+    assert corpus.info.num_documents == len(TEXTS)
+
+
+def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
+    config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
+    read, go_on = threading.Event(), threading.Event()
+    pieces = corpus_module.read_pieces
+
+    def slow(config):
+        for piece in pieces(config):
+            read.set()
+            assert go_on.wait(60)
+            yield piece
+
+    monkeypatch.setattr(corpus_module, "read_pieces", slow)
+    prepare_text_ahead(config, tmp_path / "data")
+    assert read.wait(60)
+    cancel_text_ahead()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "tokenize":
+            thread.join()
+    assert not (tmp_path / "data" / "tokenizer").exists()
+    _, corpus = prepare_text(config, None, tmp_path / "data")
     assert corpus.info.num_documents == len(TEXTS)
 
 
