@@ -58,14 +58,12 @@ def test_help_ends_with_an_example_of_the_command(cli: Cli, command: str) -> Non
     assert last.startswith(f"Example: penstock {command}")
 
 
-def test_help_is_fast_and_imports_no_torch(cli: Cli) -> None:
+def test_help_imports_no_torch(cli: Cli) -> None:
     code = (
         "import sys\nfrom app.cli import main\nassert main(['train', '--help']) == 0\n"
         "assert not {'torch', 'transformers', 'tensorstore'} & set(sys.modules)"
     )
-    begin = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    assert time.monotonic() - begin < 5
 
 
 def test_fields_are_listed(cli: Cli) -> None:
