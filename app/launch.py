@@ -294,18 +294,18 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
 
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
-    with Checklist(observer).step("loading PyTorch"):
-        from engine.corpus import cancel_text_ahead, prepare_text_ahead
-
-        if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
-            prepare_text_ahead(recipe.data, path / "data")
-        if recipe.train.compile != "off":
-            from engine.compilers import compile_headers
-
-            compile_headers()
-        from engine.train import train
+    from engine.corpus import cancel_text_ahead, prepare_text_ahead
 
     try:
+        with Checklist(observer).step("loading PyTorch"):
+            if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
+                prepare_text_ahead(recipe.data, path / "data")
+            if recipe.train.compile != "off":
+                from engine.compilers import compile_headers
+
+                compile_headers()
+            from engine.train import train
+
         return train(
             model=recipe.model,
             data=recipe.data,
