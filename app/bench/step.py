@@ -111,15 +111,18 @@ def _table(results: dict[str, CaseResult], dtype: str) -> str:
     return "\n".join(lines)
 
 
-def _dtype() -> Literal["bfloat16", "float32"]:
-    """What both compute in: bfloat16, on a CPU without its instructions float32."""
+def _device_type() -> str:
     import torch
 
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype() -> Literal["bfloat16", "float32"]:
+    """What both compute in: bfloat16, on a CPU without its instructions float32."""
     from engine.config import TrainConfig
     from engine.prepare import with_compute_dtype
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), device_type).compute_dtype
+    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device_type()).compute_dtype
     assert decided != "auto"
     return decided
 
@@ -130,7 +133,7 @@ def _compiles() -> bool:
 
     from engine.compilers import layers_compile, optimizer_compiles
 
-    return layers_compile(torch.device("cuda" if torch.cuda.is_available() else "cpu")).ok and optimizer_compiles().ok
+    return layers_compile(torch.device(_device_type())).ok and optimizer_compiles().ok
 
 
 def _plain_times(steps: int) -> list[float]:
@@ -156,7 +159,7 @@ def _plain_times(steps: int) -> list[float]:
         rows=ROWS,
         row_tokens=ROW_TOKENS,
         steps=steps,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        device=torch.device(_device_type()),
         dtype=getattr(torch, _dtype()),
         lr=LR,
         betas=(BETA1, BETA2),
