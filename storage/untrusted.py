@@ -1,0 +1,161 @@
+"""What comes from files that anybody may have written: JSON, folders, and text that is shown on a terminal.
+
+A run directory or a model folder may come from elsewhere. Nothing in it is opened but regular files, links in it are
+not followed, its JSON is bounded, and its text reaches no terminal with control characters in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST_DEPTH = 100
+"""Levels of nesting; our own files and those of models have fewer than ten."""
+MOST_BYTES = 1 << 30
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]")
+"""All but tab and newline that moves a cursor, begins an escape, turns text around, or is no character."""
+
+
+def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> Any:
+    """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds half a character.
+
+    Half a character: a lone surrogate escape, which no file or terminal takes.
+    """
+    if len(content) > most_bytes:
+        raise ValueError(f"{len(content):,} bytes are more than the {most_bytes:,} that are read")
+    text = content.decode("utf-8") if isinstance(content, bytes) else content
+    try:
+        value = json.loads(text)
+        _check(value, 0)
+    except RecursionError:
+        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
+    return value
+
+
+def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The same for a JSON object; ValueError where it is anything else."""
+    value = parse_json(content, most_bytes=most_bytes)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object is wanted, not {_kind(value)}")
+    return value
+
+
+def _check(value: Any, depth: int) -> None:
+    if depth > MOST_DEPTH:
+        raise RecursionError
+    if isinstance(value, str):
+        if not value.isascii() and _has_surrogate(value):
+            raise ValueError("text with a lone surrogate, which is no character")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check(key, depth)
+            if not isinstance(item, int | float):
+                _check(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            if not isinstance(item, int | float):
+                _check(item, depth + 1)
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(json.dumps(value))
+    return "a list" if isinstance(value, list) else "a text" if isinstance(value, str) else "a number"
+
+
+def is_whole(value: object) -> bool:
+    """Whether a JSON value is a whole number of at most 63 bits: no float, no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+    """A descriptor of regular file `path`, of which nothing below folder `below` (default its own) is a link.
+
+    Links in the way to `below` are followed: they are the user's. Never waits: a pipe or a device is refused like a
+    link, with an OSError whose text says so. `flags` and `mode` as for os.open.
+    """
+    folder = Path(below) if below is not None else path.parent
+    inner = Path(os.path.relpath(path, folder)).parts
+    assert ".." not in inner, (path, below)
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in inner[:-1]:
+            here, above = _enter(here, name, path), here
+            os.close(above)
+        try:
+            fd = os.open(
+                inner[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, mode, dir_fd=here
+            )
+        except OSError as error:
+            if _is_link(inner[-1], here):
+                refuse(path, "a link, which is not followed here")
+            if error.errno == 6:  # ENXIO: a pipe without a reader, a socket
+                refuse(path, "no regular file")
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(here)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        refuse(path, "no regular file")
+    os.set_blocking(fd, True)
+    return fd
+
+
+def _enter(here: int, name: str, path: Path) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=here)
+    except OSError as error:
+        if _is_link(name, here):
+            refuse(path, f"in '{name}', a link, which is not followed here")
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _is_link(name: str, here: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+class RefusedFileError(OSError):
+    """A file that is none of ours to open: a link, a pipe, a device, a folder."""
+
+
+def refuse(path: Path, why: str) -> NoReturn:
+    """Raise RefusedFileError: `path` is `why`."""
+    raise RefusedFileError(None, f"it is {why}", str(path))
+
+
+def read_regular(path: Path, *, below: Path | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a file opened by `open_regular`. OSError; ValueError where it has more than `most_bytes`."""
+    with open(open_regular(path, below=below), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"more than the {most_bytes:,} bytes that are read")
+    return content
+
+
+def is_real_folder(path: Path) -> bool:
+    """Whether `path` is a folder and no link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def printable(text: object) -> str:
+    """`text` as it may be shown on a terminal: every control character, and what turns text around, becomes U+FFFD."""
+    return _CONTROL.sub("\ufffd", str(text))

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage.untrusted import (
+    MOST_DEPTH,
+    RefusedFileError,
+    is_real_folder,
+    is_whole,
+    open_regular,
+    parse_json,
+    parse_object,
+    printable,
+    read_regular,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+    ),
+)
+
+
+@given(JSON)
+def test_what_json_wrote_is_read(value: object) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("depth", [MOST_DEPTH + 2, 5_000, 100_000, 3_000_000])
+def test_deep_nesting_is_a_value_error(opening: str, depth: int) -> None:
+    closing = "]" if opening == "[" else "}"
+    with pytest.raises(ValueError, match="levels deep"):
+        parse_json(opening * depth + "1" + closing * depth)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe", b'{"a": "\\ud800"}', b'{"\\udfff": 1}', b"9" * 10_000, b"nul", b"[1] 2"],
+    ids=["empty", "open", "not utf-8", "surrogate", "surrogate key", "digits", "word", "two"],
+)
+def test_what_is_no_json_is_a_value_error(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        parse_json(content)
+
+
+def test_size_is_bounded() -> None:
+    with pytest.raises(ValueError, match="more than the 3"):
+        parse_json(b"[1,2]", most_bytes=3)
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "null", '"a"'])
+def test_an_object_is_wanted(text: str) -> None:
+    with pytest.raises(ValueError, match="a JSON object is wanted"):
+        parse_object(text)
+
+
+def test_whole_numbers() -> None:
+    assert [is_whole(v) for v in (0, -1, 2**62, 1.0, True, None, "1", 2**70)] == [True] * 3 + [False] * 5
+
+
+def test_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(b"content")
+    assert read_regular(tmp_path / "a" / "b" / "file", below=tmp_path) == b"content"
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert read_regular(tmp_path / "link" / "b" / "file", below=tmp_path / "link") == b"content"
+    with pytest.raises(ValueError, match="more than the 3 bytes"):
+        read_regular(tmp_path / "a" / "b" / "file", most_bytes=3)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "a" / "none")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "link in the way", "pipe", "socket", "folder", "device"])
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.O_RDWR | os.O_CREAT])
+def test_nothing_else_is(tmp_path: Path, kind: str, flags: int) -> None:
+    target, path = tmp_path / "target", tmp_path / "run" / "file"
+    target.write_bytes(b"secret")
+    path.parent.mkdir()
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "none")
+    elif kind == "link in the way":
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "file").write_bytes(b"secret")
+        (tmp_path / "run" / "sub").symlink_to(tmp_path / "other")
+        path = tmp_path / "run" / "sub" / "file"
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path = Path("/dev/null")
+    with pytest.raises(OSError, match=r"it is|Is a directory"):
+        os.close(open_regular(path, below=path.parent if kind == "device" else tmp_path / "run", flags=flags))
+    assert target.read_bytes() == b"secret"
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_is_refused_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").symlink_to("/etc/passwd")
+    with pytest.raises(RefusedFileError, match="it is a link, which is not followed here"):
+        open_regular(tmp_path / "file")
+
+
+def test_real_folders(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert [is_real_folder(tmp_path / name) for name in ("real", "link", "none")] == [True, False, False]
+
+
+@given(st.text())
+def test_printable_text_moves_no_cursor(text: str) -> None:
+    shown = printable(text)
+    assert len(shown) == len(text)
+    assert not any((ord(c) < 32 and c not in "\t\n") or 127 <= ord(c) < 160 for c in shown)
+    shown.encode()
+
+
+def test_escapes_lose_their_escape() -> None:
+    assert printable("a\x1b]0;title\x07b\u202ec\nd\te") == "a\ufffd]0;title\ufffdb\ufffdc\nd\te"
