@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage.chunk import ChunkFormat
-from storage.disk import disk_error, fsync_dir, fsync_file
+from storage.disk import disk_error, fsync_dir, fsync_file, write_file
 from storage.drives import CHECKPOINTS, SCRATCH, Drive, stripe
 from storage.layout import part_numel_even
 from storage.manifest import ArraySpec, Stored
@@ -148,18 +147,6 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
             fsync_dir(folder)
         except OSError as error:
             raise disk_error(error, folder, "syncing") from error
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Replace a small file, neither synced nor atomically. OSError."""
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-    finally:
-        os.close(fd)
 
 
 def remove_arrays(folder: Path) -> None:

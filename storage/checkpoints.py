@@ -20,9 +20,10 @@ from typing import Any
 
 from storage import manifest
 from storage.arrays import Array, make_folders
-from storage.disk import disk_error, fsync_dir, link_or_copy, publish
+from storage.disk import disk_error, fsync_dir, link_or_copy, publish, write_file
 from storage.drives import (
     CHECKPOINTS,
+    IDENTITY_NAME,
     Drive,
     DriveSet,
     Identity,
@@ -35,9 +36,12 @@ from storage.drives import (
 )
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest, Stored
+from storage.ownership import owned
 
 CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
+_UNFINISHED = ".unfinished"
+"""File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -91,8 +95,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
     bases = {drive: drive.folder / CHECKPOINTS / name for drive in used}
     try:
         for path in {folder, *bases.values()}:
-            remove(path)  # what an earlier attempt may have left
-            path.mkdir(parents=True)
+            _make_room(path)
         jobs = [
             (drive, path, bases[drive] / path.relative_to(drive.folder))
             for array in arrays
@@ -110,6 +113,10 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
         records = tuple(record(drive.id, base, root, folder, active=True) for drive, base in bases.items())
         content = replace(current, drives=records, checkpoint=name)
         publish(content.prepare(folder), folder / manifest.FILE_NAME)
+        content.back_up(set(bases.values()) - {folder})
+        for path in {folder, *bases.values()}:
+            _unmark(path)
+        _tombstone(root, name).unlink(missing_ok=True)
     except OSError as error:
         _abandon(folder, bases.values())
         place_of = Path(error.filename) if isinstance(error.filename, str) else folder
@@ -185,6 +192,10 @@ def delete_checkpoint(root: Path, name: str) -> None:
             locks.take(root)
         locks.take(folder)
         bases = _bases(root, name)
+        if not bases.issuperset(_recorded(folder)):
+            write_file(_tombstone(root, name), b"")
+        for base in bases:
+            _mark(base)
         path.unlink(missing_ok=True)
         fsync_dir(folder)  # before the first chunk file goes: a checkpoint that is listed is whole
         for base in bases:
@@ -196,15 +207,54 @@ def delete_checkpoint(root: Path, name: str) -> None:
 
 
 def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
-    """Remove from the drives' `folders` what belongs to no complete checkpoint of the store in `root`."""
+    """Remove from the drives' `folders`, the store's own, checkpoints that were not finished or not deleted.
+
+    A whole one that the store in `root` neither lists nor has deleted stays: `root` may be older than it.
+    """
     for folder in {root, *folders}:
-        for path in (folder / CHECKPOINTS).glob("*"):
-            if not (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
-                shutil.rmtree(path, ignore_errors=True)
+        for path in (folder / CHECKPOINTS).glob("[!.]*"):
+            if (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
+                _unmark(path)
+            elif not _is_whole(path) or _tombstone(root, path.name).exists():
+                with contextlib.suppress(OSError):
+                    remove(path)
+
+
+def _is_whole(base: Path) -> bool:
+    return (base / IDENTITY_NAME).exists() and not (base / _UNFINISHED).exists()
+
+
+def _make_room(folder: Path) -> None:
+    """A new folder for a checkpoint, in place of what an attempt before may have left there. OSError, UserError."""
+    if _is_whole(folder):
+        raise UserError(
+            f"{folder}: there is a checkpoint that this run does not list, maybe of a newer copy of its run directory; "
+            "choose another name, or remove the folder"
+        )
+    remove(folder)
+    folder.mkdir(parents=True)
+    _mark(folder)
+
+
+def _tombstone(root: Path, name: str) -> Path:
+    """The file that says that checkpoint `name` was deleted while a drive of it was away."""
+    return root / CHECKPOINTS / f".deleted-{name}"
+
+
+def _unmark(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / _UNFINISHED).unlink(missing_ok=True)
+
+
+def _mark(folder: Path) -> None:
+    """Mark a checkpoint's folder, durably, as one that may go unless it is listed. OSError."""
+    write_file(folder / _UNFINISHED, b"")
+    fsync_dir(folder)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and all in it, if it is there. OSError."""
+    """Remove a checkpoint's folder, if it is there: first what says that it is one. OSError."""
+    (folder / IDENTITY_NAME).unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
 
@@ -239,22 +289,27 @@ def _below(path: Path, bases: Iterable[Path]) -> Iterable[Path]:
 
 
 def _bases(root: Path, name: str) -> set[Path]:
-    """The folders of a checkpoint on all drives that can be found; the others are swept when their drive is back."""
+    """The folders of a checkpoint on all drives that can be found, but for those that another run directory owns.
+
+    The others are swept when their drive is back.
+    """
     folder = root / CHECKPOINTS / name
-    found = {folder}
-    with contextlib.suppress(UserError):
-        found |= {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
+    found = {folder} | _recorded(folder)
     with contextlib.suppress(UserError):
         found |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
-    return {base for base in found if base == folder or _is_checkpoint(base, name)}
+    named = {base: identity for base in found - {folder} if (identity := read_identity(base)) is not None}
+    return {folder} | owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
 
 
-def _is_checkpoint(base: Path, name: str) -> bool:
-    identity = read_identity(base)
-    return identity is not None and identity.checkpoint == name
+def _recorded(folder: Path) -> set[Path]:
+    """The folders on drives that the manifest of the checkpoint in `folder` names."""
+    with contextlib.suppress(UserError):
+        return {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
+    return set()
 
 
 def _abandon(folder: Path, bases: Iterable[Path]) -> None:
     (folder / manifest.FILE_NAME).unlink(missing_ok=True)
     for path in {folder, *bases}:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(path)

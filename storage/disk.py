@@ -118,6 +118,18 @@ def prepare_file(path: Path, data: bytes) -> Path:
     return temporary
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a small file, neither synced nor atomically. OSError."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    finally:
+        os.close(fd)
+
+
 def publish(temporary: Path, path: Path) -> None:
     """Make the prepared file `path`, durably. After an OSError either content may be the one that stays."""
     try:

@@ -22,6 +22,7 @@ from storage.disk import atomic_write, disk_error, fsync_ancestors, lock_folder,
 from storage.errors import UserError
 from storage.filesystem import check_folder
 from storage.manifest import DriveRecord, Manifest
+from storage.untrusted import parse_object
 
 IDENTITY_NAME = "drive.json"
 SCRATCH = "scratch"
@@ -51,6 +52,8 @@ class Identity:
     """Folder of the store's manifest when the drive joined: for people, and to start again over an aborted start."""
     checkpoint: str | None = None
     """Name of the checkpoint where the folder is one on the drive, and not the drive's own."""
+    version: int = 2
+    """1 where the drive may hold a generation without a copy of its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +160,9 @@ def read_identity(folder: Path) -> Identity | None:
     """What `folder` says that it is; None where it says nothing or is not there. UserError when it is unreadable."""
     path = folder / IDENTITY_NAME
     try:
-        content = json.loads(path.read_bytes())
-        return Identity(str(content["store"]), str(content["drive"]), str(content["root"]), content["checkpoint"])
+        content = parse_object(path.read_bytes())
+        store, drive, root = (str(content[name]) for name in ("store", "drive", "root"))
+        return Identity(store, drive, root, content["checkpoint"], int(content.get("version", 1)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -172,30 +176,6 @@ def write_identity(folder: Path, identity: Identity) -> None:
     """Write drive.json durably where it does not say this already."""
     if read_identity(folder) != identity:
         atomic_write(folder / IDENTITY_NAME, json.dumps(asdict(identity), indent=1) + "\n")
-
-
-def claim(folder: Path, store: str | None, root: Path) -> str | None:
-    """The drive id that `folder` already has in store `store`; None where it is new to it.
-
-    With `store` None a new store is made in `root`, and the remains of an aborted start there are no obstacle.
-    UserError when the folder belongs to another store.
-    """
-    identity = read_identity(folder)
-    if identity is None:
-        for name in (SCRATCH, CHECKPOINTS):
-            if (folder / name).exists():
-                raise UserError(f"{folder / name}: is not ours and would be in our way; choose an empty folder")
-        return None
-    if identity.checkpoint is not None:
-        raise UserError(f"{folder}: is checkpoint '{identity.checkpoint}' of a run; choose another folder")
-    if identity.store == store:
-        return identity.drive or None
-    if store is None and (identity.root == str(root.resolve()) or folder.resolve() == root.resolve()):
-        return None
-    raise UserError(
-        f"{folder}: holds the state of another run (its manifest was in {identity.root}); choose another folder, or "
-        "remove this one if that run is no longer needed"
-    )
 
 
 def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Path]:
@@ -296,11 +276,11 @@ class DriveSet:
         return self._retired | {drive.folder: drive.traffic for drive in self}
 
     def identify(self) -> None:
-        """Write every active drive's identity, durably. UserError when a drive fails."""
+        """Write the identity of every drive, all of them this store's own, durably. UserError when a drive fails."""
         root = str(self.root.resolve())
-        for drive in self.active:
+        for drive in self:
             write_identity(drive.folder, Identity(self.store, drive.id, root))
-        if read_identity(self.root) is None:
+        if self.root.resolve() not in {drive.folder.resolve() for drive in self}:
             write_identity(self.root, Identity(self.store, "", root))
         for folder in {self.root, *self.folders}:
             try:

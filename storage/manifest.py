@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from storage.crc import checksum
-from storage.disk import prepare_file
+from storage.disk import prepare_file, write_file
 from storage.errors import UserError
 from storage.layout import part_numel_even, part_ranges
 
@@ -103,12 +103,15 @@ class Manifest:
         """Write and sync the file that `disk.publish` makes root/manifest.json; OSError leaves the old one alone."""
         return prepare_file(root / FILE_NAME, self.encode())
 
-    def back_up(self, root: Path) -> None:
-        """Leave a copy for the day on which somebody damages manifest.json; neither synced nor an error if it fails."""
-        with contextlib.suppress(OSError):
-            temporary = root / f".{BACKUP_NAME}.{os.getpid()}.tmp"
-            temporary.write_bytes(self.encode())
-            os.replace(temporary, root / BACKUP_NAME)
+    def back_up(self, folders: Iterable[Path]) -> None:
+        """Leave copies: in the manifest's folder, for the day on which somebody damages it; on the drives, so that they
+        know their newest generation. Neither synced nor an error where it fails."""
+        content = self.encode()
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                temporary = folder / f".{BACKUP_NAME}.{os.getpid()}.tmp"
+                write_file(temporary, content)
+                os.replace(temporary, folder / BACKUP_NAME)
 
     def encode(self) -> bytes:
         """The file's content."""
@@ -138,7 +141,7 @@ class Manifest:
     def read(root: Path) -> Manifest:
         """Read root/manifest.json; UserError naming the file when it is missing, damaged, old or of another version."""
         path = root / FILE_NAME
-        backup = _read_backup(root)
+        backup = read_backup(root)
         try:
             manifest = _decode(path.read_bytes())
         except FileNotFoundError as error:
@@ -161,7 +164,7 @@ class Manifest:
 
 
 def has_backup(root: Path) -> bool:
-    """Whether a generation was once committed in folder `root`, even if its manifest is gone."""
+    """Whether folder `root` holds a copy of a manifest: a generation was committed there, even if that is gone."""
     return (root / BACKUP_NAME).exists()
 
 
@@ -192,7 +195,8 @@ def _own_checksum(content: dict[str, Any]) -> str:
     return f"{checksum(memoryview(text.encode()), 0):08x}"
 
 
-def _read_backup(root: Path) -> Manifest | None:
+def read_backup(root: Path) -> Manifest | None:
+    """The copy of a manifest in folder `root`; None where there is none that can be read."""
     try:
         return _decode((root / BACKUP_NAME).read_bytes())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError):

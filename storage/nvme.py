@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from storage import checkpoints, chunk, drives, manifest
+from storage import checkpoints, chunk, drives, manifest, ownership
 from storage.arrays import Array, make_folders, remove_arrays, sweep_strays
 from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
 from storage.drives import CHECKPOINTS, READ_THREADS, SCRATCH, Drive, DriveSet, Locks, OnThreadStart, Traffic
@@ -55,15 +55,16 @@ class NvmeStore:
         budget_bytes: int | None,
         readers: Readers | None,
         on_thread_start: OnThreadStart | None,
+        *,
+        read_only: bool = False,
     ):
         """Use `create` or `open`. `folders`: drive id -> folder, of which `active` are written to, in this order."""
         self.root = root
-        self._read_only = current.checkpoint is not None
-        writable = not self._read_only
+        self._read_only = read_only
         self._drives = DriveSet(
-            root, current.store, locks, folders, active, writable=writable, on_thread_start=on_thread_start
+            root, current.store, locks, folders, active, writable=not read_only, on_thread_start=on_thread_start
         )
-        self.warnings = self._drives.warnings()
+        self.warnings = [] if read_only else self._drives.warnings()
         """What is doubtful about the drives, one sentence each."""
         self._manifest = current
         self._room = Room(self._drives, budget_bytes)
@@ -112,7 +113,7 @@ class NvmeStore:
             for folder in folders:
                 require_writable(folder)
                 locks.take(folder)
-                _claim(folder, None, root)
+                ownership.claim(folder, None, root)
             store_id = uuid.uuid4().hex
             ids = {uuid.uuid4().hex: folder for folder in folders}
             empty = Manifest(store_id, 0, {}, (), {})
@@ -138,18 +139,21 @@ class NvmeStore:
         drives: Sequence[Path] | None = None,
         readers: Readers | None = None,
         on_thread_start: OnThreadStart | None = None,
+        read_only: bool = False,
     ) -> NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
         `drives`: folders that new state goes to, where they differ from the recorded ones; state that lies elsewhere
-        is read from there until it is written anew. `root` may also be a checkpoint's folder: it is only read then,
-        and `drives` are where its drives are now. `readers` and `on_thread_start` as in `create`. UserError when there
-        is no generation, its manifest is unreadable, a drive that holds part of it is missing, or another process has
-        the store open.
+        is read from there until it is written anew. `read_only`: nothing at all is changed, and `drives` are where the
+        recorded ones may be now; so it is with a checkpoint's folder as `root`. `readers` and `on_thread_start` as in
+        `create`. UserError when there is no generation, its manifest is unreadable, a drive that holds part of it is
+        missing, a drive knows a newer generation, another run directory owns a drive that would be changed, or another
+        process has the store open.
         """
         root = Path(root).expanduser().absolute()
         given = _distinct(drives or [])
-        if Manifest.read(root).checkpoint is None:
+        read_only = Manifest.read(root).checkpoint is not None or read_only
+        if not read_only:
             require_writable(root)
         locks = Locks()
         try:
@@ -157,21 +161,30 @@ class NvmeStore:
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
             found = _locate(current, root, given)
             active = [drive.id for drive in current.drives if drive.active and drive.id in found] or list(found)
-            if given and current.checkpoint is None:
+            said: list[str] = []
+            if not read_only:
+                said = ownership.take_over(found.values(), root)
+            if current.checkpoint is None:
+                ownership.require_newest(current, root, found.values())
+            if given and not read_only:
                 active = []
                 for folder in given:
+                    id = ownership.claim(folder, current.store, root) or uuid.uuid4().hex
                     require_writable(folder)
-                    id = _claim(folder, current.store, root) or uuid.uuid4().hex
                     found[id] = folder
                     active.append(id)
             for folder in found.values():
                 locks.take(folder)
-            store = NvmeStore(root, locks, current, found, active, budget_bytes, readers, on_thread_start)
-            if current.checkpoint is None:
+            store = NvmeStore(
+                root, locks, current, found, active, budget_bytes, readers, on_thread_start, read_only=read_only
+            )
+            if not read_only:
                 store._sweep()
                 if any(array.layout != array.target for array in store._arrays.values()):
                     store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
+                current.back_up({drive.folder for drive in store._drives} - {root})
                 store._settle()
+                store.warnings += said + ownership.unlisted(root, [drive.folder for drive in store._drives])
         except BaseException:
             locks.release()
             raise
@@ -395,7 +408,7 @@ class NvmeStore:
         folders = [drive.folder for drive in self._drives]
         for drive in self._drives:
             drive.close()
-        if not self._failed and not self._broken and not self._closed:
+        if not self._failed and not self._broken and not self._closed and not self._read_only:
             for folder in folders:
                 shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         self._closed = True
@@ -418,16 +431,17 @@ class NvmeStore:
         return [array for array in self._arrays.values() if not array.scratch]
 
     def _require_sound(self) -> None:
-        assert not self._read_only, "a checkpoint is only read"
+        assert not self._read_only, "opened for reading"
         if self._broken:
             raise UserError(f"{self.root}: {self._broken}, so this state cannot be trusted; resume the run")
 
     def _sweep(self) -> None:
-        """Remove what a process that ended badly left behind."""
+        """Remove what a process that ended badly left behind, on drives that are this store's own."""
         sweep_temporaries(self.root / manifest.FILE_NAME)
         sweep_temporaries(self.root / manifest.BACKUP_NAME)
         for drive in self._drives:
             sweep_temporaries(drive.folder / drives.IDENTITY_NAME)
+            sweep_temporaries(drive.folder / manifest.BACKUP_NAME)
             shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         checkpoints.sweep_incomplete(self.root, [drive.folder for drive in self._drives])
         if len(self._drives) > 1:
@@ -442,7 +456,8 @@ class NvmeStore:
             remove_arrays(folder)
             shutil.rmtree(folder / SCRATCH, ignore_errors=True)
             if not (folder / CHECKPOINTS).exists() and folder != self.root:
-                (folder / drives.IDENTITY_NAME).unlink(missing_ok=True)
+                for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+                    (folder / name).unlink(missing_ok=True)
 
     def _settle(self) -> None:
         """Give the arrays their folders on every active drive, and every drive its identity, durably."""
@@ -487,14 +502,13 @@ class NvmeStore:
                 array.slot, array.layout, array.crcs = stored.slot, layout, stored.crcs
                 array.written.clear()
             self._manifest = successor
-        successor.back_up(self.root)
+        successor.back_up({self.root, *(drive.folder for drive in self._drives)})
         if moved:
             self._tidy(moved)
 
 
 # The parameter `drives` of create and open hides the module.
 _distinct = drives.distinct
-_claim = drives.claim
 _locate = drives.locate
 _read_identity = drives.read_identity
 

@@ -1,0 +1,159 @@
+"""Whose state lies on a drive: the run directory that owns it may change it, and a copy of that directory may not.
+
+A drive names the folder of the manifest that owns it (drive.json), and that manifest names the drive. A copied manifest
+names a drive that names another folder; where that folder still names the drive back, it is the owner. Where it is gone
+the run directory has moved; where it names another folder as this drive, the drive's folder is a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from storage import manifest
+from storage.drives import CHECKPOINTS, SCRATCH, Identity, read_identity
+from storage.errors import UserError
+from storage.manifest import Manifest
+
+
+def claim(folder: Path, store: str | None, root: Path) -> str | None:
+    """The drive id that `folder` already has in store `store`; None where it is new to it.
+
+    With `store` None a new store is made in `root`, and the remains of an aborted start there are no obstacle.
+    UserError when the folder belongs to another store.
+    """
+    identity = read_identity(folder)
+    if identity is None:
+        for name in (SCRATCH, CHECKPOINTS):
+            if (folder / name).exists():
+                raise UserError(f"{folder / name}: is not ours and would be in our way; choose an empty folder")
+        return None
+    if identity.checkpoint is not None:
+        raise UserError(f"{folder}: is checkpoint '{identity.checkpoint}' of a run; choose another folder")
+    if identity.store == store:
+        return identity.drive or None
+    if store is None and _is_aborted_start(folder, identity, root):
+        return None
+    raise UserError(
+        f"{folder}: holds the state of another run (its manifest was in {identity.root}); choose another folder, or "
+        "remove this one if that run is no longer needed"
+    )
+
+
+def _is_aborted_start(folder: Path, identity: Identity, root: Path) -> bool:
+    """Whether a start in `root`, which holds no manifest, has left `folder` behind before its first generation.
+
+    The manifest of a run that was moved away is not there either, but its copy on the drive is.
+    """
+    if identity.version < 2 or manifest.has_backup(folder) or (folder / CHECKPOINTS).exists():
+        return False
+    return is_same(Path(identity.root), root) or is_same(folder, root)
+
+
+def take_over(folders: Iterable[Path], root: Path) -> list[str]:
+    """What is to be said before the store in `root` changes drives `folders`: where its run directory has come from.
+
+    UserError when another run directory owns one of them; nothing has been changed then.
+    """
+    said = {}
+    for folder in folders:
+        identity = read_identity(folder)
+        if identity is None or is_same(Path(identity.root), root):
+            continue
+        other = Path(identity.root)
+        if owns(other, folder, identity):
+            raise UserError(
+                f"{root}: is a copy of {other}, which is still there and owns the state on {folder}. Go on with that "
+                "run, or give this one a state of its own: `penstock resume RUN --copy-state` copies it, or let "
+                "storage.nvme name drives that hold a copy of it. Nothing was changed"
+            )
+        if not _is_inside(folder, root):
+            said[other] = f"{root}: has come here from {other}, and takes over its state on {folder}"
+    return list(said.values())
+
+
+def owns(other: Path, folder: Path, identity: Identity) -> bool:
+    """Whether the manifest in `other` names `folder`, which says of itself that it is `identity`, as its own.
+
+    A manifest that cannot be read owns what names it.
+    """
+    place = other if identity.checkpoint is None else other / CHECKPOINTS / identity.checkpoint
+    if not (place / manifest.FILE_NAME).exists() and not manifest.has_backup(place):
+        return False
+    try:
+        content = Manifest.read(place)
+    except UserError:
+        return True
+    if content.store != identity.store:
+        return False
+    for record in content.drives:
+        if record.id == identity.drive:
+            named = Path(os.path.normpath(place / record.path))
+            return is_same(named, folder) or not _is_drive(named, identity)
+    return False
+
+
+def _is_drive(folder: Path, identity: Identity) -> bool:
+    try:
+        found = read_identity(folder)
+    except UserError:
+        return False
+    return found is not None and (found.store, found.drive) == (identity.store, identity.drive)
+
+
+def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> None:
+    """UserError when one of the drives `folders` knows a newer generation of the store in `root` than `current`.
+
+    `root` is then an older copy put in the place of the run directory, or lies somewhere else.
+    """
+    for folder in folders:
+        newer = manifest.read_backup(folder)
+        if newer is None or newer.store != current.store or newer.generation <= current.generation:
+            continue
+        raise UserError(
+            f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {folder} holds generation "
+            f"{_named(newer)}: this is an older copy of the run directory. To go on from the newer generation: "
+            f"cp {folder / manifest.BACKUP_NAME} {root / manifest.FILE_NAME}. Nothing was changed"
+        )
+
+
+def _named(content: Manifest) -> str:
+    step = content.meta.get("step")
+    return f"{content.generation}" + (f" (step {step})" if isinstance(step, int) else "")
+
+
+def unlisted(root: Path, folders: Iterable[Path]) -> list[str]:
+    """What is to be said of whole checkpoints on the drives that the store in `root` does not list."""
+    said = []
+    for folder in folders:
+        for base in sorted((folder / CHECKPOINTS).glob("*")):
+            if (root / CHECKPOINTS / base.name / manifest.FILE_NAME).exists() or not manifest.has_backup(base):
+                continue
+            said.append(
+                f"{base}: is a checkpoint that {root} does not list, as an older copy of the run directory does not; "
+                f"to list it: mkdir -p {root / CHECKPOINTS / base.name} && cp {base / manifest.BACKUP_NAME} "
+                f"{root / CHECKPOINTS / base.name / manifest.FILE_NAME}; where nobody wants it, remove the folder"
+            )
+    return said
+
+
+def is_same(first: Path, second: Path) -> bool:
+    """Whether two paths lead to one folder that exists, or are equal."""
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return os.path.normpath(first) == os.path.normpath(second)
+
+
+def _is_inside(folder: Path, root: Path) -> bool:
+    return folder.resolve().is_relative_to(root.resolve())
+
+
+def owned(bases: Mapping[Path, Identity], root: Path) -> set[Path]:
+    """Of folders of checkpoints on drives those that no other run directory owns."""
+    return {
+        base
+        for base, identity in bases.items()
+        if is_same(Path(identity.root), root) or not owns(Path(identity.root), base, identity)
+    }
