@@ -109,6 +109,17 @@ def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
     return list_checkpoints(run_path / "state")
 
 
+def copy_state_of(run: RunDir) -> str:
+    """Give a copied run directory a state of its own on its recipe's drives; a line saying what was copied."""
+    from engine.folders import drive_folders, state_folder
+    from storage.copying import copy_state
+
+    drives = drive_folders(run.path, run.recipe.storage)
+    copied = copy_state(state_folder(run.path), drives)
+    folders = ", ".join(str(folder) for folder in drives)
+    return f"{copied:,} bytes of state copied to {folders}" if copied else "all of this run's state is its own already"
+
+
 def delete_checkpoint_of(run_path: Path, name: str) -> None:
     """Delete checkpoint `name`. Raises UserError when there is no such, or while the run is running."""
     from storage.checkpoints import delete_checkpoint, read_checkpoint
@@ -158,7 +169,7 @@ def scrub_run(run_path: Path) -> str:
         drives = drive_folders(run.path, run.recipe.storage)
         names = checkpoint_names(root)
         for folder in (root, *(checkpoint_folder(root, name) for name in names)):
-            with closing(NvmeStore.open(folder, drives=drives)) as store:
+            with closing(NvmeStore.open(folder, drives=drives, read_only=True)) as store:
                 try:
                     size += store.verify()
                 except UserError as error:

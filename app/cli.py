@@ -130,6 +130,9 @@ def resume(
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
+    copy_state: Annotated[
+        bool, typer.Option("--copy-state", help="Of a copied run directory: copy the original's state first.")
+    ] = False,
 ) -> None:
     """Go on with a stopped, failed or crashed run from its last committed generation, or from a checkpoint.
 
@@ -139,7 +142,7 @@ def resume(
     from app.rundir import RunDir, find_run, is_live
 
     path = find_run(run)
-    if (overrides or checkpoint is not None) and is_live(path):
+    if (overrides or checkpoint is not None or copy_state) and is_live(path):
         raise UserError(f"{path}: is running; stop it first (`penstock stop {path}`), then resume it changed")
     if control.go_on(path):
         typer.echo(f"{path.name}: goes on")
@@ -149,6 +152,10 @@ def resume(
 
     with RunDir.open(path) as directory:
         directory.change_recipe(change_run(directory.recipe, overrides or [], Path.cwd()))
+        if copy_state:
+            from app.checkpoints import copy_state_of
+
+            typer.echo(copy_state_of(directory))
         run_training(directory, resume=True, checkpoint=checkpoint)
 
 

@@ -278,7 +278,7 @@ def export(
 ) -> None:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block.
 
-    A checkpoint may be read while the run is running: nothing is written to the run directory.
+    Nothing is written to the run directory or its drives. A checkpoint may be read while the run is running.
     Raises UserError when the run has no generation yet or `out_dir` cannot be written.
     """
     root = state_folder(run_dir)
@@ -286,7 +286,7 @@ def export(
     if checkpoint is not None:
         read_checkpoint(root, checkpoint)
         folder = checkpoint_folder(root, checkpoint)
-    store = NvmeStore.open(folder, drives=drive_folders(run_dir, storage))
+    store = NvmeStore.open(folder, drives=drive_folders(run_dir, storage), read_only=True)
     try:
         origin = Path(model.path).expanduser() if model.path is not None else None
         tokenizer = kept_tokenizer(data, origin, run_dir / "data" / "tokenizer")

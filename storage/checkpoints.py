@@ -93,9 +93,13 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
     folder = checkpoint_folder(root, name)
     used = list(dict.fromkeys(drive for array in arrays for drive in array.layout))
     bases = {drive: drive.folder / CHECKPOINTS / name for drive in used}
+    for path in {folder, *bases.values()}:
+        _require_no_other(path)
     try:
         for path in {folder, *bases.values()}:
-            _make_room(path)
+            remove(path)  # what an attempt before may have left
+            path.mkdir(parents=True)
+            _mark(path)
         jobs = [
             (drive, path, bases[drive] / path.relative_to(drive.folder))
             for array in arrays
@@ -224,16 +228,13 @@ def _is_whole(base: Path) -> bool:
     return (base / IDENTITY_NAME).exists() and not (base / _UNFINISHED).exists()
 
 
-def _make_room(folder: Path) -> None:
-    """A new folder for a checkpoint, in place of what an attempt before may have left there. OSError, UserError."""
+def _require_no_other(folder: Path) -> None:
+    """UserError where `folder` is a whole checkpoint that is not listed."""
     if _is_whole(folder):
         raise UserError(
             f"{folder}: there is a checkpoint that this run does not list, maybe of a newer copy of its run directory; "
             "choose another name, or remove the folder"
         )
-    remove(folder)
-    folder.mkdir(parents=True)
-    _mark(folder)
 
 
 def _tombstone(root: Path, name: str) -> Path:

@@ -153,8 +153,6 @@ class NvmeStore:
         root = Path(root).expanduser().absolute()
         given = _distinct(drives or [])
         read_only = Manifest.read(root).checkpoint is not None or read_only
-        if not read_only:
-            require_writable(root)
         locks = Locks()
         try:
             locks.take(root)
@@ -166,6 +164,8 @@ class NvmeStore:
                 said = ownership.take_over(found.values(), root)
             if current.checkpoint is None:
                 ownership.require_newest(current, root, found.values())
+            if not read_only:
+                require_writable(root)
             if given and not read_only:
                 active = []
                 for folder in given:

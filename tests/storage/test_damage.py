@@ -161,6 +161,7 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
 def test_a_stale_manifest(store: NvmeStore) -> None:
     """An older manifest put back after two more commits: its slot was written over."""
     path, backup = store.root / "manifest.json", store.root / "manifest.backup.json"
+    on_drives = [drive / "manifest.backup.json" for drive in store.drives if drive != store.root]
     old, old_backup = path.read_bytes(), backup.read_bytes()
     advance(store, 4, 5)
     store.close()
@@ -170,6 +171,8 @@ def test_a_stale_manifest(store: NvmeStore) -> None:
         NvmeStore.open(store.root)
     for other in (old_backup, None):  # even where nothing but the chunk files can tell
         backup.unlink()
+        for copy in on_drives:
+            copy.unlink()
         if other is not None:
             backup.write_bytes(other)
         with closing(NvmeStore.open(store.root)) as stale:

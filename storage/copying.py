@@ -1,0 +1,149 @@
+"""Gives a copied run directory a state of its own, where its manifests name drives of the run that it is a copy of."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from storage import manifest, ownership
+from storage.chunk import ChunkFormat
+from storage.disk import disk_error, fsync_dir, link_or_copy, publish, require_writable
+from storage.drives import (
+    CHECKPOINTS,
+    WRITE_THREADS,
+    Identity,
+    Locks,
+    distinct,
+    locate,
+    read_identity,
+    record,
+    require_room,
+    stripe,
+    write_identity,
+)
+from storage.errors import UserError
+from storage.layout import part_numel_even
+from storage.manifest import Manifest, Stored
+
+
+def copy_state(root: Path, drives: Sequence[Path]) -> int:
+    """Copy what the manifest in `root`, and those of its checkpoints, name on drives of another run directory.
+
+    The copies go to `drives` and are hard links where that is possible: whoever writes such a file leaves it to the
+    other. Returns the bytes of state that were copied, 0 where all of it is this run directory's own. Crash safe: what
+    a manifest names is there, whole, before and after it is replaced, and a second call does the rest.
+    UserError when the state is in use, is older than what its drive holds, is not whole or finds no room.
+    """
+    root = Path(root).expanduser().absolute()
+    targets = distinct(drives)
+    locks = Locks()
+    try:
+        locks.take(root)
+        ids: dict[str, Path] = {}
+        total = 0
+        # The state itself comes last: as long as it is another's, nothing is trained here.
+        for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
+            content = Manifest.read(path.parent)
+            found = locate(content, path.parent, [])
+            foreign = _foreign(found.values(), root)
+            if not foreign:
+                continue
+            if content.checkpoint is None:
+                ownership.require_newest(content, root, foreign)
+            for folder in foreign:
+                locks.take(folder)
+            ids = ids or _claim(targets, foreign, content.store, root, locks)
+            total += _copy(content, path.parent, root, found, ids)
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or root), "copying the state") from error
+    finally:
+        locks.release()
+    return total
+
+
+def _foreign(folders: Iterable[Path], root: Path) -> list[Path]:
+    """Those of the drives' folders that another run directory owns."""
+    named = {folder: identity for folder in folders if (identity := read_identity(folder)) is not None}
+    return sorted(named.keys() - ownership.owned(named, root))
+
+
+def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: Path, locks: Locks) -> dict[str, Path]:
+    """Drive id -> folder of the drives that the copies go to, each with its identity."""
+    ids = {}
+    for folder in targets:
+        if any(ownership.is_same(folder, other) for other in foreign):
+            raise UserError(
+                f"--copy-state: {folder} holds the state of the run that this one is a copy of; name other drives with "
+                "--set storage.nvme=..., or rename this run directory"
+            )
+        id = ownership.claim(folder, store, root) or uuid.uuid4().hex
+        require_writable(folder)
+        ownership.take_over([folder], root)
+        locks.take(folder)
+        write_identity(folder, Identity(store, id, str(root.resolve())))
+        ids[id] = folder
+    return ids
+
+
+def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path], ids: Mapping[str, Path]) -> int:
+    """Copy all that `content`, the manifest in folder `place`, names, and name the copies there; their bytes."""
+    inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
+    bases = {id: folder / inner for id, folder in ids.items()}
+    order = tuple(ids)
+    jobs: dict[Path, Path] = {}
+    arrays, total = {}, 0
+    for number, (spec, stored) in enumerate(content.arrays.items()):
+        file_bytes = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes).file_bytes
+        below = Path(spec.buffer, spec.kind, str(stored.slot))
+        for part in range(len(stored.crcs)):
+            source = found[stored.drives[stripe(number, part, len(stored.drives))]] / below / f"c.{part}.0"
+            if not source.is_file() or source.stat().st_size != file_bytes:
+                raise UserError(f"{source}: is not there or not whole; this state cannot be copied: scrub the original")
+            jobs[bases[order[stripe(number, part, len(order))]] / below / source.name] = source
+            total += file_bytes
+        for base in bases.values():
+            jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
+        arrays[spec] = Stored(stored.slot, order, stored.crcs)
+    _require_room(jobs, ids.values())
+    _place(jobs)
+    for id, base in bases.items():
+        if content.checkpoint is not None:
+            write_identity(base, Identity(content.store, id, str(root.resolve()), content.checkpoint))
+    records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
+    copied = replace(content, arrays=arrays, drives=records)
+    publish(copied.prepare(place), place / manifest.FILE_NAME)
+    copied.back_up({place, *bases.values()} if content.checkpoint is None else set(bases.values()) - {place})
+    return total
+
+
+def _require_room(jobs: Mapping[Path, Path], folders: Iterable[Path]) -> None:
+    """UserError unless the copies that can be no links find room."""
+    devices = {folder: folder.stat().st_dev for folder in folders}
+    needs = dict.fromkeys(devices, 0)
+    for target, source in jobs.items():
+        folder = next(folder for folder in devices if target.is_relative_to(folder))
+        status = source.stat()
+        needs[folder] += 0 if status.st_dev == devices[folder] else status.st_size
+    require_room(needs, "a copy of the state")
+
+
+def _place(jobs: Mapping[Path, Path]) -> None:
+    """Make target -> source links or copies, durably. OSError."""
+    parents = {target.parent for target in jobs}
+    for parent in parents:
+        parent.mkdir(parents=True, exist_ok=True)
+
+    def one(target: Path) -> None:
+        if not ownership.is_same(target, jobs[target]):
+            target.unlink(missing_ok=True)
+            link_or_copy(jobs[target], target)
+
+    with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="copy-state") as threads:
+        list(threads.map(one, jobs))
+    for folder in sorted({above for parent in parents for above in (parent, *list(parent.parents)[:4])}, reverse=True):
+        if os.access(folder, os.R_OK):
+            fsync_dir(folder)

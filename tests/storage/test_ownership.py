@@ -1,0 +1,322 @@
+"""Copies, moves and old backups of a run directory whose state lies on drives outside of it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvme_state import SPECS, advance, assert_holds, committed_files, read_all
+
+from storage.checkpoints import checkpoint_folder, delete_checkpoint, list_checkpoints
+from storage.copying import copy_state
+from storage.errors import UserError
+from storage.manifest import Manifest
+from storage.nvme import NvmeStore
+
+Tree = dict[str, tuple[int, int, int, bytes | None]]
+
+
+def tree(*folders: Path, times: bool = False) -> Tree:
+    """Every path below `folders` with its inode, mode, time of change (folders' only with `times`) and content."""
+    found: Tree = {}
+    for folder in folders:
+        for path in (folder, *folder.rglob("*")):
+            status = path.stat()
+            content = path.read_bytes() if path.is_file() else None
+            changed = 0 if content is None and not times else status.st_mtime_ns
+            found[str(path)] = (status.st_ino, status.st_mode, changed, content)
+    return found
+
+
+def make(root: Path, drives: list[Path], steps: int = 2) -> None:
+    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=drives)) as store:
+        advance(store, *range(1, steps + 1))
+
+
+def assert_sound(root: Path, step: int, drives: list[Path] | None = None) -> None:
+    with closing(NvmeStore.open(root, drives=drives)) as store:
+        assert store.meta == {"step": step}
+        assert_holds(store, step)
+        store.verify()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Generation 2 of a run whose state is on drives a and b."""
+    make(tmp_path / "run", [tmp_path / "a", tmp_path / "b"])
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+@pytest.mark.parametrize("given", [None, "others", "same"])
+def test_a_copy_is_refused_and_the_original_untouched(
+    tmp_path: Path, run: Path, drives: list[Path], given: str | None
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    folders = {"others": [tmp_path / "c"], "same": drives, None: None}[given]
+    before = tree(run, copy, *drives)
+    with pytest.raises(UserError, match=rf"{copy}: is a copy of {run}.*--copy-state.*storage\.nvme.*Nothing was"):
+        NvmeStore.open(copy, drives=folders)
+    assert tree(run, copy, *drives) == before
+    assert not (tmp_path / "c").exists()
+    assert_sound(run, 2)
+
+
+@pytest.mark.parametrize("place", ["run", "copy", "older copy", "checkpoint"])
+def test_opening_for_reading_changes_nothing(tmp_path: Path, run: Path, drives: list[Path], place: str) -> None:
+    older = shutil.copytree(run, tmp_path / "older")
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
+        advance(store, 3)
+        store.checkpoint("three")
+    (drives[0] / "scratch").mkdir()
+    (drives[1] / "checkpoints/torn").mkdir()
+    copy = shutil.copytree(run, tmp_path / "copy")
+    root = {"run": run, "copy": copy, "older copy": older, "checkpoint": checkpoint_folder(run, "two")}[place]
+    folders = (run, copy, older, *drives)
+    before = tree(*folders, times=True)
+    if place == "older copy":
+        with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .* generation 3 \(step 3\)"):
+            NvmeStore.open(root, read_only=True)
+    else:
+        with closing(NvmeStore.open(root, read_only=True)) as store:
+            assert_holds(store, 2 if place == "checkpoint" else 3)
+            store.verify()
+            for forbidden in (lambda: store.commit({}), lambda: store.checkpoint("x"), lambda: store.restore("two")):
+                with pytest.raises(AssertionError, match="opened for reading"):
+                    forbidden()
+    assert tree(*folders, times=True) == before
+
+
+def test_reading_works_where_nothing_can_be_written(run: Path, drives: list[Path]) -> None:
+    folders = [path for top in (run, *drives) for path in (top, *top.rglob("*"))]
+    for path in folders:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        with closing(NvmeStore.open(run, read_only=True)) as store:
+            assert_holds(store, 2)
+    finally:
+        for path in folders:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def test_a_move_is_recognised_and_said(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
+    moved = run.rename(tmp_path / "moved")
+    for said in (True, False):
+        with closing(NvmeStore.open(moved)) as store:
+            assert any(f"{moved}: has come here from {run}" in text for text in store.warnings) == said
+            assert_holds(store, 2 if said else 3)
+            advance(store, 3)
+    delete_checkpoint(moved, "two")
+    assert not list(drives[0].glob("checkpoints/*"))
+    assert_sound(moved, 3)
+    moved.rename(run)
+    assert_sound(run, 3)
+
+
+def test_a_new_run_in_the_place_of_a_moved_one(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    """It is no aborted start: the state on the drives is that of the run that has moved."""
+    moved = run.rename(tmp_path / "moved")
+    before = tree(*drives)
+    with pytest.raises(UserError, match="holds the state of another run"):
+        NvmeStore.create(run, SPECS, budget_bytes=None, drives=drives)
+    assert tree(*drives) == before
+    make(run, [tmp_path / "c"])
+    assert_sound(moved, 2)
+    assert_sound(run, 2)
+
+
+def test_an_older_run_directory_put_back(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    backup = shutil.copytree(run, tmp_path / "backup")
+    with closing(NvmeStore.open(run)) as store:
+        advance(store, 3, 4)
+        store.checkpoint("four")
+        advance(store, 5)
+    shutil.rmtree(run)
+    shutil.copytree(backup, run)
+    before = tree(run, *drives)
+    for read_only in (True, False):
+        with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .*5 \(step 5\)") as caught:
+            NvmeStore.open(run, read_only=read_only)
+    assert tree(run, *drives) == before
+    command = str(caught.value).partition("newer generation: ")[2].partition(". Nothing")[0]
+    assert os.system(command) == 0
+    with closing(NvmeStore.open(run)) as store:
+        assert_holds(store, 5)
+        said = [text for text in store.warnings if "a checkpoint that" in text]
+    assert len(said) == len(drives)
+    assert os.system(said[0].partition("to list it: ")[2].partition("; where")[0]) == 0
+    with closing(NvmeStore.open(run)) as store:
+        assert [info.name for info in list_checkpoints(run)] == ["four"]
+        assert not [text for text in store.warnings if "a checkpoint that" in text]
+        store.restore("four")
+        assert_holds(store, 4)
+
+
+def test_a_name_that_an_unlisted_checkpoint_has_is_not_given_again(run: Path, drives: list[Path]) -> None:
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
+        shutil.rmtree(run / "checkpoints")
+        before = tree(*(drive / "checkpoints" for drive in drives))
+        with pytest.raises(UserError, match="there is a checkpoint that this run does not list"):
+            store.checkpoint("two")
+        assert tree(*(drive / "checkpoints" for drive in drives)) == before
+        store.checkpoint("again")
+        assert_holds(store, 2)
+
+
+def test_deleting_a_copy_s_checkpoint_leaves_the_original_s(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
+        advance(store, 3)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    before = tree(run, *drives)
+    delete_checkpoint(copy, "two")
+    assert not list_checkpoints(copy)
+    assert tree(run, *drives) == before
+
+
+def test_a_copy_goes_on_with_copies_of_the_drives(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    own = [shutil.copytree(drive, tmp_path / f"copy-{drive.name}") for drive in drives]
+    with closing(NvmeStore.open(copy, drives=own)) as store:
+        assert_holds(store, 2)
+        advance(store, 13, 14)
+    assert_sound(run, 2)
+    with closing(NvmeStore.open(run)) as store:
+        advance(store, 3, 4, 5)
+    assert_sound(copy, 14)
+    assert_sound(run, 5)
+
+
+def test_a_drive_that_is_mounted_elsewhere_stays_the_original_s(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    mounted = [drive.rename(tmp_path / f"mounted-{drive.name}") for drive in drives]
+    with pytest.raises(UserError, match="is a copy of"):
+        NvmeStore.open(copy, drives=mounted)
+    assert_sound(run, 2, mounted)
+
+
+@pytest.mark.parametrize("target", ["new drives", "root", "another device"])
+def test_copy_state(tmp_path: Path, run: Path, drives: list[Path], target: str) -> None:
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
+        advance(store, 3)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shared = Path("/dev/shm") / f"penstock-{os.getpid()}-{tmp_path.name}"
+    own = {"new drives": [tmp_path / "c"], "root": [copy], "another device": [shared, tmp_path / "d"]}[target]
+    before = tree(run, *drives)
+    try:
+        assert copy_state(copy, own) == 2 * (3 * 20480 + 3 * 12288 + 12288)
+        assert copy_state(copy, own) == 0
+        with closing(NvmeStore.open(copy, drives=own)) as store:
+            assert_holds(store, 3)
+            store.verify()
+            advance(store, 14, 15, 16)
+            store.restore("two")
+            assert_holds(store, 2)
+            advance(store, 17)
+        assert {p: (m, c) for p, (_, m, _, c) in tree(run, *drives).items()} == {
+            p: (m, c) for p, (_, m, _, c) in before.items()
+        }
+        with closing(NvmeStore.open(run)) as store:
+            assert_holds(store, 3)
+            advance(store, 4, 5, 6)
+        assert_sound(copy, 17)
+        delete_checkpoint(copy, "two")
+        with closing(NvmeStore.open(run)) as store:
+            store.restore("two")
+            assert_holds(store, 2)
+        shutil.rmtree(run)
+        assert_sound(copy, 17)
+        with closing(NvmeStore.open(copy)) as store:
+            for path in committed_files(store):
+                assert any(path.is_relative_to(folder) for folder in own)
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+def test_copy_state_refuses(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    with pytest.raises(UserError, match=r"--copy-state: .*/a holds the state of the run that this one is a copy of"):
+        copy_state(copy, drives)
+    with closing(NvmeStore.open(run)), pytest.raises(UserError, match="in use by another process"):
+        copy_state(copy, [tmp_path / "c"])  # a lock belongs to an open file: this is as from another process
+    with closing(NvmeStore.open(run)) as store:
+        advance(store, 3)
+    with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .* 3 \(step 3\)"):
+        copy_state(copy, [tmp_path / "c"])
+    assert not (tmp_path / "c").exists()
+    assert_sound(run, 3)
+
+
+def break_off(patch: pytest.MonkeyPatch, number: int, *, links: bool) -> None:
+    """The call after `number` that changes the disk ends everything."""
+    calls = itertools.count()
+
+    def patched(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            if name == "link" and not links:
+                raise OSError(errno.EXDEV, "no links")
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("link", "replace", "mkdir", "unlink", "fsync", "write"):
+        patch.setattr(os, name, patched(name))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_copy_state_broken_off_at_any_moment(
+    tmp_path: Path, run: Path, drives: list[Path], monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    with closing(NvmeStore.open(run)) as store:
+        store.checkpoint("two")
+    before, number, done = tree(run, *drives), 0, False
+    while not done:
+        copy, own = tmp_path / f"copy{number}", [tmp_path / f"c{number}", tmp_path / f"d{number}"]
+        shutil.copytree(run, copy)
+        with monkeypatch.context() as patch:
+            break_off(patch, number, links=links)
+            try:
+                copy_state(copy, own)
+                done = True
+            except KeyboardInterrupt:
+                pass
+        copy_state(copy, own)
+        with closing(NvmeStore.open(copy, drives=own)) as store:
+            assert_holds(store, 2)
+            store.restore("two")
+            assert_holds(store, 2)
+        shutil.rmtree(copy)
+        for folder in own:
+            shutil.rmtree(folder)
+        number += 1 if number < 12 else 7
+    assert number > 30
+    after = tree(run, *drives)
+    assert {p: v[1::2] for p, v in after.items()} == {p: v[1::2] for p, v in before.items()}
+
+
+def test_every_drive_has_a_copy_of_the_newest_manifest(run: Path, drives: list[Path]) -> None:
+    for drive in drives:
+        shutil.copy(drive / "manifest.backup.json", run / "manifest.json")
+        assert Manifest.read(run).generation == 2
+        with closing(NvmeStore.open(run, read_only=True)) as store:
+            assert all(len(read_all(store, spec)) == spec.numel for spec in SPECS)
