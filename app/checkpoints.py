@@ -55,12 +55,15 @@ def make_checkpoint(run_path: Path, name: str) -> int:
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
-    from engine.session import AUTOMATIC
-    from storage.checkpoints import checkpoint_folder, checkpoint_names
+    from engine.retention import AUTOMATIC
+    from storage.checkpoints import LAST_GOOD, checkpoint_folder, checkpoint_names
 
     checkpoint_folder(run_path / "state", name)
-    if AUTOMATIC.fullmatch(name):
-        raise UserError(f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every; choose another")
+    if AUTOMATIC.fullmatch(name) or LAST_GOOD.fullmatch(name) or name == "last-good":
+        raise UserError(
+            f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, good-N and last-good for "
+            "storage.keep_good; choose another"
+        )
     if name in checkpoint_names(run_path / "state"):
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
     if is_live(run_path):
@@ -107,6 +110,17 @@ def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
     from storage.checkpoints import list_checkpoints
 
     return list_checkpoints(run_path / "state")
+
+
+def checkpoint_named(run_path: Path, name: str | None) -> str | None:
+    """The checkpoint of a run that `name` means, which may be `last-good`. Raises UserError where there is none."""
+    from storage.checkpoints import read_checkpoint, resolve_checkpoint
+
+    if name is None:
+        return None
+    name = resolve_checkpoint(run_path / "state", name)
+    read_checkpoint(run_path / "state", name)
+    return name
 
 
 def copy_state_of(run: RunDir) -> str:

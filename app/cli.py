@@ -31,7 +31,10 @@ bench_cli = typer.Typer(
 cli.add_typer(bench_cli, name="bench")
 
 CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation.")
+    str | None,
+    typer.Option(
+        "--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation; last-good is one of them."
+    ),
 ]
 RECIPE_HELP = "Python file that builds a Recipe, or a recipe.json."
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name below runs/.")]
@@ -139,9 +142,11 @@ def resume(
     A run that is paused goes on where it is, in its own process.
     """
     from app import control
+    from app.checkpoints import checkpoint_named
     from app.rundir import RunDir, find_run, is_live
 
     path = find_run(run)
+    checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
         raise UserError(f"{path}: is running; stop it first (`penstock stop {path}`), then resume it changed")
     if control.go_on(path):
@@ -276,11 +281,12 @@ def export(
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
-    from app.checkpoints import make_for_export
+    from app.checkpoints import checkpoint_named, make_for_export
     from app.launch import export_run, require_new_folder
     from app.rundir import RunDir, find_run, is_live, read_recipe
 
     path = find_run(run)
+    checkpoint = checkpoint_named(path, checkpoint)
     require_new_folder(out_dir)
     if checkpoint is not None:
         export_run(path, read_recipe(path), out_dir, checkpoint)

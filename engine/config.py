@@ -255,6 +255,10 @@ class StorageConfig:
     """Committed generations to keep: the newest, and as checkpoints named step-N those before it."""
     keep_every: int | None = None
     """Keep the generation of every so many steps for good, as checkpoint step-N; none keeps no such."""
+    keep_good: float | None = 2.0
+    """Keep, as checkpoint last-good, the newest generation whose following step had a loss of at most so many times the
+    running mean: the way back from a run that diverges. Takes the disk of one more generation, and is left out where
+    there is no room; none keeps none."""
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.chunk_bytes, "storage.chunk_bytes")
@@ -267,6 +271,8 @@ class StorageConfig:
             f"storage.keep_every: {every} is not a multiple of storage.checkpoint_every {self.checkpoint_every}: "
             "only committed generations can be kept",
         )
+        good = self.keep_good
+        _require(good is None or good > 1, f"storage.keep_good: {good} must be above 1; none keeps no last-good")
         _require(self.nvme != [], "storage.nvme: the list is empty; name a folder, or leave it out")
 
     @property

@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 
 import torch
+from torch import Tensor
 
 from engine.ops import WHOLE, Op
 from engine.plan import Plan
 from storage.errors import UserError
+
+
+class DivergedError(UserError):
+    """Loss, gradient or updated state is not finite, or too large to train on."""
+
 
 _CUDA = re.compile(
     r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error|Triton Error \[CUDA\]|cudaError|CUFILE_"
@@ -54,3 +60,32 @@ def describe(op: Op, plan: Plan) -> str:
     elif op.index != WHOLE:
         text += f", index {op.index}"
     return f"{text}, of step {op.step}"
+
+
+def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
+    """What first was not finite in a step, in the order of the passes; None if all was.
+
+    losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
+    """
+
+    def of_chunk(what: str, index: int) -> str:
+        chunk = plan.chunks[index]
+        where = f"micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end}"
+        return f"{what} of chunk {chunk.index} ({where})"
+
+    def first_mark(part: Tensor) -> tuple[int, int] | None:
+        bad = (~part.isfinite()).nonzero()
+        return None if not bad.numel() else (int(bad[0, 0]), int(bad[0, 1]))
+
+    if (mark := first_mark(marks[0])) is not None:
+        return of_chunk(f"the output of block {plan.blocks[mark[0]].name}", mark[1])
+    bad = (~losses.isfinite()).nonzero()
+    if bad.numel():
+        return of_chunk("the loss", int(bad[-1]))  # the head goes in backward's order
+    if (mark := first_mark(marks[1].flip(0, 1))) is not None:
+        block, index = len(plan.blocks) - 1 - mark[0], len(plan.chunks) - 1 - mark[1]
+        return of_chunk(f"the gradient of the input of block {plan.blocks[block].name}", index)
+    bad = (~squares.isfinite()).nonzero()
+    if bad.numel():
+        return f"the gradient of block {list(plan.buffers)[int(bad[0])]}"
+    return None

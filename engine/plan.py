@@ -32,6 +32,8 @@ gradients, state; or weights, gradients, state, records. What is not there moves
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 FP32 = 4
+LAST_GOOD = "last good generation"
+"""Part of the NVMe tier that is there where the disk has room for it."""
 ALIGNMENT = 4096
 UPDATE_PARTS = 8
 """Parts that one op updates in RAM, where nothing has to be staged: a socket updates a part in 0.7 ms, and an op costs
@@ -134,6 +136,8 @@ class Problem:
     """Bytes of disk; None: as much as there is."""
     kept_generations: int = 0
     """Generations that are kept on disk beside the two between which a run alternates."""
+    last_good: bool = False
+    """Whether the last good generation is to be kept beside these, where there is room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from engine.plan import (
     FP32,
     HIDDEN_SLOTS,
+    LAST_GOOD,
     SAVED_SLOTS,
     STATE_KINDS,
     BlockShape,
@@ -428,6 +429,8 @@ class _Planner:
                 need_bytes=need,
                 budget_bytes=p.nvme_budget,
             )
+        if p.last_good and (p.nvme_budget is None or need + generation <= p.nvme_budget):
+            parts[LAST_GOOD] = generation
         return parts
 
 

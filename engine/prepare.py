@@ -288,6 +288,7 @@ def make_problem(
         kv_window=train.kv_window,
         nvme_budget=nvme_budget,
         kept_generations=kept_generations(train, storage),
+        last_good=storage.keep_good is not None,
     )
 
 

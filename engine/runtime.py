@@ -20,22 +20,19 @@ from torch import Tensor
 from engine.batch import Batch, ChunkTokens, ScoreData, StepData
 from engine.blocks import ModelRunner
 from engine.config import TrainConfig
+from engine.failures import DivergedError, first_not_finite
+from engine.health import require_usable
 from engine.layer_ops import LayerOps
 from engine.layers import LayerInputs
 from engine.memory import GpuMemory, RamMemory
 from engine.ops import WHOLE, Op
 from engine.optimizer import AdamW, clip_coefficient, learning_rate, scalars, wait_for_copies
 from engine.plan import STATE_KINDS, Chunk, Plan
-from storage.errors import UserError
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore
 
 INPUTS_CACHE_BYTES = 64 * 2**20
 """Rotary tables and the like of recent chunks are kept up to this size; beyond it they are made again."""
-
-
-class DivergedError(UserError):
-    """Loss or gradient is not finite; the last committed generation is intact."""
 
 
 class Runtime:
@@ -321,10 +318,7 @@ class Runtime:
         self._to_host(self._report, self._report_on_host)
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
         if (culprit := first_not_finite(self.plan, losses, squares, marks)) is not None:
-            raise DivergedError(
-                f"step {op.step}: {culprit} is not finite; the last committed generation is intact: resume from it "
-                "with a lower train.lr, or more train.warmup_steps"
-            )
+            raise DivergedError(f"step {op.step}: {culprit} is not finite")
         data.loss = float(losses.sum()) / data.num_targets
         data.grad_norm = float(squares.sum().sqrt())
         clip = clip_coefficient(data.grad_norm, self.config.clip_norm)
@@ -422,7 +416,7 @@ class Runtime:
         stage = self.ram.state_stages[op.slots["stage"]]
         return gather(
             [
-                self.store.write(op.block, kind, op.index, tensor[: end - start])
+                self._write_state(kind, op, tensor[: end - start])
                 for kind, tensor in zip(STATE_KINDS, stage, strict=False)
             ]
         )
@@ -442,49 +436,20 @@ class Runtime:
         assert state is not None
         start, end = self.plan.buffers[op.block].part(op.index)
         return gather(
-            [
-                self.store.write(op.block, kind, op.index, tensor[start:end])
-                for kind, tensor in zip(STATE_KINDS, state, strict=True)
-            ]
+            [self._write_state(kind, op, tensor[start:end]) for kind, tensor in zip(STATE_KINDS, state, strict=True)]
         )
 
     def _checkpoint_part(self, kind: str, op: Op) -> Future[Any]:
         start, end = self.plan.buffers[op.block].part(op.index)
-        return self.store.write(
-            op.block, kind, op.index, self._part_stage(op.slots["stage"], end - start, torch.float32)
-        )
+        return self._write_state(kind, op, self._part_stage(op.slots["stage"], end - start, torch.float32))
+
+    def _write_state(self, kind: str, op: Op, values: Tensor) -> Future[None]:
+        """Write updated state, which is looked at on its way: what cannot be trained on never becomes a generation."""
+        check = partial(require_usable, kind, op.block, op.step, values)
+        return self.store.write(op.block, kind, op.index, values, check=check)
 
     def _op_commit(self, op: Op) -> None:
         self._commit(op.step)
-
-
-def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
-    """What first was not finite in a step, in the order of the passes; None if all was.
-
-    losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
-    """
-
-    def of_chunk(what: str, index: int) -> str:
-        chunk = plan.chunks[index]
-        where = f"micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end}"
-        return f"{what} of chunk {chunk.index} ({where})"
-
-    def first_mark(part: Tensor) -> tuple[int, int] | None:
-        bad = (~part.isfinite()).nonzero()
-        return None if not bad.numel() else (int(bad[0, 0]), int(bad[0, 1]))
-
-    if (mark := first_mark(marks[0])) is not None:
-        return of_chunk(f"the output of block {plan.blocks[mark[0]].name}", mark[1])
-    bad = (~losses.isfinite()).nonzero()
-    if bad.numel():
-        return of_chunk("the loss", int(bad[-1]))  # the head goes in backward's order
-    if (mark := first_mark(marks[1].flip(0, 1))) is not None:
-        block, index = len(plan.blocks) - 1 - mark[0], len(plan.chunks) - 1 - mark[1]
-        return of_chunk(f"the gradient of the input of block {plan.blocks[block].name}", index)
-    bad = (~squares.isfinite()).nonzero()
-    if bad.numel():
-        return f"the gradient of block {list(plan.buffers)[int(bad[0])]}"
-    return None
 
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:

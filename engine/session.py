@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import platform
-import re
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -31,30 +30,29 @@ from engine.data import DataLoader, MicroBatch, ValidationSet
 from engine.executor import GPU_LANES
 from engine.failures import explain
 from engine.guard import MemoryGuard
+from engine.health import LossWatch
 from engine.lanes import Lanes
 from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.model import ModelSpec
 from engine.ops import Op
 from engine.optimizer import AdamW
-from engine.plan import Plan
+from engine.plan import LAST_GOOD, Plan
 from engine.prepare import (
     LOGITS_BYTES,
     compute_dtype,
     layouts,
 )
 from engine.preparing import Checklist
+from engine.retention import Retention
 from engine.runtime import Runtime
 from engine.schedule import ScheduleBuilder
 from engine.state import load_memory, scratch_arrays
-from storage.checkpoints import checkpoint_names, delete_checkpoint
+from storage.checkpoints import read_checkpoint, resolve_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore, Traffic
 
 CONSTANTS_FILE = "constants.safetensors"
 """Persistent buffers of the model, which are not trained; beside the generations."""
-
-AUTOMATIC = re.compile(r"step-(\d{6,})")
-"""Names of the checkpoints that storage.keep_last and storage.keep_every call for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +131,15 @@ class Session:
         """Step -> names of checkpoints to make of its generation."""
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name, step, why not) of checkpoints asked for, as they are made."""
+        self._watch = LossWatch(storage.keep_good, store.meta.get("loss_mean"))
+        self._proved: set[int] = set()
+        """Steps of generations, committed or about to be, whose following step had a good loss."""
+        self._retention = Retention(
+            store,
+            storage,
+            room_for_good=LAST_GOOD in plan.tiers["nvme"].parts,
+            report=lambda *checkpoint: self.checkpoints.append(checkpoint),
+        )
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes = lanes
@@ -253,35 +260,43 @@ class Session:
 
         Runs on the lane that writes to NVMe, maybe while the main thread is some steps ahead.
         """
+        self._retention.before_commit(proved=int(self.store.meta["step"]) in self._proved)
         self.store.commit(self._records[step])
         for old in [other for other in list(self._records) if other <= step]:
             del self._records[old]
         for name in self._requested.pop(step, []):
-            self.checkpoints.append((name, step, self._checkpoint(name)))
-        every, root = self.storage.keep_every, self.store.root
-        kept_for_good = every is not None and step % every == 0
-        if step % self.storage.checkpoint_every or not (kept_for_good or self.storage.keep_last > 1):
-            return
-        error = self._checkpoint(name := automatic_name(step))
-        if error is not None:
-            self.checkpoints.append((name, step, error))
-        steps = sorted(int(match[1]) for name in checkpoint_names(root) if (match := AUTOMATIC.fullmatch(name)))
-        for old in steps[: -self.storage.keep_last]:
-            if every is None or old % every:
-                delete_checkpoint(root, automatic_name(old))
+            self.checkpoints.append((name, step, self._retention.checkpoint(name)))
+        self._retention.after_commit(step)
 
-    def _checkpoint(self, name: str) -> str | None:
-        """Make a checkpoint; why it could not be made. Training goes on without it."""
+    def observe(self, step: int, loss: float) -> None:
+        """Take the loss of a step that has ended: it says whether the generation before it is good."""
+        good = self._watch.is_good(loss)
+        self._records[step]["loss_mean"] = self._watch.mean
+        due = self.commit_due(step - 1)  # looked at before what it becomes
+        committed = int(self.store.meta["step"])
+        if good and (due or step - 1 == committed):
+            self._proved = {step - 1, *(other for other in self._proved if other >= committed)}
+
+    def way_back(self) -> str:
+        """What a run that has diverged can be resumed from, in words."""
+        step = int(self.store.meta["step"])
+        last = f"Generation {self.store.generation} (step {step}) is committed"
+        if step in self._proved:
+            return f"{last}, and the step after it had a good loss: resume from it"
         try:
-            self.store.checkpoint(name)
-        except UserError as error:
-            return str(error)
-        return None
+            name = resolve_checkpoint(self.store.root, "last-good")
+        except UserError:
+            return f"{last}, which no later step has proved good, and no last-good is kept: resume from it"
+        meta = read_checkpoint(self.store.root, name).meta
+        return (
+            f"{last}, which no later step has proved good; the last that was is of step {meta['step']}: resume with "
+            "--checkpoint last-good"
+        )
 
     def checkpoint_now(self, name: str) -> None:
         """Make a checkpoint of the committed generation of this step; only between `finish` and the next step."""
         assert not self.builder.uncommitted, "the step is not committed"
-        self.checkpoints.append((name, self.step, self._checkpoint(name)))
+        self.checkpoints.append((name, self.step, self._retention.checkpoint(name)))
 
     def finish(self) -> None:
         """Apply the gradient that still waits, commit the generation, and wait for all of it.
@@ -304,11 +319,6 @@ class Session:
         before, self._traffic = self._traffic, self.store.traffic()
         moved = {str(folder): now - before.get(folder, Traffic()) for folder, now in self._traffic.items()}
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
-
-
-def automatic_name(step: int) -> str:
-    """Name of the checkpoint that is kept of a step without being asked for by name."""
-    return f"step-{step:06}"
 
 
 def run_identity(model: ModelConfig, data: DataConfig, train: TrainConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, 
 from engine.corpus import kept_tokenizer
 from engine.device import memory_use
 from engine.events import Observer, StepMetrics
-from engine.failures import explain
+from engine.failures import DivergedError, explain
 from engine.flops import model_flops
 from engine.folders import drive_folders, state_folder
 from engine.live import Live, memory_peaks
@@ -30,7 +30,6 @@ from engine.opening import open_session
 from engine.ops import Op
 from engine.prepare import layouts, model_config
 from engine.preparing import Checklist
-from engine.runtime import DivergedError
 from engine.session import CONSTANTS_FILE, Session
 from engine.state import read_parameters
 from storage.checkpoints import checkpoint_folder, read_checkpoint
@@ -86,6 +85,7 @@ def train_step(session: Session) -> StepMetrics:
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known
     step_s = time.perf_counter() - started
+    session.observe(step, data.loss)
     nvme_read, nvme_written = session.take_traffic()
     return StepMetrics(
         step=step,
@@ -134,8 +134,11 @@ def train(
         try:
             with _garbage_restored():
                 result = _run(session, observer)
-        except DivergedError:
-            raise
+        except DivergedError as error:
+            session.executor.close()  # a commit on its way ends first
+            raise DivergedError(
+                f"{error}. {session.way_back()}, with a lower train.lr or more train.warmup_steps"
+            ) from error
         except Exception as error:
             reason = error if isinstance(error, UserError) else explain(error, session.executor.failed_op, session.plan)
             if reason is None:

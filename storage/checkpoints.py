@@ -42,6 +42,8 @@ CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
 _UNFINISHED = ".unfinished"
 """File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
+LAST_GOOD = re.compile(r"good-(\d{6,})")
+"""Names of the checkpoints of which the newest is also called last-good."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -60,6 +62,24 @@ def checkpoint_folder(root: Path, name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise UserError(f"checkpoint name '{name}': use letters, digits, '.', '_' and '-', and do not begin with '.'")
     return root / CHECKPOINTS / name
+
+
+def good_name(step: int) -> str:
+    """Name of the checkpoint that is kept as the last good one, of `step`."""
+    return f"good-{step:06}"
+
+
+def resolve_checkpoint(root: Path, name: str) -> str:
+    """The checkpoint that `name` stands for: itself, or of `last-good` the newest one of those. UserError without."""
+    if name != "last-good":
+        return name
+    names = [other for other in checkpoint_names(root) if LAST_GOOD.fullmatch(other)]
+    if not names:
+        raise UserError(
+            f"{root}: has no last-good checkpoint: none of its generations was followed by a step of a good loss and "
+            "then by another commit (storage.keep_good)"
+        )
+    return max(names, key=lambda other: Manifest.read(root / CHECKPOINTS / other).generation)
 
 
 def checkpoint_names(root: Path) -> list[str]:
@@ -109,7 +129,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
         if (root / CONSTANTS_NAME).exists():
             link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
         for drive, base in bases.items():
-            write_identity(base, Identity(current.store, drive.id, str(root.resolve()), name))
+            write_identity(base, Identity.of(current.store, drive.id, root, name))
         tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
         inner = {parent for _, _, target in jobs for parent in _below(target, bases.values())}
         for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):

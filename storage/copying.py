@@ -84,7 +84,7 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
         require_writable(folder)
         ownership.take_over([folder], root)
         locks.take(folder)
-        write_identity(folder, Identity(store, id, str(root.resolve())))
+        write_identity(folder, Identity.of(store, id, root))
         ids[id] = folder
     return ids
 
@@ -112,7 +112,7 @@ def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path],
     _place(jobs)
     for id, base in bases.items():
         if content.checkpoint is not None:
-            write_identity(base, Identity(content.store, id, str(root.resolve()), content.checkpoint))
+            write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
     records = tuple(record(id, base, root, place, active=True) for id, base in bases.items())
     copied = replace(content, arrays=arrays, drives=records)
     publish(copied.prepare(place), place / manifest.FILE_NAME)

@@ -52,8 +52,16 @@ class Identity:
     """Folder of the store's manifest when the drive joined: for people, and to start again over an aborted start."""
     checkpoint: str | None = None
     """Name of the checkpoint where the folder is one on the drive, and not the drive's own."""
+    inode: int = 0
+    """Of folder `root`, which a renamed folder keeps and a copy of it does not have; 0 where it is not known."""
     version: int = 2
     """1 where the drive may hold a generation without a copy of its manifest."""
+
+    @staticmethod
+    def of(store: str, drive: str, root: Path, checkpoint: str | None = None) -> Identity:
+        """The identity of a drive, or of a checkpoint on one, whose manifest is in `root`."""
+        root = root.resolve()
+        return Identity(store, drive, str(root), checkpoint, root.stat().st_ino)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +170,8 @@ def read_identity(folder: Path) -> Identity | None:
     try:
         content = parse_object(path.read_bytes())
         store, drive, root = (str(content[name]) for name in ("store", "drive", "root"))
-        return Identity(store, drive, root, content["checkpoint"], int(content.get("version", 1)))
+        inode, version = (int(content.get(name, default)) for name, default in (("inode", 0), ("version", 1)))
+        return Identity(store, drive, root, content["checkpoint"], inode, version)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -277,11 +286,10 @@ class DriveSet:
 
     def identify(self) -> None:
         """Write the identity of every drive, all of them this store's own, durably. UserError when a drive fails."""
-        root = str(self.root.resolve())
         for drive in self:
-            write_identity(drive.folder, Identity(self.store, drive.id, root))
+            write_identity(drive.folder, Identity.of(self.store, drive.id, self.root))
         if self.root.resolve() not in {drive.folder.resolve() for drive in self}:
-            write_identity(self.root, Identity(self.store, "", root))
+            write_identity(self.root, Identity.of(self.store, "", self.root))
         for folder in {self.root, *self.folders}:
             try:
                 fsync_ancestors(folder)

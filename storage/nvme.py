@@ -16,7 +16,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -285,12 +285,15 @@ class NvmeStore:
 
         return self._watched(file.drive.readers.submit(work))
 
-    def write(self, buffer: str, kind: str, part: int, src: torch.Tensor) -> Future[None]:
+    def write(
+        self, buffer: str, kind: str, part: int, src: torch.Tensor, *, check: Callable[[], None] | None = None
+    ) -> Future[None]:
         """Write a part to the slot that the committed generation does not use; not durable before `commit`.
 
         `src` is a contiguous CPU tensor of the part's dtype and length and must not change until the future is done;
-        direct and without a copy where it starts at a 4 KiB address. The future raises UserError naming the file and
-        the need when the disk is full or fails; the committed generation stays readable.
+        direct and without a copy where it starts at a 4 KiB address. `check` comes first, in the writing thread: what
+        it raises is the future's, and nothing is written. The future raises UserError naming the file and the need when
+        the disk is full or fails; the committed generation stays readable.
         """
         array = self._arrays[buffer, kind]
         assert src.device.type == "cpu", array.name
@@ -306,6 +309,8 @@ class NvmeStore:
         def work() -> None:
             crc: int | None = None
             try:
+                if check is not None:
+                    check()
                 crc = chunk.write_chunk(path, data, array.form, direct=drive.direct)
             except OSError as error:
                 raise disk_error(error, path, f"writing {array.form.file_bytes:,} bytes") from error

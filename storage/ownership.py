@@ -1,14 +1,16 @@
 """Whose state lies on a drive: the run directory that owns it may change it, and a copy of that directory may not.
 
-A drive names the folder of the manifest that owns it (drive.json), and that manifest names the drive. A copied manifest
-names a drive that names another folder; where that folder still names the drive back, it is the owner. Where it is gone
-the run directory has moved; where it names another folder as this drive, the drive's folder is a copy.
+A drive names the folder of the manifest that owns it, by path and inode (drive.json), and that names the drive back.
+A copied manifest names a drive that names another folder: while that folder names the drive back it is the owner, also
+when it has been renamed. Where it is gone the run directory has moved; where it names another folder as this drive, the
+drive's folder is a copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from storage import manifest
@@ -59,25 +61,50 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
     said = {}
     for folder in folders:
         identity = read_identity(folder)
-        if identity is None or is_same(Path(identity.root), root):
+        if identity is None:
             continue
-        other = Path(identity.root)
-        if owns(other, folder, identity):
+        if (other := owner(folder, identity, root)) is not None:
             raise UserError(
                 f"{root}: is a copy of {other}, which is still there and owns the state on {folder}. Go on with that "
                 "run, or give this one a state of its own: `penstock resume RUN --copy-state` copies it, or let "
                 "storage.nvme name drives that hold a copy of it. Nothing was changed"
             )
-        if not _is_inside(folder, root):
-            said[other] = f"{root}: has come here from {other}, and takes over its state on {folder}"
+        if not is_same(Path(identity.root), root) and not folder.resolve().is_relative_to(root.resolve()):
+            said[identity.root] = f"{root}: has come here from {identity.root}, and takes over its state on {folder}"
     return list(said.values())
 
 
-def owns(other: Path, folder: Path, identity: Identity) -> bool:
-    """Whether the manifest in `other` names `folder`, which says of itself that it is `identity`, as its own.
+def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
+    """The folder, other than `root`, of the manifest that owns `folder`, which says of itself that it is `identity`.
 
-    A manifest that cannot be read owns what names it.
+    None where `root` may have it: it is the folder that is named, or the named one has gone.
     """
+    named = Path(identity.root)
+    if identity.inode:
+        if _inode(root) == identity.inode:
+            return None
+        for other in _beside(named):
+            if _inode(other) == identity.inode and _names(other, folder, identity):
+                return other
+    return named if not is_same(named, root) and _names(named, folder, identity) else None
+
+
+def _beside(root: Path) -> Iterator[Path]:
+    """Where the state of a run directory is that lies beside that of `root`, or is it."""
+    with contextlib.suppress(OSError):
+        for run in sorted(root.parent.parent.iterdir()):
+            yield run / root.name
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
+
+
+def _names(other: Path, folder: Path, identity: Identity) -> bool:
+    """Whether the manifest in `other` names `folder` as its own. One that cannot be read owns what names it."""
     place = other if identity.checkpoint is None else other / CHECKPOINTS / identity.checkpoint
     if not (place / manifest.FILE_NAME).exists() and not manifest.has_backup(place):
         return False
@@ -89,8 +116,8 @@ def owns(other: Path, folder: Path, identity: Identity) -> bool:
         return False
     for record in content.drives:
         if record.id == identity.drive:
-            named = Path(os.path.normpath(place / record.path))
-            return is_same(named, folder) or not _is_drive(named, identity)
+            there = Path(os.path.normpath(place / record.path))
+            return is_same(there, folder) or not _is_drive(there, identity)
     return False
 
 
@@ -146,14 +173,6 @@ def is_same(first: Path, second: Path) -> bool:
         return os.path.normpath(first) == os.path.normpath(second)
 
 
-def _is_inside(folder: Path, root: Path) -> bool:
-    return folder.resolve().is_relative_to(root.resolve())
-
-
 def owned(bases: Mapping[Path, Identity], root: Path) -> set[Path]:
-    """Of folders of checkpoints on drives those that no other run directory owns."""
-    return {
-        base
-        for base, identity in bases.items()
-        if is_same(Path(identity.root), root) or not owns(Path(identity.root), base, identity)
-    }
+    """Of folders on drives those that no other run directory than that of `root` owns."""
+    return {base for base, identity in bases.items() if owner(base, identity, root) is None}

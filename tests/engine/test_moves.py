@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.session import Session, automatic_name
+from engine.retention import automatic_name
+from engine.session import Session
 from engine.train import train, train_step
 from storage.checkpoints import list_checkpoints
 from storage.errors import UserError
@@ -98,11 +99,12 @@ def kept(run_dir: Path) -> list[str]:
 
 
 def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
-    run_recipe(tmp_path / "none", tiny.Silent(), False)
+    none, last = (tiny.storage(checkpoint_every=1, keep_last=n, keep_good=None) for n in (1, 2))
+    run_recipe(tmp_path / "none", tiny.Silent(), False, storage=none)
     assert kept(tmp_path / "none") == []
-    run_recipe(tmp_path / "last", tiny.Silent(), False, storage=tiny.storage(checkpoint_every=1, keep_last=2))
+    run_recipe(tmp_path / "last", tiny.Silent(), False, storage=last)
     assert kept(tmp_path / "last") == [automatic_name(5), automatic_name(6)]
-    every = tiny.storage(checkpoint_every=1, keep_every=3)
+    every = tiny.storage(checkpoint_every=1, keep_every=3, keep_good=None)
     run_recipe(tmp_path / "every", tiny.Silent(), False, storage=every)
     assert kept(tmp_path / "every") == [automatic_name(3), automatic_name(6)]
     with closing(NvmeStore.open(tmp_path / "every" / "state" / "checkpoints" / automatic_name(3))) as store:
@@ -155,7 +157,7 @@ def test_what_a_resumed_run_cannot_change_is_named(tmp_path: Path) -> None:
         run_recipe(tmp_path, tiny.Silent(), True, storage=tiny.storage(chunk_bytes="8KiB"))
     with pytest.raises(UserError, match="another model"):
         run_recipe(tmp_path, tiny.Silent(), True, model=tiny.model(num_layers=4))
-    with pytest.raises(UserError, match="has no checkpoint 'x'; it has none"):
+    with pytest.raises(UserError, match="has no checkpoint 'x'; it has good-000001"):
         run_recipe(tmp_path, tiny.Silent(), True, "x")
     assert run_recipe(tmp_path, tiny.Silent(), True).steps == 6
 

@@ -127,6 +127,29 @@ def test_a_move_is_recognised_and_said(tmp_path: Path, run: Path, drives: list[P
     assert_sound(run, 3)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_copy_is_not_taken_for_a_renamed_original(tmp_path: Path, drives: list[Path], swapped: bool) -> None:
+    run, renamed = (tmp_path / "runs" / name / "state" for name in ("run", "renamed"))
+    make(run, drives)
+    copy = shutil.copytree(run.parent, tmp_path / "runs/copy") / "state"
+    run.parent.rename(renamed.parent)
+    if swapped:
+        copy.parent.rename(run.parent)
+        copy = run
+    before = tree(copy, renamed, *drives)
+    with pytest.raises(UserError, match=rf"{copy}: is a copy of {renamed}"):
+        NvmeStore.open(copy)
+    assert tree(copy, renamed, *drives) == before
+    assert_sound(renamed, 2)
+
+
+def test_a_run_directory_restored_in_its_place(tmp_path: Path, run: Path) -> None:
+    backup = shutil.copytree(run, tmp_path / "backup")
+    shutil.rmtree(run)
+    shutil.copytree(backup, run)
+    assert_sound(run, 2)
+
+
 def test_a_new_run_in_the_place_of_a_moved_one(tmp_path: Path, run: Path, drives: list[Path]) -> None:
     """It is no aborted start: the state on the drives is that of the run that has moved."""
     moved = run.rename(tmp_path / "moved")

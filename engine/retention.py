@@ -1,0 +1,90 @@
+"""The checkpoints that a run keeps by itself: the last generations, every so many of them, and the last good one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from engine.config import StorageConfig
+from storage.checkpoints import LAST_GOOD, checkpoint_names, delete_checkpoint, good_name, read_checkpoint
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+AUTOMATIC = re.compile(r"step-(\d{6,})")
+"""Names of the checkpoints that storage.keep_last and storage.keep_every call for."""
+
+Report = Callable[[str, int, str | None], None]
+"""Told of a checkpoint: its name, its step, and why it could not be made."""
+
+
+def automatic_name(step: int) -> str:
+    """Name of the checkpoint that is kept of a step without being asked for by name."""
+    return f"step-{step:06}"
+
+
+class Retention:
+    """Makes and deletes checkpoints of a store around its commits; use from one thread."""
+
+    def __init__(self, store: NvmeStore, storage: StorageConfig, *, room_for_good: bool, report: Report) -> None:
+        """`room_for_good`: whether the plan has room for the last good generation."""
+        self._store, self._storage, self._report = store, storage, report
+        self._keeps_good = storage.keep_good is not None
+        if self._keeps_good and not room_for_good:
+            self._give_up_good("the disk or budgets.nvme has no room for one more generation")
+
+    def checkpoint(self, name: str) -> str | None:
+        """Make a checkpoint; why it could not be made. Training goes on without it."""
+        try:
+            self._store.checkpoint(name)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def before_commit(self, *, proved: bool) -> None:
+        """Keep the committed generation as the last good one if it has `proved` good: another takes its place."""
+        if not (self._keeps_good and proved):
+            return
+        root, name = self._store.root, good_name(int(self._store.meta["step"]))
+        old = [other for other in checkpoint_names(root) if LAST_GOOD.fullmatch(other)]
+        if name in old:
+            if read_checkpoint(root, name).generation == self._store.generation:
+                return
+            self._delete(name)  # of steps that were done again
+            old.remove(name)
+        error = self.checkpoint(name)
+        if error is not None and old:
+            # What is committed now is good itself: until the next commit nothing else is needed.
+            while old:
+                self._delete(old.pop())
+            error = self.checkpoint(name)
+        if error is not None:
+            self._give_up_good(error)
+            return
+        for other in old:
+            self._delete(other)
+
+    def after_commit(self, step: int) -> None:
+        """Keep the generation of `step` if the recipe says so, and delete those that need not be kept any more."""
+        every, root = self._storage.keep_every, self._store.root
+        kept_for_good = every is not None and step % every == 0
+        if step % self._storage.checkpoint_every or not (kept_for_good or self._storage.keep_last > 1):
+            return
+        error = self.checkpoint(name := automatic_name(step))
+        if error is not None:
+            self._report(name, step, error)
+        steps = sorted(int(match[1]) for name in checkpoint_names(root) if (match := AUTOMATIC.fullmatch(name)))
+        for old in steps[: -self._storage.keep_last]:
+            if every is None or old % every:
+                self._delete(automatic_name(old))
+
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint; one that somebody is reading stays until the next time."""
+        try:
+            delete_checkpoint(self._store.root, name)
+        except UserError as error:
+            self._report(name, int(self._store.meta["step"]), f"it stays for now: {error}")
+
+    def _give_up_good(self, error: str) -> None:
+        self._keeps_good = False
+        step = int(self._store.meta["step"])
+        self._report("last-good", step, f"{error} (storage.keep_good: none is kept by this process)")

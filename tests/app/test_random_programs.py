@@ -1,0 +1,438 @@
+"""Random programs of what people do to runs, checked after every step against a model of what must exist.
+
+A run trains, is killed, copied, moved, put back from a backup, given checkpoints, moved to other drives, scrubbed. The
+store and the commands' functions are real; training writes content that follows from a number, so that a program
+takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import wait
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
+from app.recipe import Recipe, to_json
+from app.rundir import RunDir, read_recipe
+from engine.config import StorageConfig
+from engine.folders import drive_folders, state_folder
+from storage.checkpoints import checkpoint_folder, checkpoint_names
+from storage.errors import UserError
+from storage.manifest import ArraySpec, Manifest
+from storage.nvme import NvmeStore
+
+PROGRAMS = 500
+STEPS = 14
+SPECS = [ArraySpec("layers.0", "master", 5000, "float32", 2048), ArraySpec("embed", "master", 1000, "float32", 2048)]
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+CHECKPOINTS = st.sampled_from(["one", "two"])
+DRIVES = st.lists(st.sampled_from(["x", "y", "z"]), min_size=1, max_size=2, unique=True)
+MOMENTS = st.none() | st.integers(0, 60)
+CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "link")
+
+
+def content(spec: ArraySpec, number: int) -> torch.Tensor:
+    """What an array holds in state `number`."""
+    return torch.arange(spec.numel, dtype=torch.float32) * 0.5 + number * 100_003 + SPECS.index(spec)
+
+
+def write_state(store: NvmeStore, number: int) -> None:
+    futures = [
+        store.write(spec.buffer, spec.kind, part, content(spec, number)[start:stop])
+        for spec in SPECS
+        for part, (start, stop) in enumerate(spec.parts())
+    ]
+    wait(futures)
+    for future in futures:
+        future.result()
+    store.commit({"step": number})
+
+
+def read_state(folder: Path, drives: list[Path]) -> int:
+    """The number of the state in the store, or the checkpoint, in `folder`, every element of which is right."""
+    with closing(NvmeStore.open(folder, drives=drives, read_only=True)) as store:
+        number = int(store.meta["step"])
+        for spec in SPECS:
+            for part, (start, stop) in enumerate(spec.parts()):
+                out = torch.empty(stop - start)
+                store.read(spec.buffer, spec.kind, part, out).result()
+                assert torch.equal(out, content(spec, number)[start:stop]), (folder, spec, part)
+        return number
+
+
+def in_child(act: Callable[[], Any], moment: int | None) -> Exception | None:
+    """Carry out `act` in this process, or in a child that dies before its call number `moment` that changes the disk.
+
+    Returns what was refused. A child that lives through it refuses nothing.
+    """
+    if moment is None:
+        try:
+            act()
+        except UserError as error:
+            return error
+        return None
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            signal.alarm(60)
+            _die_at(moment)
+            act()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL, status
+    return None
+
+
+def _die_at(moment: int) -> None:
+    calls = 0
+
+    def patched(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CHANGING:
+        setattr(os, name, patched(getattr(os, name)))
+
+
+@dataclass
+class Run:
+    """What must exist of a run directory."""
+
+    name: str
+    state: int
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    owns: bool = True
+    """Whether it is no copy: what it names is its own."""
+    stale: bool = False
+    """Whether an older run directory was put in its place, and its drives may know better."""
+
+
+@dataclass
+class Known:
+    """What the drives of a run hold, whichever run directory is there."""
+
+    state: int
+    checkpoints: dict[str, int]
+
+
+class Programs(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        shm = Path("/dev/shm")
+        self.world = Path(tempfile.mkdtemp(prefix="penstock-programs-", dir=shm if os.access(shm, os.W_OK) else None))
+        self.runs: dict[str, Run] = {}
+        self.known: dict[str, Known] = {}
+        self.backups: list[tuple[Run, Path]] = []
+        self.numbers = iter(range(1, 10**6))
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.world, ignore_errors=True)
+
+    # ------------------------------------------------------------------ helpers
+
+    def path(self, name: str) -> Path:
+        return self.world / "runs" / name
+
+    def drives(self, run: Run) -> list[Path]:
+        return drive_folders(self.path(run.name), read_recipe(self.path(run.name)).storage)
+
+    def write_recipe(self, run_path: Path, drives: list[str]) -> None:
+        nvme = [str(self.world / "drives" / drive) for drive in drives]
+        recipe = Recipe(name="r", storage=StorageConfig(nvme=nvme or None))
+        (run_path / "recipe.json").write_text(to_json(recipe))
+
+    def places(self, run: Run) -> set[Path]:
+        """Folders that the manifests of a run name."""
+        root = state_folder(self.path(run.name))
+        found = set()
+        for folder in (root, *(root / "checkpoints" / name for name in checkpoint_names(root))):
+            found |= {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
+        return found
+
+    def is_inside(self, run: Run) -> bool:
+        return all(place.is_relative_to(self.path(run.name)) for place in self.places(run))
+
+    def taken(self, run: Run | None, folders: list[Path]) -> bool:
+        """Whether another run's state is in one of the drives' folders, or may be."""
+        return any(
+            (folder / "drive.json").exists() and (run is None or folder not in self.places(run)) for folder in folders
+        )
+
+    def pick(self, data: Any) -> Run:
+        return self.runs[data.draw(st.sampled_from(sorted(self.runs)))]
+
+    def free_name(self, data: Any) -> str | None:
+        free = [name for name in "abcd" if name not in self.runs]
+        return data.draw(st.sampled_from(free)) if free else None
+
+    def tree(self) -> dict[str, tuple[int, int, int]]:
+        """Everything but locks, with inode, size and time of change."""
+        found = {}
+        for folder, _, names in os.walk(self.world):
+            for name in [*names, "."]:
+                path = os.path.join(folder, name)
+                status = os.stat(path)
+                if name != "run.lock" and not (name == "." and Path(folder).parent == self.world / "runs"):
+                    found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+        return found
+
+    def committed(self, run: Run) -> int:
+        return int(Manifest.read(state_folder(self.path(run.name))).meta["step"])
+
+    def remember(self, run: Run) -> None:
+        """What is committed is what the drives know."""
+        self.known[run.name] = Known(run.state, dict(run.checkpoints))
+
+    # ------------------------------------------------------------------ what people do
+
+    @initialize(drives=DRIVES)
+    def begin(self, drives: list[str]) -> None:
+        (self.world / "runs").mkdir()
+        self.create("a", drives)
+        self.create("b", [])
+
+    @rule(data=st.data(), drives=DRIVES | st.just([]))
+    def begin_another(self, data: Any, drives: list[str]) -> None:
+        if (name := self.free_name(data)) is not None:
+            self.create(name, drives)
+
+    def create(self, name: str, drives: list[str]) -> None:
+        path, number = self.path(name), next(self.numbers)
+        path.mkdir()
+        self.write_recipe(path, drives)
+        folders = drive_folders(path, read_recipe(path).storage)
+        taken = self.taken(None, folders)
+
+        def act() -> None:
+            with closing(NvmeStore.create(state_folder(path), SPECS, budget_bytes=None, drives=folders)) as store:
+                write_state(store, number)
+
+        error = in_child(act, None)
+        assert (error is not None) == taken, error
+        if error is None:
+            self.runs[name] = Run(name, number)
+            self.remember(self.runs[name])
+        else:
+            shutil.rmtree(path)
+
+    @rule(data=st.data(), commits=st.integers(1, 3), drives=st.none() | DRIVES, moment=MOMENTS)
+    def train(self, data: Any, commits: int, drives: list[str] | None, moment: int | None) -> None:
+        run = self.pick(data)
+        path, numbers = self.path(run.name), [next(self.numbers) for _ in range(commits)]
+        if drives is not None and not self.is_inside(run):
+            self.write_recipe(path, drives)
+        folders = self.drives(run)
+        may_refuse = not run.owns or run.stale or self.taken(run, folders)
+
+        def act() -> None:
+            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
+                for number in numbers:
+                    write_state(store, number)
+
+        error = in_child(act, moment)
+        assert error is None or may_refuse, error
+        self.settle(run, [run.state, *numbers])
+        if error is None and moment is None:
+            assert run.state == numbers[-1]
+
+    def settle(self, run: Run, allowed: list[int]) -> None:
+        """After a process that may have died: the committed state is one of those that it may be."""
+        state = self.committed(run)
+        assert state in allowed, (state, allowed)
+        if state != run.state:  # it was let in: it has taken over what nobody else owned
+            run.owns, run.stale = True, False
+            run.state = state
+            self.remember(run)
+
+    @rule(data=st.data(), name=CHECKPOINTS, moment=MOMENTS)
+    def keep(self, data: Any, name: str, moment: int | None) -> None:
+        run = self.pick(data)
+        path = self.path(run.name)
+        had = name in checkpoint_names(state_folder(path))
+        error = in_child(lambda: make_checkpoint(path, name), moment)
+        if error is not None:
+            listed = "that this run does not list" in str(error)
+            assert had or listed or not run.owns or run.stale or self.taken(run, self.drives(run)), error
+        if not had and name in checkpoint_names(state_folder(path)):
+            assert run.owns or error is None
+            run.checkpoints[name] = run.state
+            if run.owns:
+                self.remember(run)
+
+    @rule(data=st.data(), name=CHECKPOINTS, moment=MOMENTS)
+    def delete(self, data: Any, name: str, moment: int | None) -> None:
+        run = self.pick(data)
+        path = self.path(run.name)
+        had = name in checkpoint_names(state_folder(path))
+        error = in_child(lambda: delete_checkpoint_of(path, name), moment)
+        assert (error is not None) == (not had) or moment is not None, error
+        if had and name not in checkpoint_names(state_folder(path)):
+            del run.checkpoints[name]
+            if run.owns and not run.stale:
+                self.remember(run)
+            elif run.owns:
+                self.known[run.name].checkpoints.pop(name, None)
+
+    @rule(data=st.data(), name=CHECKPOINTS, moment=MOMENTS)
+    def go_back(self, data: Any, name: str, moment: int | None) -> None:
+        run = self.pick(data)
+        if name not in run.checkpoints:
+            return
+        path, folders = self.path(run.name), self.drives(run)
+        may_refuse = not run.owns or run.stale or self.taken(run, folders)
+
+        def act() -> None:
+            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
+                store.restore(name)
+
+        error = in_child(act, moment)
+        assert error is None or may_refuse, error
+        self.settle(run, [run.state, run.checkpoints[name]])
+
+    @rule(data=st.data())
+    def copy(self, data: Any) -> None:
+        run, name = self.pick(data), self.free_name(data)
+        if name is None:
+            return
+        shutil.copytree(self.path(run.name), self.path(name), symlinks=True)
+        other = copy.deepcopy(run)
+        other.name = name
+        if not run.stale or self.is_inside(run):
+            other.owns = self.is_inside(other)
+        else:
+            other.owns = False
+        self.runs[name] = other
+        self.known[name] = Known(other.state, dict(other.checkpoints))
+
+    @rule(data=st.data())
+    def move(self, data: Any) -> None:
+        run, name = self.pick(data), self.free_name(data)
+        if name is None:
+            return
+        self.path(run.name).rename(self.path(name))
+        del self.runs[run.name]
+        self.known[name] = self.known.pop(run.name)
+        run.name = name
+        self.runs[name] = run
+
+    @rule(data=st.data())
+    def back_up(self, data: Any) -> None:
+        run = self.pick(data)
+        target = self.world / "backups" / str(len(self.backups))
+        shutil.copytree(self.path(run.name), target, symlinks=True)
+        self.backups.append((copy.deepcopy(run), target))
+
+    @precondition(lambda self: any(run.name in self.runs for run, _ in self.backups))
+    @rule(data=st.data())
+    def put_back(self, data: Any) -> None:
+        """An older copy of a run directory takes the place of what is there under its name."""
+        old, folder = data.draw(st.sampled_from([item for item in self.backups if item[0].name in self.runs]))
+        before = self.runs[old.name]
+        same_run = Manifest.read(folder / "state").store == Manifest.read(self.path(old.name) / "state").store
+        if not same_run or not before.owns or not old.owns:
+            return
+        known = self.known[old.name]
+        shutil.rmtree(self.path(old.name))
+        shutil.copytree(folder, self.path(old.name), symlinks=True)
+        run = self.runs[old.name] = copy.deepcopy(old)
+        if self.is_inside(run):
+            self.remember(run)
+            return
+        run.stale = True
+        run.checkpoints = {name: n for name, n in run.checkpoints.items() if known.checkpoints.get(name) == n}
+
+    @precondition(lambda self: any(run.stale for run in self.runs.values()))
+    @rule(data=st.data())
+    def do_what_the_message_says(self, data: Any) -> None:
+        run = self.runs[data.draw(st.sampled_from(sorted(name for name, run in self.runs.items() if run.stale)))]
+        path = self.path(run.name)
+        try:
+            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=self.drives(run))):
+                pass
+        except UserError as error:
+            if "from the newer generation: " not in str(error):
+                return
+            command = str(error).partition("from the newer generation: ")[2].partition(". Nothing")[0]
+            assert os.system(command) == 0
+        run.state = self.committed(run)
+        assert run.state == self.known[run.name].state
+        run.stale = False
+
+    @rule(data=st.data(), drives=DRIVES, moment=MOMENTS)
+    def copy_state(self, data: Any, drives: list[str], moment: int | None) -> None:
+        run = self.pick(data)
+        path = self.path(run.name)
+        if run.owns or run.stale:
+            return
+        self.write_recipe(path, drives)
+
+        def act() -> None:
+            with RunDir.open(path) as directory:
+                copy_state_of(directory)
+
+        error = in_child(act, moment)
+        assert self.committed(run) == run.state
+        if error is None and moment is None:
+            # What it could be copied from may have gone, with its owner: then all of it was its own.
+            run.owns = True
+            assert read_state(state_folder(path), self.drives(run)) == run.state
+            listed = checkpoint_names(state_folder(path))
+            run.checkpoints = {name: number for name, number in run.checkpoints.items() if name in listed}
+            self.remember(run)
+
+    @rule(data=st.data())
+    def scrub(self, data: Any) -> None:
+        run = self.pick(data)
+        before = self.tree()
+        error = in_child(lambda: scrub_run(self.path(run.name)), None)
+        assert self.tree() == before
+        assert error is None or not run.owns or run.stale, error
+
+    # ------------------------------------------------------------------ what must be
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        for run in self.runs.values():
+            root = state_folder(self.path(run.name))
+            if not run.owns:
+                with contextlib.suppress(UserError):  # never the wrong bytes
+                    assert read_state(root, self.drives(run)) == run.state
+                continue
+            if not run.stale:
+                assert read_state(root, self.drives(run)) == run.state
+            for name, number in run.checkpoints.items():
+                assert read_state(checkpoint_folder(root, name), self.drives(run)) == number
+
+
+def test_random_programs() -> None:
+    checks = settings(
+        max_examples=PROGRAMS,
+        stateful_step_count=STEPS,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=False,
+        database=None,
+    )
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Programs, settings=checks)
