@@ -49,11 +49,11 @@ def copy_state(root: Path, drives: Sequence[Path]) -> int:
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
             content = Manifest.read(path.parent)
             found = locate(content, path.parent, [])
+            if content.checkpoint is None:
+                ownership.require_newest(content, root, found.values())
             foreign = _foreign(found.values(), root)
             if not foreign:
                 continue
-            if content.checkpoint is None:
-                ownership.require_newest(content, root, foreign)
             for folder in foreign:
                 locks.take(folder)
             ids = ids or _claim(targets, foreign, content.store, root, locks)
