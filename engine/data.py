@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.corpus import TokenCorpus
+from engine.corpus_files import TokenCorpus
 from storage.errors import UserError
 
 IGNORE_LABEL = -100
@@ -197,8 +197,9 @@ class DataLoader:
             start = int(self._starts[piece]) + self._offset
             count = min(length - filled, stop - start)
             targets = min(count, document_stop - start - 1)
-            ids[filled : filled + count] = self._corpus.tokens[start : start + count]
-            labels[filled : filled + targets] = self._corpus.tokens[start + 1 : start + 1 + targets]
+            tokens = self._corpus.tokens[start : start + max(count, targets + 1)]
+            ids[filled : filled + count] = tokens[:count]
+            labels[filled : filled + targets] = tokens[1 : 1 + targets]
             positions[filled:] = np.arange(length - filled)
             documents.append(filled)
             filled += count

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from engine import corpus as corpus_module
 from engine.config import DataConfig
 from engine.corpus import (
-    TokenCorpus,
     cancel_text_ahead,
     prepare_corpus,
     prepare_text,
@@ -25,6 +24,7 @@ from engine.corpus import (
     random_corpus,
     read_pieces,
 )
+from engine.corpus_files import CorpusWriter, TokenCorpus
 from engine.data import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
 from engine.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from storage.errors import UserError
@@ -46,7 +46,7 @@ def tokenizer(tmp_path):
 
 def make_corpus(folder: Path, documents: list[list[int]]) -> TokenCorpus:
     folder.mkdir(parents=True, exist_ok=True)
-    writer = corpus_module._CorpusWriter(folder, "uint16")
+    writer = CorpusWriter(folder, "uint16")
     for index, ids in enumerate(documents):
         writer.append(f"document {index}", np.asarray(ids), True)
     writer.finish("test", eos_id=0)
