@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, require_validation
+from storage import sealed
 from storage.errors import UserError
+from storage.untrusted import parse_json
+
+_MOST_CHARS = 1 << 24
 
 
 @dataclass(kw_only=True, slots=True)
@@ -202,14 +206,40 @@ def to_json(recipe: Recipe) -> str:
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:
-    """The recipe of `to_json`'s text. Raises UserError naming `where` for broken JSON or a wrong field."""
+    """The recipe of `to_json`'s text, or of a run's, edited or not.
+
+    Raises UserError naming `where` for broken JSON or a wrong field.
+    """
+    return from_dict({key: value for key, value in _tree(text, where).items() if key != sealed.KEY}, where)
+
+
+def to_run_json(recipe: Recipe) -> str:
+    """What recipe.json of a run holds: the recipe, and a checksum by which `from_run_json` knows a change."""
+    return json.dumps(sealed.seal(to_dict(recipe)), indent=2, allow_nan=False) + "\n"
+
+
+def from_run_json(text: str, where: str) -> Recipe:
+    """The recipe of a run; one without a checksum is taken as it is.
+
+    Raises UserError naming `where` for broken JSON, a wrong field, or what was changed since it was written.
+    """
     try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return from_dict(sealed.unseal(_tree(text, where)).content, where)
+    except sealed.ChangedError as error:
+        raise UserError(
+            f"{where}: the file was changed or damaged since Penstock wrote it ({error}); restore it, and change "
+            f'fields with `penstock resume RUN --set key=value`; removing its "{sealed.KEY}" line accepts an edit'
+        ) from None
+
+
+def _tree(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = parse_json(text, most_bytes=_MOST_CHARS)
+    except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{where}: must hold one JSON object")
-    return from_dict(tree, where)
+    return tree
 
 
 def fields() -> list[RecipeField]:

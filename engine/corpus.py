@@ -17,7 +17,15 @@ import numpy as np
 from engine.config import DataConfig
 from engine.corpus_files import META, CorpusWriter, TokenCorpus, read_info
 from engine.folders import build_folder
-from engine.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
+from engine.tokenizer import (
+    TextTokenizer,
+    load_tokenizer,
+    open_trained,
+    read_trained_on,
+    require_intact,
+    seal_trained,
+    train_tokenizer,
+)
 from storage.errors import UserError
 
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
@@ -177,23 +185,30 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
             "the tokenizer out, or name one"
         )
     stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
-    stamp_file = folder / "trained_on.json"
-    if stamp_file.is_file() and json.loads(stamp_file.read_text()) == stamp:
-        return open_trained(folder)
+    record = read_trained_on(folder)
+    if record is not None and {key: record.get(key) for key in stamp} == stamp:
+        require_intact(folder)
+        tokenizer = open_trained(folder)
+        if "files" not in record:
+            seal_trained(folder, stamp)
+        return tokenizer
     with build_folder(folder) as temporary:
         train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
-        (temporary / stamp_file.name).write_text(json.dumps(stamp))
+        seal_trained(temporary, stamp)
     return open_trained(folder)
 
 
 def kept_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer | None:
     """The tokenizer that `prepare_tokenizer` gave a run; nothing is made, whatever became of the source.
 
-    None where the run needs none. Raises UserError when it is not there.
+    None where the run needs none. Raises UserError when it is not there, or damaged.
     """
     if config.source == "random":
         return None
-    return load_tokenizer(_given_tokenizer(config, model_folder) or folder)
+    given = _given_tokenizer(config, model_folder)
+    if given is None:
+        require_intact(folder)
+    return load_tokenizer(given or folder)
 
 
 def _given_tokenizer(config: DataConfig, model_folder: Path | None) -> Path | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import attention, weights
@@ -18,6 +17,7 @@ from engine.attention import attention_report
 from engine.check import check_model
 from engine.compilers import Compilation, find_compilation
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.constants import read_constants_file, write_constants
 from engine.costs import Calibration
 from engine.data import DataLoader, MicroBatch
 from engine.device import resolve_device, why_no_cuda
@@ -165,7 +165,9 @@ def open_session(
                 optimizer=compilation.optimizer and recorded.adamw != "fused",
             )
         with checklist.step("preparing the layers"):
-            compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE), compilation)
+            constants_crc = store.meta.get("constants")
+            constants = read_constants_file(root / CONSTANTS_FILE, constants_crc, spec.constants)
+            compute = Compute.make(spec, train, device, constants, compilation)
         with checklist.step("measuring attention kernels", when=device.type == "cuda"):
             lanes.executor.call("compute", lambda: choose_kernels(spec, found.plan, device, compute_dtype(train)))
         calibration = None
@@ -189,7 +191,7 @@ def open_session(
             train=train,
             storage=storage,
             device=device,
-            identity=identity,
+            identity=identity if constants_crc is None else identity | {"constants": constants_crc},
             lanes=lanes,
             validation=validation,
             checklist=checklist,
@@ -331,8 +333,8 @@ def _fill_new(
         else:
             constants = initial_constants(spec)
             buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
-        save_file(constants, store.root / CONSTANTS_FILE)
-        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
+        crc = write_constants(store.root / CONSTANTS_FILE, constants)
+        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
     except BaseException:
         store.close()
         raise

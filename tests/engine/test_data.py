@@ -195,7 +195,7 @@ def test_bad_sources(tmp_path, tokenizer):
 def test_damaged_corpus_is_refused(tmp_path):
     corpus = make_corpus(tmp_path / "corpus", [[1, 2, 0]])
     (corpus.folder / "tokens.bin").write_bytes(b"\0\0")
-    with pytest.raises(UserError, match="not a readable tokenised corpus"):
+    with pytest.raises(UserError, match=r"tokens\.bin: damaged: it has 2 bytes, and 6 were written; .* delete"):
         TokenCorpus.open(corpus.folder)
 
 
@@ -207,7 +207,7 @@ def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkey
     monkeypatch.setattr(corpus_module, "train_tokenizer", lambda *_: pytest.fail("trained twice"))
     assert prepare_tokenizer(config, None, tmp_path / "trained").fingerprint == trained.fingerprint
     (tmp_path / "trained" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"trained: not a readable tokenizer .*; delete it"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: damaged: .*; restore the file, or delete the folder"):
         prepare_tokenizer(config, None, tmp_path / "trained")
     with pytest.raises(UserError, match="no text to train a tokenizer on"):
         prepare_tokenizer(DataConfig(source="random"), None, tmp_path / "other")
