@@ -193,7 +193,11 @@ def read_info(folder: Path) -> CorpusInfo:
     """What meta.json says, its checksum and types checked. Raises UserError naming it."""
     path = folder / META
     try:
-        return _info(unseal(parse_object(read_regular(path, most_bytes=_MOST_META_BYTES))).content)
+        values, sealed = unseal(parse_object(read_regular(path, most_bytes=_MOST_META_BYTES)))
+        info = _info(values)
+        if info.sums_crc32c and not sealed:
+            raise ValueError("its own checksum is missing")
+        return info
     except OSError as error:
         raise damage(path, f"it cannot be read ({error.strerror or error})") from error
     except ValueError as error:

@@ -41,6 +41,7 @@ from engine.prepare import (
     with_compute_dtype,
 )
 from engine.preparing import Checklist
+from engine.reservations import Reservation
 from engine.search import Found
 from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
 from engine.state import fill_store, state_arrays
@@ -90,7 +91,6 @@ def open_session(
     drives, placement = drive_folders(run_dir, storage), place_threads(device)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
-    limits = run_budgets(budgets, device, drives, new=not going_on)
     machine = this_machine(device)
     if machine.source.startswith("assumed"):
         observer.on_message(
@@ -100,6 +100,9 @@ def open_session(
     documents = [m.documents for m in batch]
     identity = run_identity(model, data, train)
     with contextlib.ExitStack() as undo:
+        reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
+        limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
+        reservation.reserve(limits)
         # Before any memory of the run's, and before anything is compiled or timed.
         lanes = Lanes.open(
             device,
@@ -181,6 +184,7 @@ def open_session(
             with checklist.step("planning with these times"):
                 only = known if fixed else None
                 found = task.search(machine, calibration, documents, known=known, only=only, before=found)
+        reservation.settle(found.plan)
         _tell_plan(observer, task, machine, found, calibration, batch)
         session = Session(
             spec=spec,
@@ -195,7 +199,9 @@ def open_session(
             lanes=lanes,
             validation=validation,
             checklist=checklist,
+            reservation=reservation,
         )
+        reservation.allocated()
         undo.pop_all()
     if session.settings.message is not None:
         observer.on_message(session.settings.message)

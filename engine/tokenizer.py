@@ -157,7 +157,10 @@ def read_trained_on(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / TRAINED_ON
     try:
-        return unseal(parse_object(read_regular(path, most_bytes=1 << 20))).content
+        record, sealed = unseal(parse_object(read_regular(path, most_bytes=1 << 20)))
+        if "files" in record and not sealed:
+            raise ValueError("its own checksum is missing")
+        return record
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
