@@ -300,13 +300,14 @@ def _read(folder: int) -> list[Reserved]:
 def _record(content: bytes) -> Reserved | None:
     """What another process plans beyond what it holds. None for this process, and for none at all; ValueError."""
     values = parse_object(content)
-    run, pid, base, ram, gpus = (values.get(name) for name in ("run", "pid", "base_bytes", "ram_bytes", "gpu_bytes"))
-    if not (isinstance(run, str) and isinstance(gpus, dict) and all(map(_is_size, [pid, base, ram, *gpus.values()]))):
+    run, gpus = values.get("run"), values.get("gpu_bytes")
+    sizes = [values.get(name) for name in ("pid", "base_bytes", "ram_bytes")]
+    if not (isinstance(run, str) and isinstance(gpus, dict) and all(map(_is_size, [*sizes, *gpus.values()]))):
         raise ValueError("no record")
-    if pid == os.getpid():
+    if values["pid"] == os.getpid():
         return None
-    held = max(0, _touched(pid) - base)
-    return Reserved(run, pid, max(0, ram - held), gpus)
+    held = max(0, _touched(values["pid"]) - values["base_bytes"])
+    return Reserved(run, values["pid"], max(0, values["ram_bytes"] - held), gpus)
 
 
 def _is_size(value: object) -> bool:

@@ -250,3 +250,30 @@ def test_what_is_no_record_is_left_out(machine: Path, places: tuple[Path, Path])
     finally:
         for fd in held:
             os.close(fd)
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_a_gpus_memory_is_reserved_until_it_is_allocated(
+    machine: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, integrated: bool
+) -> None:
+    """The driver's answers, as there may be no GPU here."""
+    properties = SimpleNamespace(uuid="GPU-1", is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    cuda, observer = torch.device("cuda", 0), Silent()
+    seen = []
+    with Reservation(machine / "mine", cuda, observer, Checklist(observer), root=machine) as mine:
+        mine.reserve(budgets(free_budgets(cuda, root=machine)))
+        for call in (lambda: mine.settle(plan(GIB, 5 * GIB)), mine.allocated):
+            call()
+            record = next(file for file in places[0].iterdir() if file.name.startswith("run-"))
+            values = json.loads(record.read_bytes())
+            seen.append((values["ram_bytes"], values["gpu_bytes"]))
+    assert seen == ([(6 * GIB, {})] * 2 if integrated else [(GIB, {"GPU-1": 5 * GIB}), (GIB, {"GPU-1": 0})])
+    others = [Reserved("/runs/x", 1, GIB, {"GPU-1": 5 * GIB}), Reserved("/runs/y", 2, 0, {"GPU-2": 5 * GIB})]
+    free = free_budgets(cuda, others=others, root=machine)
+    if not integrated:
+        assert free.gpu_bytes == 15 * GIB - 768 * 2**20
+        assert "20.0 GiB free, of which /runs/x (process 1) has 5.4 GB reserved, 4.0 GiB of 24.0" in free.why["gpu"]
+        assert free.ram_bytes == 19 * GIB - int(2.56 * GIB)
