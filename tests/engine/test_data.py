@@ -429,3 +429,24 @@ def test_what_is_held_out_depends_on_the_seed_alone():
     assert set(held_out[0]) <= set(held_out[1]), "more documents are these and others"
     with pytest.raises(UserError, match=r"data\.validation_documents: 4, but the corpus has 4 documents"):
         split_documents(4, 4, 0)
+
+
+def test_a_cursor_that_is_no_place_in_the_corpus(tmp_path):
+    loader = DataLoader(
+        make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), vocab_size=9, sequence_length=4, sequences_per_step=1
+    )
+    good = loader.cursor
+    for bad in (
+        None,
+        [1],
+        {},
+        *({key: value for key, value in good.items() if key != name} for name in ("corpus", "seed", "epoch", "offset")),
+        *(good | {name: value} for name in ("epoch", "piece", "offset") for value in (-1, "0", None, 1.0, True, 2**63)),
+        good | {"piece": 4},
+        good | {"piece": 3, "offset": 1},
+        good | {"offset": 4},
+    ):
+        with pytest.raises(UserError, match="the record of the generation"):
+            loader.seek(bad)
+    loader.seek(good | {"piece": 3})
+    assert loader.next_step()[0].num_targets > 0
