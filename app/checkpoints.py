@@ -11,6 +11,7 @@ import json
 import time
 from contextlib import closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -169,11 +170,12 @@ def _step_of(manifest: Path) -> int | None:
 
 
 def scrub_run(run_path: Path) -> str:
-    """Read the committed generation and every checkpoint of a run; a line saying how much and how fast.
+    """Read the committed generation, every checkpoint and the data of a run; a line saying how much and how fast.
 
     Raises UserError listing every damaged file, or while the run is running.
     """
     from engine.folders import drive_folders, state_folder
+    from engine.verify import verify_run_files
     from storage.checkpoints import checkpoint_folder, checkpoint_names
     from storage.nvme import NvmeStore
 
@@ -184,12 +186,16 @@ def scrub_run(run_path: Path) -> str:
         names = checkpoint_names(root)
         for folder in (root, *(checkpoint_folder(root, name) for name in names)):
             with closing(NvmeStore.open(folder, drives=drives, read_only=True)) as store:
-                try:
-                    size += store.verify()
-                except UserError as error:
-                    failures.append(str(error))
+                checks = [store.verify]
+                if folder == root:
+                    checks.append(partial(verify_run_files, run.path, store.meta))
+                for check in checks:
+                    try:
+                        size += check()
+                    except UserError as error:
+                        failures.append(str(error))
     if failures:
         raise UserError("\n".join(failures))
     took_s = time.perf_counter() - started
     kept = f" and {len(names)} checkpoint{'s' * (len(names) != 1)}" if names else ""
-    return f"the last generation{kept}: {size:,} bytes, all as written ({size / took_s / 1e9:.1f} GB/s)"
+    return f"the last generation{kept}: {size:,} bytes with the data, all as written ({size / took_s / 1e9:.1f} GB/s)"

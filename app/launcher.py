@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app import control
-from app.recipe import Recipe, resolve_paths, to_json
+from app.recipe import Recipe, resolve_paths, to_run_json
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
@@ -61,7 +61,7 @@ def start(recipe: Recipe, root: Path) -> Path:
     recipe = resolve_paths(recipe, root.resolve())
     check(recipe)
     path = _make_folder(root.resolve() / "runs", recipe.name)
-    atomic_write(path / "recipe.json", to_json(recipe))
+    atomic_write(path / "recipe.json", to_run_json(recipe))
     try:
         _spawn(["train", str(path / "recipe.json"), "--run-dir", str(path)], path, root)
     except UserError:

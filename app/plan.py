@@ -74,6 +74,7 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
     from engine.planning import Task, machine_budgets, run_budgets, this_machine
     from engine.prepare import model_config, model_spec, with_compute_dtype
     from engine.presets import find_machine
+    from engine.reservations import reserved
 
     name = machine or recipe.machine
     train: TrainConfig = recipe.train
@@ -85,7 +86,7 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
-        budgets, device = run_budgets(recipe.budgets, where, drives, new=True), where.type
+        budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
     train = with_compute_dtype(train, device)
     task = Task(spec=spec, data=recipe.data, train=train, storage=recipe.storage, budgets=budgets, device_type=device)
     return on, task

@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, require_validation
+from storage import sealed
 from storage.errors import UserError
+from storage.untrusted import parse_json, printable
+
+_MOST_CHARS = 1 << 24
+_PATHS = (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,7 +66,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)):
-            raise UserError(f"name: '{self.name}' must be letters, digits, '.', '_' and '-', as it names a folder")
+            raise UserError(
+                f"name: '{printable(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder"
+            )
         if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
             require_validation(self.data, self.train)
 
@@ -125,6 +132,8 @@ def _checked(value: Any, hint: Any, key: str) -> Any:
                 return _checked_json(value, key)
         elif typing.get_origin(member) is list:
             if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                for item in value:
+                    _require_text(item, key)
                 return list(value)
         elif member is float:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -135,12 +144,20 @@ def _checked(value: Any, hint: Any, key: str) -> Any:
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
         elif isinstance(value, member):
+            if isinstance(value, str):
+                _require_text(value, key)
             return value
     hinted = ""
     choices = [name for member in _members(hint) if typing.get_origin(member) is Literal for name in _args(member)]
     if choices and isinstance(value, str):
         hinted = "; " + _nearest(value, choices)
     raise UserError(f"{key}: {value!r} must be {_type_name(hint)}{hinted}")
+
+
+def _require_text(value: str, key: str) -> None:
+    """UserError for what no recipe.json gives back, such as a path that is no UTF-8, and for what no path may hold."""
+    if any("\ud800" <= char <= "\udfff" for char in value) or ("\0" in value and tuple(key.split(".")) in _PATHS):
+        raise UserError(f"{key}: '{printable(value)}' is no UTF-8 text without zero bytes; rename what it names")
 
 
 def _args(literal: Any) -> list[str]:
@@ -150,8 +167,8 @@ def _args(literal: Any) -> list[str]:
 def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:
     """A deep copy of `value`; UserError if JSON would not give back the very same object."""
     try:
-        copy = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        copy = parse_json(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{key}: {error}; use texts, numbers, true/false, lists and objects only") from None
     if copy != value:
         raise UserError(f"{key}: {value!r} does not survive JSON; use text keys and lists instead of tuples")
@@ -202,14 +219,40 @@ def to_json(recipe: Recipe) -> str:
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:
-    """The recipe of `to_json`'s text. Raises UserError naming `where` for broken JSON or a wrong field."""
+    """The recipe of `to_json`'s text, or of a run's, edited or not.
+
+    Raises UserError naming `where` for broken JSON or a wrong field.
+    """
+    return from_dict({key: value for key, value in _tree(text, where).items() if key != sealed.KEY}, where)
+
+
+def to_run_json(recipe: Recipe) -> str:
+    """What recipe.json of a run holds: the recipe, and a checksum by which `from_run_json` knows a change."""
+    return json.dumps(sealed.seal(to_dict(recipe)), indent=2, allow_nan=False) + "\n"
+
+
+def from_run_json(text: str, where: str) -> Recipe:
+    """The recipe of a run; one without a checksum is taken as it is.
+
+    Raises UserError naming `where` for broken JSON, a wrong field, or what was changed since it was written.
+    """
     try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return from_dict(sealed.unseal(_tree(text, where)).content, where)
+    except sealed.ChangedError as error:
+        raise UserError(
+            f"{where}: the file was changed or damaged since Penstock wrote it ({error}); restore it, and change "
+            f'fields with `penstock resume RUN --set key=value`; removing its "{sealed.KEY}" line accepts an edit'
+        ) from None
+
+
+def _tree(text: str, where: str) -> dict[str, Any]:
+    try:
+        tree = parse_json(text, most_bytes=_MOST_CHARS)
+    except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{where}: must hold one JSON object")
-    return from_dict(tree, where)
+    return tree
 
 
 def fields() -> list[RecipeField]:
@@ -267,7 +310,7 @@ def _parse(text: str, hint: Any, key: str) -> Any:
     for member in sorted(members, key=lambda member: member is str):  # a text is the last resort
         if member is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
             return word in ("true", "yes", "on", "1")
-        if member is int and re.fullmatch(r"[+-]?\d[\d_]*", word):
+        if member is int and re.fullmatch(r"[+-]?\d(_?\d){,99}", word, re.ASCII):
             return int(word)
         if member is float:
             try:
@@ -277,9 +320,9 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         is_list = typing.get_origin(member) is list
         if typing.get_origin(member) is dict or (is_list and word.startswith("[")):
             try:
-                return json.loads(text)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{key}: '{text}' is not {_type_name(member)} ({error})") from None
+                return parse_json(text)
+            except ValueError as error:
+                raise UserError(f"{key}: '{printable(text):.200}' is not {_type_name(member)} ({error})") from None
         if member is str or typing.get_origin(member) is Literal:
             return text
     raise UserError(f"{key}: '{text}' must be {_type_name(hint)}")
@@ -326,8 +369,8 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
             raise UserError(f"--set {override}: no field '{key}'; {_nearest_key(key)}")
         if entry:
             try:
-                tree[section][name][entry] = json.loads(text)
-            except json.JSONDecodeError:
+                tree[section][name][entry] = parse_json(text)
+            except ValueError:
                 tree[section][name][entry] = text
         else:
             tree[section][name] = _parse(text, hint, f"--set {key}")
@@ -349,7 +392,7 @@ def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe
 def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
     """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere."""
     tree = to_dict(recipe)
-    for section, name in (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme")):
+    for section, name in _PATHS:
         value = tree[section][name]
         if isinstance(value, list):
             tree[section][name] = [_absolute(folder, item) for item in value]
@@ -370,19 +413,23 @@ def load_recipe(path: str | Path) -> Recipe:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"recipe {path}: cannot be read ({error})") from None
     if path.suffix == ".json":
-        return from_json(path.read_text(encoding="utf-8"), f"recipe {path}")
+        return from_json(source, f"recipe {path}")
     spec = importlib.util.spec_from_loader("penstock_recipe", loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)
     try:
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except UserError as error:
         raise UserError(f"recipe {path}{_line_in(path, error)}: {error}") from None
     except SyntaxError as error:
         raise UserError(f"recipe {path}, line {error.lineno}: {error.msg}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"recipe {path}{_line_in(path, error)}: {_explain(error)}") from error
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
@@ -395,7 +442,7 @@ def _line_in(path: Path, error: BaseException) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     """The error in one line; a misspelt field of a section comes with the nearest valid name."""
     match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     classes = {cls.__name__: cls for cls in [Recipe, *_sections().values()]}

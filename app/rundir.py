@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from app.recipe import Recipe, from_json, to_json
+from app.recipe import Recipe, from_run_json, to_run_json
 from engine.events import Span
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
@@ -194,7 +194,7 @@ class RunDir:
             )
         for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
             (path / name).unlink(missing_ok=True)
-        atomic_write(path / "recipe.json", to_json(recipe))
+        atomic_write(path / "recipe.json", to_run_json(recipe))
         return cls(path.resolve(), recipe, lock)
 
     @classmethod
@@ -208,9 +208,9 @@ class RunDir:
         self.recipe = recipe
 
     def save_recipe(self) -> None:
-        """Write recipe.json, atomically, if the recipe has changed."""
-        if read_recipe(self.path) != self.recipe:
-            atomic_write(self.path / "recipe.json", to_json(self.recipe))
+        """Write recipe.json, atomically, if the recipe has changed or the file has no checksum."""
+        if (self.path / "recipe.json").read_bytes() != (text := to_run_json(self.recipe)).encode():
+            atomic_write(self.path / "recipe.json", text)
 
     def write_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         """Write plan.json, calibration.json and predicted.jsonl, each atomically: what the run promises, and why."""
@@ -254,7 +254,7 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"{path}: not a run directory, it has no recipe.json; `penstock runs` lists them") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    return from_json(text, str(file))
+    return from_run_json(text, str(file))
 
 
 def find_run(run: str, root: Path = Path("runs")) -> Path:

@@ -9,16 +9,23 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.config import DataConfig
+from engine.corpus_files import META, CorpusWriter, TokenCorpus, read_info
 from engine.folders import build_folder
-from engine.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
+from engine.tokenizer import (
+    TextTokenizer,
+    load_tokenizer,
+    open_trained,
+    read_trained_on,
+    require_intact,
+    seal_trained,
+    train_tokenizer,
+)
 from storage.errors import UserError
 
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
@@ -43,14 +50,17 @@ def source_files(config: DataConfig) -> list[Path]:
     if config.source == "python_stdlib":
         return sorted(_library_files(Path(sysconfig.get_paths()["stdlib"])))
     root = Path(str(config.path)).expanduser()
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise UserError(
-            f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
-        )
-    pattern = "*.jsonl" if config.source == "jsonl" else "*"
-    return sorted(f for f in root.rglob(pattern) if f.is_file())
+    try:
+        if root.is_file():
+            return [root]
+        if not root.is_dir():
+            raise UserError(
+                f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
+            )
+        pattern = "*.jsonl" if config.source == "jsonl" else "*"
+        return sorted(f for f in root.rglob(pattern) if f.is_file())
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
 
 
 def _library_files(root: Path) -> Iterator[Path]:
@@ -119,7 +129,7 @@ def _read_jsonl(file: Path) -> Iterator[Piece]:
                 yield Piece(where, text, True)
 
 
-_Text = tuple[TextTokenizer, "TokenCorpus"]
+_Text = tuple[TextTokenizer, TokenCorpus]
 _preparing = threading.Lock()
 _ahead: dict[Path, tuple[DataConfig, _Text]] = {}
 _is_ahead, _cancelled = threading.Event(), threading.Event()
@@ -175,23 +185,30 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
             "the tokenizer out, or name one"
         )
     stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
-    stamp_file = folder / "trained_on.json"
-    if stamp_file.is_file() and json.loads(stamp_file.read_text()) == stamp:
-        return open_trained(folder)
+    record = read_trained_on(folder)
+    if record is not None and {key: record.get(key) for key in stamp} == stamp:
+        require_intact(folder)
+        tokenizer = open_trained(folder)
+        if "files" not in record:
+            seal_trained(folder, stamp)
+        return tokenizer
     with build_folder(folder) as temporary:
         train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
-        (temporary / stamp_file.name).write_text(json.dumps(stamp))
+        seal_trained(temporary, stamp)
     return open_trained(folder)
 
 
 def kept_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer | None:
     """The tokenizer that `prepare_tokenizer` gave a run; nothing is made, whatever became of the source.
 
-    None where the run needs none. Raises UserError when it is not there.
+    None where the run needs none. Raises UserError when it is not there, or damaged.
     """
     if config.source == "random":
         return None
-    return load_tokenizer(_given_tokenizer(config, model_folder) or folder)
+    given = _given_tokenizer(config, model_folder)
+    if given is None:
+        require_intact(folder)
+    return load_tokenizer(given or folder)
 
 
 def _given_tokenizer(config: DataConfig, model_folder: Path | None) -> Path | None:
@@ -227,59 +244,13 @@ def _source_fingerprint(config: DataConfig) -> str:
     """Hex digest that changes with the source's settings or with any of its files' size or time."""
     digest = hashlib.sha256(json.dumps([config.source, config.max_documents]).encode())
     for file in source_files(config):
-        status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class CorpusInfo:
-    """What a tokenised corpus holds; the content of its meta.json."""
-
-    fingerprint: str
-    """Of the source and tokenizer that it was made from: equal means that it need not be made again."""
-    content: str
-    """SHA-256 of the token file: equal means the same tokens."""
-    dtype: str
-    """uint16 or uint32."""
-    num_tokens: int
-    num_documents: int
-    max_token_id: int
-    max_token_document: str
-    """The first document that holds max_token_id."""
-    eos_id: int
-
-
-class TokenCorpus:
-    """A tokenised corpus, memory-mapped: `tokens` [num_tokens] uint16 or uint32 and `starts` [num_documents + 1]
-    int64, the offset of each document in it. Every document ends with the end-of-text token."""
-
-    def __init__(self, folder: Path, info: CorpusInfo) -> None:
-        self.folder = folder
-        self.info = info
-        self.tokens: NDArray[Any] = np.memmap(folder / "tokens.bin", dtype=info.dtype, mode="r")
-        self.starts: NDArray[np.int64] = np.load(folder / "documents.npy", mmap_mode="r")
-        assert len(self.tokens) == info.num_tokens
-        assert len(self.starts) == info.num_documents + 1
-
-    @classmethod
-    def open(cls, folder: Path) -> TokenCorpus:
-        """Open a folder made by `prepare_corpus` or `random_corpus`. Raises UserError when it is none, or damaged."""
         try:
-            return cls(folder, CorpusInfo(**json.loads((folder / "meta.json").read_text())))
-        except (OSError, ValueError, TypeError, AssertionError) as error:
-            raise UserError(
-                f"{folder}: not a readable tokenised corpus ({error}); delete it to make it again"
-            ) from error
-
-    def require_vocabulary(self, vocab_size: int) -> None:
-        """Raise UserError naming the document and the id when a token id is not below `vocab_size`."""
-        if self.info.max_token_id >= vocab_size:
-            raise UserError(
-                f"{self.info.max_token_document}: token id {self.info.max_token_id} is beyond the model's vocabulary "
-                f"of {vocab_size}; use the model's own tokenizer, or set model.vocab_size to at least "
-                f"{self.info.max_token_id + 1}"
-            )
+            status = file.stat()
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+        # Names need not be UTF-8.
+        digest.update(os.fsencode(file) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
@@ -292,16 +263,16 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
     if _made_from(folder, fingerprint):
         return TokenCorpus.open(folder)
     with build_folder(folder) as temporary:
-        writer = _CorpusWriter(temporary, "uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+        writer = CorpusWriter(temporary, "uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
         batch: list[Piece] = []
         chars = 0
         for piece in _require_text(config):
             batch.append(piece)
             chars += len(piece.text)
             if chars >= _BATCH_CHARS:
-                writer.add(batch, tokenizer)
+                _append(writer, batch, tokenizer)
                 batch, chars = [], 0
-        writer.add(batch, tokenizer)
+        _append(writer, batch, tokenizer)
         writer.finish(fingerprint, tokenizer.eos_id)
     return TokenCorpus.open(folder)
 
@@ -315,59 +286,19 @@ def random_corpus(config: DataConfig, vocab_size: int, folder: Path) -> TokenCor
         return TokenCorpus.open(folder)
     generator = np.random.Generator(np.random.PCG64(config.seed))
     with build_folder(folder) as temporary:
-        writer = _CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
+        writer = CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
         for index in range(documents):
             writer.append(f"random document {index}", generator.integers(0, vocab_size, config.sequence_length), True)
         writer.finish(fingerprint, eos_id=0)
     return TokenCorpus.open(folder)
 
 
+def _append(writer: CorpusWriter, pieces: list[Piece], tokenizer: TextTokenizer) -> None:
+    """Tokenise `pieces` and append them, the end-of-text token after the last piece of each document."""
+    for piece, ids in zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True):
+        writer.append(piece.document, np.asarray([*ids, tokenizer.eos_id] if piece.last else ids), piece.last)
+
+
 def _made_from(folder: Path, fingerprint: str) -> bool:
-    meta = folder / "meta.json"
-    return meta.is_file() and json.loads(meta.read_text()).get("fingerprint") == fingerprint
-
-
-class _CorpusWriter:
-    """Appends documents to tokens.bin and remembers their offsets."""
-
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self._folder = folder
-        self._dtype = dtype
-        self._stream = (folder / "tokens.bin").open("wb")
-        self._digest = hashlib.sha256()
-        self._starts = [0]
-        self._total = 0
-        self._max = (-1, "")
-
-    def add(self, pieces: list[Piece], tokenizer: TextTokenizer) -> None:
-        """Tokenise `pieces` and append them, the end-of-text token after the last piece of each document."""
-        for piece, ids in zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True):
-            self.append(piece.document, np.asarray([*ids, tokenizer.eos_id] if piece.last else ids), piece.last)
-
-    def append(self, document: str, ids: NDArray[Any], last: bool) -> None:
-        if len(ids) and int(ids.max()) > self._max[0]:
-            self._max = (int(ids.max()), document)
-        assert not len(ids) or int(ids.max()) <= np.iinfo(self._dtype).max
-        data = ids.astype(self._dtype).tobytes()
-        self._digest.update(data)
-        self._stream.write(data)
-        self._total += len(ids)
-        if last:
-            self._starts.append(self._total)
-
-    def finish(self, fingerprint: str, eos_id: int) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        np.save(self._folder / "documents.npy", np.asarray(self._starts, dtype=np.int64))
-        info = CorpusInfo(
-            fingerprint=fingerprint,
-            content=self._digest.hexdigest(),
-            dtype=self._dtype,
-            num_tokens=self._total,
-            num_documents=len(self._starts) - 1,
-            max_token_id=self._max[0],
-            max_token_document=self._max[1],
-            eos_id=eos_id,
-        )
-        (self._folder / "meta.json").write_text(json.dumps(asdict(info), indent=2))
+    """Raises UserError for a meta.json that is damaged: whether it is the run's own corpus cannot be told."""
+    return os.path.lexists(folder / META) and read_info(folder).fingerprint == fingerprint

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.corpus import TokenCorpus
+from engine.corpus_files import TokenCorpus
 from storage.errors import UserError
+from storage.untrusted import is_whole
 
 IGNORE_LABEL = -100
 """Label of a token that is not trained on."""
@@ -131,7 +132,9 @@ class DataLoader:
         }
 
     def seek(self, cursor: dict[str, Any]) -> None:
-        """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order."""
+        """Continue from a `cursor`. Raises UserError when it belongs to another corpus or order, or is none."""
+        if not _is_cursor(cursor):
+            raise self._lost("does not say where in the data it is")
         if cursor["corpus"] != self._corpus.info.content:
             raise UserError(
                 f"{self._corpus.folder}: these are not the tokens that the run was trained on so far (content "
@@ -144,8 +147,22 @@ class DataLoader:
                 f"data.validation_documents: {self._held_out}, but the run so far held out {held_out}; set it back"
             )
         self._start_epoch(cursor["epoch"])
-        self._index = cursor["piece"]
-        self._offset = cursor["offset"]
+        piece, offset = cursor["piece"], cursor["offset"]
+        left = 1 if piece == len(self._order) else self._piece_tokens(piece) if piece < len(self._order) else 0
+        if offset >= left:
+            raise self._lost(f"is at token {offset:,} of piece {piece:,}, and there are {len(self._order):,} pieces")
+        self._index, self._offset = piece, offset
+
+    def _lost(self, why: str) -> UserError:
+        return UserError(
+            f"{self._corpus.folder}: the record of the generation {why}; restore the run's manifest from a copy, or "
+            "go on from a checkpoint"
+        )
+
+    def _piece_tokens(self, index: int) -> int:
+        """Tokens of a piece of this epoch's order."""
+        piece = self._order[index]
+        return min(self._sequence_length, int(self._document_stops[piece]) - int(self._starts[piece]))
 
     @property
     def exhausted(self) -> bool:
@@ -197,8 +214,9 @@ class DataLoader:
             start = int(self._starts[piece]) + self._offset
             count = min(length - filled, stop - start)
             targets = min(count, document_stop - start - 1)
-            ids[filled : filled + count] = self._corpus.tokens[start : start + count]
-            labels[filled : filled + targets] = self._corpus.tokens[start + 1 : start + 1 + targets]
+            tokens = self._corpus.tokens[start : start + max(count, targets + 1)]
+            ids[filled : filled + count] = tokens[:count]
+            labels[filled : filled + targets] = tokens[1 : 1 + targets]
             positions[filled:] = np.arange(length - filled)
             documents.append(filled)
             filled += count
@@ -213,6 +231,13 @@ class DataLoader:
             documents.append(0)
             positions[:] = np.arange(length)
         return documents, filled
+
+
+def _is_cursor(cursor: object) -> bool:
+    if not isinstance(cursor, dict) or not isinstance(cursor.get("corpus"), str) or "seed" not in cursor:
+        return False
+    places = [cursor.get(name) for name in ("epoch", "piece", "offset")]
+    return all(isinstance(place, int) and is_whole(place) and place >= 0 for place in places)
 
 
 class ValidationSet:

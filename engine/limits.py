@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ from storage.filesystem import mount_of
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.reservations import Reserved
 
 GIB = 2**30
 
@@ -202,34 +204,47 @@ def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int 
 
 
 def free_budgets(
-    device: torch.device, *, gpu_bytes: int | None = None, ram_bytes: int | None = None, root: Path = Path("/")
+    device: torch.device,
+    *,
+    gpu_bytes: int | None = None,
+    ram_bytes: int | None = None,
+    others: Sequence[Reserved] = (),
+    root: Path = Path("/"),
 ) -> Free:
     """What a run on `device` may use of each tier; `gpu_bytes` and `ram_bytes` are what its recipe gives already.
 
-    Asking for a GPU's memory makes a CUDA context there, as the run will.
+    `others`: what other runs have planned, which is still free. Asking for a GPU's memory makes a CUDA context there,
+    as the run will.
     """
+    from engine.reservations import gpu_name, words
+
     memory = free_memory(root)
-    ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, memory.free_bytes)
-    ram_free = memory.free_bytes - ram_reserve
-    ram_why = f"{_gib(memory.free_bytes)} free ({memory.where}), less {_gib(ram_reserve)} for the system"
+    left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
+    ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
+    ram_free = left - ram_reserve
+    planned = f", of which {words(others)}" if left < memory.free_bytes else ""
+    ram_why = f"{_gib(memory.free_bytes)} free ({memory.where}){planned}, less {_gib(ram_reserve)} for the system"
     if device.type != "cuda":
-        gpu, ram = split_shared(ram_free, gpu_bytes, ram_bytes)
+        tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
         shared = f"{ram_why}; without a GPU both tiers share it"
-        return Free(gpu, ram, {"gpu": shared, "ram": shared})
+        return Free(*tiers, {"gpu": shared, "ram": shared})
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
-    gpu_reserve = reserve_bytes(GPU_RESERVE, total, free)
-    gpu_free = free - gpu_reserve
+    gpu = gpu_name(device) if others else ""
+    left = max(0, free - sum(other.gpu_bytes.get(gpu, 0) for other in others))
+    gpu_reserve = reserve_bytes(GPU_RESERVE, total, left)
+    gpu_free = left - gpu_reserve
+    planned = f"of which {words(others, gpu)}, " if left < free else ""
     gpu_why = (
-        f"{_gib(free)} free, {_gib(total - free)} of {_gib(total)} taken by other processes and by CUDA, "
+        f"{_gib(free)} free, {planned}{_gib(total - free)} of {_gib(total)} taken by other processes and by CUDA, "
         f"less {_gib(gpu_reserve)} for what CUDA loads later"
     )
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        gpu, ram = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
+        tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
         shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
-        return Free(gpu, ram, {"gpu": shared, "ram": shared})
+        return Free(*tiers, {"gpu": shared, "ram": shared})
     return Free(
         gpu_free if gpu_bytes is None else gpu_bytes,
         ram_free if ram_bytes is None else ram_bytes,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import attention, weights
@@ -18,6 +17,7 @@ from engine.attention import attention_report
 from engine.check import check_model
 from engine.compilers import Compilation, find_compilation
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.constants import read_constants_file, write_constants
 from engine.costs import Calibration
 from engine.data import DataLoader, MicroBatch
 from engine.device import resolve_device, why_no_cuda
@@ -41,6 +41,7 @@ from engine.prepare import (
     with_compute_dtype,
 )
 from engine.preparing import Checklist
+from engine.reservations import Reservation
 from engine.search import Found
 from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
 from engine.state import fill_store, state_arrays
@@ -90,7 +91,6 @@ def open_session(
     drives, placement = drive_folders(run_dir, storage), place_threads(device)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
-    limits = run_budgets(budgets, device, drives, new=not going_on)
     machine = this_machine(device)
     if machine.source.startswith("assumed"):
         observer.on_message(
@@ -100,6 +100,9 @@ def open_session(
     documents = [m.documents for m in batch]
     identity = run_identity(model, data, train)
     with contextlib.ExitStack() as undo:
+        reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
+        limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
+        reservation.reserve(limits)
         # Before any memory of the run's, and before anything is compiled or timed.
         lanes = Lanes.open(
             device,
@@ -165,7 +168,9 @@ def open_session(
                 optimizer=compilation.optimizer and recorded.adamw != "fused",
             )
         with checklist.step("preparing the layers"):
-            compute = Compute.make(spec, train, device, load_file(root / CONSTANTS_FILE), compilation)
+            constants_crc = store.meta.get("constants")
+            constants = read_constants_file(root / CONSTANTS_FILE, constants_crc, spec.constants)
+            compute = Compute.make(spec, train, device, constants, compilation)
         with checklist.step("measuring attention kernels", when=device.type == "cuda"):
             lanes.executor.call("compute", lambda: choose_kernels(spec, found.plan, device, compute_dtype(train)))
         calibration = None
@@ -179,6 +184,7 @@ def open_session(
             with checklist.step("planning with these times"):
                 only = known if fixed else None
                 found = task.search(machine, calibration, documents, known=known, only=only, before=found)
+        reservation.settle(found.plan)
         _tell_plan(observer, task, machine, found, calibration, batch)
         session = Session(
             spec=spec,
@@ -189,11 +195,13 @@ def open_session(
             train=train,
             storage=storage,
             device=device,
-            identity=identity,
+            identity=identity if constants_crc is None else identity | {"constants": constants_crc},
             lanes=lanes,
             validation=validation,
             checklist=checklist,
+            reservation=reservation,
         )
+        reservation.allocated()
         undo.pop_all()
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
@@ -331,8 +339,8 @@ def _fill_new(
         else:
             constants = initial_constants(spec)
             buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
-        save_file(constants, store.root / CONSTANTS_FILE)
-        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
+        crc = write_constants(store.root / CONSTANTS_FILE, constants)
+        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
     except BaseException:
         store.close()
         raise

@@ -18,6 +18,7 @@ from engine.plan import Choice, Plan, Problem
 from engine.planner import make_plan
 from engine.prepare import make_problem
 from engine.presets import GENERIC, generic_gpu, stored_machine
+from engine.reservations import Reserved
 from engine.search import Found, chunk_options, search, why_not
 from storage.errors import BudgetError, UserError
 
@@ -108,17 +109,26 @@ class Task:
         )
 
 
-def run_budgets(config: BudgetConfig, device: torch.device, drives: Sequence[Path], *, new: bool) -> Budgets:
+def run_budgets(
+    config: BudgetConfig,
+    device: torch.device,
+    drives: Sequence[Path],
+    *,
+    new: bool,
+    others: Sequence[Reserved] = (),
+    root: Path = Path("/"),
+) -> Budgets:
     """What a run on this machine may use: what its recipe says, else what is really free.
 
-    `new`: nothing of the run is on the drives yet. Raises UserError for budgets beyond what the machine has at all.
+    `new`: nothing of the run is on the drives yet. `others`: what other runs have reserved. `root`: where memory is
+    looked at. Raises UserError for budgets beyond what the machine has at all.
     """
     gpu, ram, nvme = _given(config)
-    free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram)
+    free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram, others=others, root=root)
     why = {
         tier: "the recipe's" if given is not None else free.why[tier] for tier, given in (("gpu", gpu), ("ram", ram))
     }
-    total = total_memory()
+    total = total_memory(root)
     _require("ram", ram, total, "this machine")
     if device.type == "cpu":
         _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")

@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine import attention
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes, require_validation
-from engine.corpus import TokenCorpus, prepare_text, random_corpus
+from engine.corpus import prepare_text, random_corpus
+from engine.corpus_files import TokenCorpus
 from engine.costs import representatives
 from engine.data import DataLoader, ValidationSet, split_documents
 from engine.device import overhead_bytes

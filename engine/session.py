@@ -43,6 +43,7 @@ from engine.prepare import (
     layouts,
 )
 from engine.preparing import Checklist
+from engine.reservations import Reservation
 from engine.retention import Retention
 from engine.runtime import Runtime
 from engine.schedule import ScheduleBuilder
@@ -107,8 +108,10 @@ class Session:
         lanes: Lanes,
         validation: ValidationSet | None = None,
         checklist: Checklist | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
-        """`lanes` are the session's from now on, and closed with it; whoever gets an error here closes them."""
+        """`lanes` and `reservation` are the session's from now on, and closed with it; whoever gets an error here
+        closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
         self.validation = validation
@@ -142,7 +145,7 @@ class Session:
         )
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
-        self._lanes = lanes
+        self._lanes, self._reservation = lanes, reservation
         self.fallbacks = lanes.fallbacks
         self._carrier = BatchCarrier(plan.chunks, device)
         dtype = compute_dtype(train)
@@ -202,6 +205,8 @@ class Session:
         self.store.close()
         self.ram.arena.close()
         self._lanes.close()
+        if self._reservation is not None:
+            self._reservation.release()
 
     # ------------------------------------------------------------------ batches
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from storage.disk import atomic_write, fsync_file
 from storage.errors import UserError
+from storage.sealed import hex_crc, seal, unseal
+from storage.untrusted import parse_object, read_regular
 
 EOS_TOKEN = "<|endoftext|>"
 """The only special token of a tokenizer trained here: it ends every document."""
@@ -29,6 +32,11 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 """Files of a Hugging Face folder that make up its tokenizer; an export copies those that exist."""
+
+TRAINED_ON = "trained_on.json"
+"""What a tokenizer was trained on, and the CRC-32C of each of its files."""
+
+_MOST_BYTES = 1 << 30
 
 
 class TextTokenizer:
@@ -49,10 +57,8 @@ class TextTokenizer:
         self.eos_id = int(tokenizer.eos_token_id)
         self.vocab_size = max(len(tokenizer), self.eos_id + 1)
         digest = hashlib.sha256()
-        for name in TOKENIZER_FILES:
-            file = folder / name
-            if file.is_file():
-                digest.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        for name in files_of(folder):
+            digest.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
         self.fingerprint = digest.hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -77,13 +83,13 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     folder = path.parent if path.name == "tokenizer.json" else path
     if not folder.is_dir() or (folder != path and not path.is_file()):
         raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not files_of(folder):
         raise UserError(f"tokenizer: {folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
     from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
 
     try:
         if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         else:
             tokenizer = _bare_tokenizer(folder / "tokenizer.json")
     except UserError:
@@ -134,6 +140,75 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Text
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return open_trained(folder)
+
+
+def seal_trained(folder: Path, trained_on: dict[str, Any]) -> None:
+    """Write what the tokenizer in `folder` was trained on beside it, with the checksums of its files. Durable."""
+    for name in files_of(folder):
+        fsync_file(folder / name)
+    record = trained_on | {"files": _checksums(folder)}
+    atomic_write(folder / TRAINED_ON, json.dumps(seal(record), indent=2) + "\n")
+
+
+def read_trained_on(folder: Path) -> dict[str, Any] | None:
+    """What `seal_trained` wrote, `files` with it; None where there is no such file.
+
+    An earlier version wrote no checksums, and so no `files`. Raises UserError when it is damaged.
+    """
+    path = folder / TRAINED_ON
+    try:
+        record, sealed = unseal(parse_object(read_regular(path, most_bytes=1 << 20)))
+        if "files" in record and not sealed:
+            raise ValueError("its own checksum is missing")
+        return record
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _damage(path, str(error)) from error
+
+
+def require_intact(folder: Path) -> int:
+    """Check the files of a tokenizer trained here against what was written; the bytes read.
+
+    Raises UserError naming a file that is damaged, gone, or was put there by somebody else.
+    """
+    record = read_trained_on(folder)
+    wanted = {} if record is None else record.get("files", {})
+    if not isinstance(wanted, dict):
+        raise _damage(folder / TRAINED_ON, "'files' is no object")
+    if not wanted:
+        return 0
+    found = _checksums(folder)
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            raise _damage(folder / name, "the file is missing")
+        if name not in wanted:
+            raise _damage(folder / name, "the file is none of those that Penstock wrote")
+        if found[name] != wanted[name]:
+            raise _damage(folder / name, f"it has CRC-32C {found[name]}, and {wanted[name]!r:.20} was written")
+    return sum((folder / name).stat().st_size for name in found)
+
+
+def files_of(folder: Path) -> list[str]:
+    """Names of the files that make up the tokenizer of a folder."""
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    sums = {}
+    for name in files_of(folder):
+        try:
+            sums[name] = hex_crc(read_regular(folder / name, most_bytes=_MOST_BYTES))
+        except (OSError, ValueError) as error:
+            raise _damage(folder / name, f"it cannot be read ({error})") from error
+    return sums
+
+
+def _damage(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path}: damaged: {why}; restore the file, or delete the folder {path.parent} and resume, which trains the "
+        "tokenizer again on its source"
+    )
 
 
 def open_trained(folder: Path) -> TextTokenizer:

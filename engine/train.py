@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from engine import validation, weights
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.constants import read_constants_file
 from engine.corpus import kept_tokenizer
 from engine.device import memory_use
 from engine.events import Observer, StepMetrics
@@ -300,7 +299,7 @@ def export(
             out_dir,
             spec,
             lambda name: read_parameters(store, name, flat[name]),
-            constants=load_file(root / CONSTANTS_FILE),
+            constants=read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants),
             origin=origin,
             tokenizer=tokenizer,
             dtype="float32" if train.compute_dtype == "float32" else "bfloat16",

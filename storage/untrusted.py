@@ -142,7 +142,10 @@ def refuse(path: Path, why: str) -> NoReturn:
 def read_regular(path: Path, *, below: Path | None = None, most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a file opened by `open_regular`. OSError; ValueError where it has more than `most_bytes`."""
     with open(open_regular(path, below=below), "rb") as file:
-        content = file.read(most_bytes + 1)
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(size, most_bytes) + 1)  # so much is allocated at once
+        if len(content) > size:  # it grew meanwhile
+            content += file.read(max(0, most_bytes + 1 - len(content)))
     if len(content) > most_bytes:
         raise ValueError(f"more than the {most_bytes:,} bytes that are read")
     return content

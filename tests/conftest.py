@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 
@@ -8,13 +7,10 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_profile() -> Iterator[None]:
-    """Plans rest on assumed rates, not on what this machine's owner has measured: they are the same everywhere."""
-    before = os.environ.get("XDG_CONFIG_HOME")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CONFIG_HOME"] = folder
+def _nothing_of_this_machine() -> Iterator[None]:
+    """Plans rest on assumed rates, not on what this machine's owner has measured, and leave nothing for the owner's
+    runs: they are the same everywhere."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name in ("XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+            patch.setenv(name, folder)
         yield
-    if before is None:
-        del os.environ["XDG_CONFIG_HOME"]
-    else:
-        os.environ["XDG_CONFIG_HOME"] = before

@@ -270,3 +270,31 @@ def test_a_resumed_run_may_change_its_budgets_and_drives(tmp_path: Path) -> None
 def test_a_resumed_run_keeps_its_model_and_data(tmp_path: Path, override: str) -> None:
     with pytest.raises(UserError, match="start a new run"):
         change_run(Recipe(name="x"), [override], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.steps=" + "9" * 5000,
+        "train.steps=1_",
+        "model.overrides=" + '{"a":' * 5000 + "1" + "}" * 5000,
+        "storage.nvme=" + "[" * 100_000,
+        'storage.nvme=["a\\u0000b"]',
+        "data.path=caf\udce9",
+        "model.path=a\0b",
+        "name=\x1b]0;owned\x07",
+    ],
+)
+def test_an_override_that_is_made_to_break_something(override: str) -> None:
+    with pytest.raises(UserError) as error:
+        apply_overrides(Recipe(name="x"), [override])
+    assert len(str(error.value)) < 6000
+    assert "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["recipe.py", "recipe.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0", b"raise SystemExit(0)", b"[" * 100_000, b"(" * 10_000])
+def test_a_recipe_file_that_is_none(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"recipe .*{name}"):
+        load_recipe(tmp_path / name)

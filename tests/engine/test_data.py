@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from engine import corpus as corpus_module
 from engine.config import DataConfig
 from engine.corpus import (
-    TokenCorpus,
     cancel_text_ahead,
     prepare_corpus,
     prepare_text,
@@ -25,6 +24,7 @@ from engine.corpus import (
     random_corpus,
     read_pieces,
 )
+from engine.corpus_files import CorpusWriter, TokenCorpus
 from engine.data import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
 from engine.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from storage.errors import UserError
@@ -46,7 +46,7 @@ def tokenizer(tmp_path):
 
 def make_corpus(folder: Path, documents: list[list[int]]) -> TokenCorpus:
     folder.mkdir(parents=True, exist_ok=True)
-    writer = corpus_module._CorpusWriter(folder, "uint16")
+    writer = CorpusWriter(folder, "uint16")
     for index, ids in enumerate(documents):
         writer.append(f"document {index}", np.asarray(ids), True)
     writer.finish("test", eos_id=0)
@@ -195,7 +195,7 @@ def test_bad_sources(tmp_path, tokenizer):
 def test_damaged_corpus_is_refused(tmp_path):
     corpus = make_corpus(tmp_path / "corpus", [[1, 2, 0]])
     (corpus.folder / "tokens.bin").write_bytes(b"\0\0")
-    with pytest.raises(UserError, match="not a readable tokenised corpus"):
+    with pytest.raises(UserError, match=r"tokens\.bin: damaged: it has 2 bytes, and 6 were written; .* delete"):
         TokenCorpus.open(corpus.folder)
 
 
@@ -207,7 +207,7 @@ def test_prepare_tokenizer_chooses_and_reuses(tmp_path, jsonl, tokenizer, monkey
     monkeypatch.setattr(corpus_module, "train_tokenizer", lambda *_: pytest.fail("trained twice"))
     assert prepare_tokenizer(config, None, tmp_path / "trained").fingerprint == trained.fingerprint
     (tmp_path / "trained" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"trained: not a readable tokenizer .*; delete it"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: damaged: .*; restore the file, or delete the folder"):
         prepare_tokenizer(config, None, tmp_path / "trained")
     with pytest.raises(UserError, match="no text to train a tokenizer on"):
         prepare_tokenizer(DataConfig(source="random"), None, tmp_path / "other")
@@ -429,3 +429,24 @@ def test_what_is_held_out_depends_on_the_seed_alone():
     assert set(held_out[0]) <= set(held_out[1]), "more documents are these and others"
     with pytest.raises(UserError, match=r"data\.validation_documents: 4, but the corpus has 4 documents"):
         split_documents(4, 4, 0)
+
+
+def test_a_cursor_that_is_no_place_in_the_corpus(tmp_path):
+    loader = DataLoader(
+        make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), vocab_size=9, sequence_length=4, sequences_per_step=1
+    )
+    good = loader.cursor
+    for bad in (
+        None,
+        [1],
+        {},
+        *({key: value for key, value in good.items() if key != name} for name in ("corpus", "seed", "epoch", "offset")),
+        *(good | {name: value} for name in ("epoch", "piece", "offset") for value in (-1, "0", None, 1.0, True, 2**63)),
+        good | {"piece": 4},
+        good | {"piece": 3, "offset": 1},
+        good | {"offset": 4},
+    ):
+        with pytest.raises(UserError, match="the record of the generation"):
+            loader.seek(bad)
+    loader.seek(good | {"piece": 3})
+    assert loader.next_step()[0].num_targets > 0

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.rundir import read_info, read_object
+from storage.sealed import KEY
 from tui.data.metrics import MetricsLog
 from tui.data.tail import JsonTail
 
@@ -53,6 +54,7 @@ class ComparedRun:
             if isinstance(step, int) and isinstance(loss, (int, float)):
                 self.validations[step] = float(loss)
         self.recipe = self.recipe or _flat(read_object(self.path / "recipe.json") or {})
+        self.recipe.pop(KEY, None)
         tiers = (read_object(self.path / "summary.json") or {}).get("tiers")
         self.peaks = tiers if isinstance(tiers, dict) else self.peaks
         self.state = str(read_info(self.path).state) if self.path.is_dir() else "vanished"

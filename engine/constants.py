@@ -1,0 +1,65 @@
+"""The model's constants on disk: persistent buffers that are not trained. Each generation keeps their checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from storage.disk import atomic_write
+from storage.errors import UserError
+from storage.sealed import hex_crc
+from storage.untrusted import printable, read_regular
+
+
+def write_constants(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write the constants, durably; the CRC-32C of the file, for `read_constants_file`."""
+    content = save(tensors)
+    atomic_write(path, content)
+    return hex_crc(content)
+
+
+def read_constants_file(path: Path, crc: str | None, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The constants that are kept of a model whose constants have those `shapes`.
+
+    `crc` is what `write_constants` gave; None where the generation was made before there were checksums.
+    Raises UserError naming the file when it is missing, damaged, or another model's.
+    """
+    try:
+        tensors = load(_checked(path, crc))
+        if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}).items() - shapes.items():
+            raise ValueError(f"it holds {_words(found)}, and the model has {_words(shapes)}")
+        return tensors
+    except FileNotFoundError:
+        why = "the file is missing"
+    except Exception as error:  # safetensors raises what it likes
+        why = str(error)
+    raise _damage(path, why)
+
+
+def verify_constants(path: Path, crc: str | None) -> int:
+    """Read the file and check it against its checksum; its bytes. Raises UserError naming it."""
+    try:
+        return len(_checked(path, crc))
+    except FileNotFoundError:
+        why = "the file is missing"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise _damage(path, why)
+
+
+def _checked(path: Path, crc: object) -> bytes:
+    content = read_regular(path)
+    if crc is not None and (found := hex_crc(content)) != crc:
+        raise ValueError(f"it has CRC-32C {found}, and {crc!r:.20} was written")
+    return content
+
+
+def _words(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return printable(", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "nothing")
+
+
+def _damage(path: Path, why: str) -> UserError:
+    return UserError(f"{path}: damaged: {why}; restore the file, or start a new run")

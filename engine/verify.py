@@ -1,0 +1,38 @@
+"""The files of a run beside its state: read whole, and checked against what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.constants import verify_constants
+from engine.corpus_files import verify_corpus
+from engine.folders import state_folder
+from engine.session import CONSTANTS_FILE
+from engine.tokenizer import require_intact
+from storage.errors import UserError
+
+
+def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:
+    """Read and check a run's tokenizer, tokenised corpus and constants; the bytes read.
+
+    `meta` is the record of its committed generation. What is not there is made again by a resume, and is no damage.
+    Raises UserError with a line for each damaged file.
+    """
+    tokenizer, corpus, state = run_dir / "data" / "tokenizer", run_dir / "data" / "corpus", state_folder(run_dir)
+    checks: list[tuple[Path, Callable[[], int]]] = [
+        (tokenizer, lambda: require_intact(tokenizer)),
+        (corpus, lambda: verify_corpus(corpus)),
+        (state, lambda: verify_constants(state / CONSTANTS_FILE, meta.get("constants"))),
+    ]
+    size, failures = 0, []
+    for folder, check in checks:
+        if folder.exists():
+            try:
+                size += check()
+            except UserError as error:
+                failures.append(str(error))
+    if failures:
+        raise UserError("\n".join(failures))
+    return size

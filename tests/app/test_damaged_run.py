@@ -1,0 +1,194 @@
+"""Any damaged file that a run needs stops a resume and a scrub, by name; and runs leave each other their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from app.recipe import Recipe, from_json, from_run_json, to_run_json
+from app.rundir import RunDir, read_recipe
+from storage.errors import UserError
+
+RECIPE = """
+from app.recipe import Recipe
+from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+
+recipe = Recipe(
+    name="tiny",
+    model=ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
+    data=DataConfig(source="text", path="texts", tokenizer_vocab_size=300, sequence_length=64),
+    train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu", calibrate=False),
+    budgets=BudgetConfig(gpu="1MiB", ram="2MiB", nvme="64MiB"),
+    storage=StorageConfig(chunk_bytes="64KiB"),
+)
+"""
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and a run `run` of one step."""
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / "tiny.py").write_text(RECIPE)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("def a(): pass\n" * 400)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main(["train", "tiny.py", "--run-dir", "run"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder / "run"
+
+
+def refusal(capsys: Captured, *arguments: str) -> str:
+    """The one message of a command that is refused."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.fixture
+def damaged(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file of the run with a byte of its middle changed; afterwards it is as it was."""
+    file = here / request.param
+    content = file.read_bytes()
+    at = len(content) // 2
+    while content[at : at + 1].isspace():
+        at += 1
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    yield file
+    file.write_bytes(content)
+
+
+FILES = [
+    "recipe.json",
+    "data/tokenizer/tokenizer.json",
+    "data/tokenizer/tokenizer_config.json",
+    "data/tokenizer/trained_on.json",
+    "data/corpus/meta.json",
+    "data/corpus/tokens.bin",
+    "data/corpus/tokens.crc32c",
+    "data/corpus/documents.npy",
+    "state/constants.safetensors",
+    "state/manifest.json",
+]
+
+
+@pytest.mark.parametrize("damaged", FILES, indirect=True)
+def test_resume_and_scrub_refuse_by_the_files_name(damaged: Path, here: Path, capsys: Captured) -> None:
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and "state" in path.parts}
+    for command in (["resume", "run", "--set", "train.steps=2"], ["scrub", "run"]):
+        assert damaged.name in refusal(capsys, *command)
+    assert all(path.read_bytes() == content for path, content in before.items()), "the last generation is intact"
+
+
+def test_what_no_test_damages_is_not_needed(here: Path) -> None:
+    """Beside FILES a run has logs, reports, and in state/ what tests/storage damages: chunk files and copies."""
+    names = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
+    assert {name for name in names - set(FILES) if not name.startswith("state/")} == {
+        "log.jsonl",
+        "metrics.jsonl",
+        "plan.json",
+        "predicted.jsonl",
+        "run.lock",
+        "spans.jsonl",
+        "status.json",
+        "summary.json",
+    }
+    assert set(FILES) <= names
+
+
+def test_a_corpus_that_is_deleted_is_made_again(here: Path, capsys: Captured, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(here, copy)
+    (copy / "data" / "corpus" / "tokens.bin").write_bytes(b"\xff" * 50)
+    assert f"delete the folder {copy / 'data' / 'corpus'}" in refusal(capsys, "scrub", str(copy))
+    shutil.rmtree(copy / "data")
+    assert main(["resume", str(copy), "--set", "train.steps=2"]) == 0
+    assert main(["scrub", str(copy)]) == 0
+    assert "all as written" in capsys.readouterr().out
+
+
+def test_every_byte_of_a_runs_recipe(here: Path) -> None:
+    content, recipe = (here / "recipe.json").read_bytes(), read_recipe(here)
+    assert json.loads(content)["crc32c"]
+    for at in range(len(content)):
+        text = (content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]).decode(errors="replace")
+        with contextlib.suppress(UserError):
+            assert from_run_json(text, "recipe.json") == recipe
+
+
+def test_an_edited_recipe_says_what_to_do_and_without_its_checksum_it_is_taken(
+    here: Path, capsys: Captured, tmp_path: Path
+) -> None:
+    recipe = from_json((here / "recipe.json").read_text())
+    edited = to_run_json(recipe).replace('"steps": 1,', '"steps": 3,')
+    (tmp_path / "recipe.json").write_text(edited)
+    message = refusal(capsys, "resume", str(tmp_path))
+    assert f"{tmp_path / 'recipe.json'}: the file was changed or damaged since Penstock wrote it" in message
+    assert "--set key=value" in message
+    assert 'removing its "crc32c" line accepts an edit' in message
+    lines = edited.splitlines()
+    assert [line for line in lines if "crc32c" in line] == lines[-2:-1]
+    accepted = "\n".join(lines[:-2]).rstrip(",") + "\n}\n"
+    (tmp_path / "recipe.json").write_text(accepted)
+    with RunDir.open(tmp_path) as run:
+        assert run.recipe.train.steps == 3
+        run.save_recipe()
+    assert (tmp_path / "recipe.json").read_text() == to_run_json(run.recipe), "it has its checksum again"
+
+
+def test_a_runs_recipe_starts_another_run_edited_or_not(here: Path, tmp_path: Path) -> None:
+    recipe = from_json((here / "recipe.json").read_text())
+    for text in (to_run_json(recipe), to_run_json(recipe).replace('"name": "tiny"', '"name": "tiny2"')):
+        (tmp_path / "recipe.json").write_text(text)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        assert main(["train", str(tmp_path / "recipe.json"), "--run-dir", str(tmp_path / "new")]) == 0
+        assert read_recipe(tmp_path / "new").name == json.loads(text)["name"]
+    assert isinstance(recipe, Recipe)
+
+
+@pytest.fixture
+def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A live process's record of more memory than any machine has; how it is named."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "penstock").mkdir(mode=0o700)
+    record = {"run": "/runs/x", "pid": os.getppid(), "base_bytes": 2**50, "ram_bytes": 10**15, "gpu_bytes": {}}
+    (tmp_path / "penstock" / "run-1").write_text(json.dumps(record))
+    with (tmp_path / "penstock" / "run-1").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield f"/runs/x (process {os.getppid()}) has 1,000,000.0 GB reserved"
+
+
+def test_a_run_and_a_plan_say_who_has_reserved_the_memory(
+    holder: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(folder)
+    automatic = RECIPE.replace('gpu="1MiB", ram="2MiB", ', "")
+    (tmp_path / "automatic.py").write_text(automatic.replace('"texts"', repr(str(folder / "texts"))))
+    assert holder in refusal(capsys, "train", str(tmp_path / "automatic.py"), "--run-dir", str(tmp_path / "auto"))
+    main(["plan", str(tmp_path / "automatic.py"), "--json"])
+    assert holder in json.loads(capsys.readouterr().out)["budgets"]["ram"]
+    assert main(["train", "tiny.py", "--run-dir", str(tmp_path / "given")]) == 0, "explicit budgets are only warned of"
+    told = [json.loads(line)["text"] for line in (tmp_path / "given" / "log.jsonl").read_text().splitlines()]
+    assert [text for text in told if text.startswith("warning: this run plans 0.0 GB of RAM") and holder in text]
+    assert sorted(path.name for path in (tmp_path / "penstock").iterdir()) == ["lock", "run-1"], "and gone at the end"

@@ -1,0 +1,333 @@
+"""A corpus that is damaged anywhere is refused before a wrong token is handed out; one without checksums gets them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import DataConfig
+from engine.constants import read_constants_file, verify_constants, write_constants
+from engine.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
+from engine.corpus_files import BLOCK_BYTES, DOCUMENTS, META, SUMS, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
+from engine.data import DataLoader
+from engine.tokenizer import TRAINED_ON, require_intact, train_tokenizer
+from engine.verify import verify_run_files
+from storage.errors import UserError
+from storage.sealed import seal
+
+RANDOM = DataConfig(source="random", sequence_length=8, max_documents=6)
+TEXTS = [f"a text of {number} words, and another\n" * 3 for number in range(12)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return random_corpus(RANDOM, 300, tmp_path / "corpus").folder
+
+
+def large(folder: Path, tokens: int = 100_000) -> Path:
+    """A corpus of some blocks: 200,000 bytes, in documents of 1000 tokens."""
+    folder.mkdir()
+    writer = CorpusWriter(folder, "uint16")
+    ids = np.random.default_rng(0).integers(0, 500, tokens)
+    for start in range(0, tokens, 1000):
+        writer.append(f"document {start}", ids[start : start + 1000], True)
+    writer.finish("made", 0)
+    return folder
+
+
+def rewrite_meta(folder: Path, **changes: Any) -> None:
+    """As somebody would who knows of the checksum."""
+    values = json.loads((folder / META).read_text()) | changes
+    (folder / META).write_text(json.dumps(seal({key: value for key, value in values.items() if key != "crc32c"})))
+
+
+def as_before(folder: Path) -> None:
+    """Make it a corpus of a version that knew no checksums."""
+    values = json.loads((folder / META).read_text())
+    for name in ("sums_crc32c", "documents_crc32c", "crc32c"):
+        del values[name]
+    (folder / META).write_text(json.dumps(values, indent=2))
+    (folder / SUMS).unlink()
+
+
+@pytest.mark.parametrize("name", [META, TOKENS, SUMS, DOCUMENTS])
+def test_every_flipped_byte_is_found_by_use_and_by_scrub(corpus: Path, name: str) -> None:
+    original, file = TokenCorpus.open(corpus).tokens[:].copy(), corpus / name
+    content = file.read_bytes()
+    for at in range(len(content)):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1 :])
+        if name == META and json.loads(content) == _parsed(file):
+            continue  # a blank became another
+        with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder {corpus}"):
+            assert (TokenCorpus.open(corpus).tokens[:] == original).all()
+        with pytest.raises(UserError, match=f"{name}: damaged"):
+            verify_corpus(corpus)
+    file.write_bytes(content)
+    assert verify_corpus(corpus) == sum(path.stat().st_size for path in corpus.iterdir())
+
+
+def _parsed(file: Path) -> object:
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError:
+        return None
+
+
+def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_left_alone(tmp_path: Path) -> None:
+    folder = large(tmp_path / "corpus")
+    wanted = TokenCorpus.open(folder).tokens[:].copy()
+    with (folder / TOKENS).open("r+b") as file:
+        file.seek(2 * BLOCK_BYTES + 5)
+        file.write(b"\0\0\0\0")
+    tokens, half = TokenCorpus.open(folder).tokens, BLOCK_BYTES // 2
+    for span in (slice(0, 10), slice(half - 5, half + 5), slice(2 * half - 1, 2 * half), slice(3 * half, 100_000)):
+        assert (tokens[span] == wanted[span]).all()
+        assert (tokens[span] == wanted[span]).all(), "the second time it is not checked"
+    assert len(tokens[7:7]) == 0
+    for span in (slice(2 * half, 2 * half + 1), slice(2 * half - 1, 2 * half + 1), slice(0, 100_000)):
+        with pytest.raises(UserError, match=r"tokens\.bin: damaged: block 2 \(bytes 131,072 to 196,608\) has CRC-32C"):
+            tokens[span]
+    loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, sequences_per_step=1)
+    with pytest.raises(UserError, match="block 2"):
+        [loader.next_step() for _ in range(100)]
+
+
+def test_scrub_counts_the_damaged_blocks(tmp_path: Path) -> None:
+    folder = large(tmp_path / "corpus")
+    content = (folder / TOKENS).read_bytes()
+    (folder / TOKENS).write_bytes(content[:BLOCK_BYTES] + bytes(len(content) - BLOCK_BYTES))
+    with pytest.raises(UserError, match=r"block 1 .*, one of 3 damaged blocks of 4; restore"):
+        verify_corpus(folder)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_in_use_is_an_error(tmp_path: Path) -> None:
+    corpus = TokenCorpus.open(large(tmp_path / "corpus"))
+    os.truncate(corpus.folder / TOKENS, BLOCK_BYTES)
+    assert len(corpus.tokens[:10]) == 10
+    with pytest.raises(UserError, match=r"tokens\.bin: damaged: it became shorter"):
+        corpus.tokens[BLOCK_BYTES:]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[1]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"fingerprint": 1}', b'{"a": "\\ud800"}', None],
+    ids=["empty", "list", "object", "null", "binary", "deep", "types", "surrogate", "missing"],
+)
+def test_a_description_that_is_none(corpus: Path, content: bytes | None) -> None:
+    (corpus / META).unlink()
+    if content is None:
+        (corpus / META).symlink_to("/dev/zero")
+    else:
+        (corpus / META).write_bytes(content)
+    for call in (lambda: TokenCorpus.open(corpus), lambda: random_corpus(RANDOM, 300, corpus)):
+        with pytest.raises(UserError, match=r"meta\.json: damaged: .*; restore the file, or delete the folder"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "object"}, "'dtype' is"),
+        ({"num_tokens": 10**30}, "'num_tokens' is"),
+        ({"num_tokens": 2**62}, "documents of"),
+        ({"num_tokens": "48"}, "'num_tokens' is"),
+        ({"num_tokens": True}, "'num_tokens' is"),
+        ({"num_documents": -1}, "documents of"),
+        ({"num_documents": 0}, "documents of"),
+        ({"eos_id": -5}, "token ids up to"),
+        ({"eos_id": 70_000}, "token ids up to"),
+        ({"max_token_id": 2**40}, "token ids up to"),
+        ({"sums_crc32c": ""}, "one of two"),
+        ({"num_tokens": 47}, "do not rise from 0 to 47"),
+        ({"num_documents": 5}, "no array of 6 offsets"),
+        ({"dtype": "uint32"}, "it has 96 bytes, and 192 were written"),
+    ],
+)
+def test_a_description_with_its_own_checksum_is_not_believed_either(
+    corpus: Path, changes: dict[str, Any], message: str
+) -> None:
+    rewrite_meta(corpus, **changes)
+    with pytest.raises(UserError, match=f"damaged: .*{message}"):
+        TokenCorpus.open(corpus)
+
+
+def test_an_id_above_the_largest_is_not_handed_out(corpus: Path) -> None:
+    rewrite_meta(corpus, max_token_id=100)
+    with pytest.raises(UserError, match="holds a token id above 100"):
+        TokenCorpus.open(corpus).tokens[:]
+
+
+@pytest.mark.parametrize("name", [TOKENS, SUMS, DOCUMENTS])
+@pytest.mark.parametrize("how", ["pipe", "link", "folder", "gone", "empty"])
+def test_a_file_that_is_no_file(corpus: Path, name: str, how: str) -> None:
+    content = (corpus / name).read_bytes()
+    (corpus / name).unlink()
+    (corpus.parent / "other").write_bytes(content)
+    {
+        "pipe": lambda: os.mkfifo(corpus / name),
+        "link": lambda: (corpus / name).symlink_to(corpus.parent / "other"),
+        "folder": (corpus / name).mkdir,
+        "gone": lambda: None,
+        "empty": (corpus / name).touch,
+    }[how]()
+    with pytest.raises(UserError, match=f"{name}.*restore the file, or delete the folder"):
+        TokenCorpus.open(corpus)
+
+
+def test_documents_that_are_no_offsets(corpus: Path) -> None:
+    starts = np.load(corpus / DOCUMENTS)
+    arrays = [starts[::-1], starts.astype("<f8"), starts[:, None], np.asarray([[]] * 7, dtype=object), starts + 1]
+    as_before(corpus)
+    for array in arrays:
+        stream = io.BytesIO()
+        np.save(stream, array, allow_pickle=True)
+        (corpus / DOCUMENTS).write_bytes(stream.getvalue())
+        with pytest.raises(UserError, match=r"documents\.npy: damaged"):
+            TokenCorpus.open(corpus)
+    (corpus / DOCUMENTS).write_bytes(b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16)
+    with pytest.raises(UserError, match=r"documents\.npy: damaged"):
+        TokenCorpus.open(corpus)
+
+
+def test_a_corpus_without_checksums_gets_them_once_its_content_is_known(tmp_path: Path) -> None:
+    folder = large(tmp_path / "corpus")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    as_before(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(TokenCorpus.open(folder).tokens[:]) == 100_000
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    for name, content in before.items():
+        (folder / name).write_bytes(content)
+    (folder / TOKENS).write_bytes(bytes([before[TOKENS][0] ^ 1]) + before[TOKENS][1:])
+    with pytest.raises(UserError, match=r"tokens\.bin: damaged: it has SHA-256"):
+        TokenCorpus.open(folder)
+    assert (folder / META).read_bytes() == before[META]
+
+
+def test_a_corpus_whose_folder_cannot_be_written_is_checked_all_the_same(tmp_path: Path) -> None:
+    folder = large(tmp_path / "corpus")
+    as_before(folder)
+    (folder / SUMS).mkdir()  # in the way of the checksums
+    corpus = TokenCorpus.open(folder)
+    content = (folder / TOKENS).read_bytes()
+    (folder / TOKENS).write_bytes(content[:-2] + b"\0\0")
+    with pytest.raises(UserError, match="block 3"):
+        corpus.tokens[:]
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/texts/caf\xe9.txt")).write_text("a few words")
+    config = DataConfig(source="text", path=str(tmp_path / "texts"), tokenizer_vocab_size=300)
+    tokenizer = prepare_tokenizer(config, None, tmp_path / "tokenizer")
+    corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
+    assert corpus.info == TokenCorpus.open(corpus.folder).info
+    with pytest.raises(UserError, match=r"caf\ufffd\.txt: token id"):
+        corpus.require_vocabulary(1)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[DataConfig, Path]:
+    (tmp_path / "source.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = DataConfig(source="jsonl", path=str(tmp_path / "source.jsonl"), tokenizer_vocab_size=280)
+    prepare_tokenizer(config, None, tmp_path / "tokenizer")
+    return config, tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", TRAINED_ON])
+def test_every_file_of_a_trained_tokenizer_is_checked(trained: tuple[DataConfig, Path], name: str) -> None:
+    config, folder = trained
+    content = (folder / name).read_bytes()
+    for at in range(0, len(content), max(1, len(content) // 50)):
+        (folder / name).write_bytes(content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1 :])
+        if name == TRAINED_ON and json.loads(content) == _parsed(folder / name):
+            continue
+        for call in (
+            lambda: prepare_tokenizer(config, None, folder),
+            lambda: kept_tokenizer(config, None, folder),
+            lambda: require_intact(folder),
+        ):
+            with pytest.raises(UserError, match=f"{name}: damaged: .*; restore the file, or delete the folder"):
+                call()
+    (folder / name).write_bytes(content)
+    assert require_intact(folder) > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"null", b'{"files": [1]}', b"[" * 100_000])
+def test_a_record_of_training_that_is_none(trained: tuple[DataConfig, Path], content: bytes) -> None:
+    (trained[1] / TRAINED_ON).write_bytes(content)
+    with pytest.raises(UserError, match=r"trained_on\.json: damaged"):
+        require_intact(trained[1])
+
+
+def test_a_file_put_beside_a_trained_tokenizer_or_taken_away_is_damage(trained: tuple[DataConfig, Path]) -> None:
+    config, folder = trained
+    (folder / "added_tokens.json").write_text('{"x": 5}')
+    with pytest.raises(UserError, match=r"added_tokens\.json: damaged: the file is none of those that Penstock wrote"):
+        prepare_tokenizer(config, None, folder)
+    (folder / "added_tokens.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: damaged: the file is missing"):
+        kept_tokenizer(config, None, folder)
+
+
+def test_a_tokenizer_without_checksums_is_taken_over(trained: tuple[DataConfig, Path]) -> None:
+    config, folder = trained
+    sealed = (folder / TRAINED_ON).read_text()
+    record = {key: value for key, value in json.loads(sealed).items() if key in ("source", "vocab_size")}
+    (folder / TRAINED_ON).write_text(json.dumps(record))
+    assert require_intact(folder) == 0
+    prepare_tokenizer(config, None, folder)
+    assert (folder / TRAINED_ON).read_text() == sealed
+
+
+def test_constants_are_checked_against_the_generations_checksum(tmp_path: Path) -> None:
+    file, tensors = tmp_path / "constants.safetensors", {"scale": torch.arange(4.0)}
+    crc, shapes = write_constants(file, tensors), {"scale": (4,), "other": (2,)}
+    assert read_constants_file(file, crc, shapes)["scale"].equal(tensors["scale"])
+    assert read_constants_file(file, None, shapes).keys() == {"scale"}
+    with pytest.raises(UserError, match=r"constants\.safetensors: damaged: it holds scale \[4\], and the model has"):
+        read_constants_file(file, None, {"scale": (5,)})
+    content = file.read_bytes()
+    assert verify_constants(file, crc) == len(content)
+    for at in range(len(content)):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        for call in (lambda: read_constants_file(file, crc, shapes), lambda: verify_constants(file, crc)):
+            with pytest.raises(UserError, match=r"constants\.safetensors: damaged: it has CRC-32C"):
+                call()
+    file.write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match=r"constants\.safetensors: damaged"):
+        read_constants_file(file, None, shapes)
+    file.unlink()
+    with pytest.raises(UserError, match=r"constants\.safetensors: damaged: the file is missing"):
+        read_constants_file(file, crc, shapes)
+
+
+def test_all_that_is_damaged_is_listed(tmp_path: Path) -> None:
+    data, state = tmp_path / "data", tmp_path / "state"
+    train_tokenizer(TEXTS, 280, data / "tokenizer")
+    random_corpus(RANDOM, 300, data / "corpus")
+    state.mkdir()
+    meta = {"constants": write_constants(state / "constants.safetensors", {})}
+    size = verify_run_files(tmp_path, meta)
+    assert size == sum(path.stat().st_size for path in [*(data / "corpus").iterdir(), *state.iterdir()])
+    for file in (data / "corpus" / TOKENS, state / "constants.safetensors"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(UserError) as error:
+        verify_run_files(tmp_path, meta)
+    assert [line.split(": ")[0] for line in str(error.value).splitlines()] == [
+        str(data / "corpus" / TOKENS),
+        str(state / "constants.safetensors"),
+    ]
+    shutil.rmtree(data)
+    (state / "constants.safetensors").unlink()
+    with pytest.raises(UserError, match="the file is missing"):
+        verify_run_files(tmp_path, meta)

@@ -1,0 +1,279 @@
+"""Runs that live at the same time leave each other the memory that they have planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tiny import Silent
+
+from engine.limits import GIB, Free, free_budgets
+from engine.plan import Plan
+from engine.planning import Budgets
+from engine.preparing import Checklist
+from engine.reservations import Reservation, Reserved, reserved, words
+from storage.errors import BudgetError
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+PROCESS = """
+import json, sys
+from pathlib import Path
+from types import SimpleNamespace as Some
+from engine.limits import free_budgets
+from engine.preparing import Checklist
+from engine.reservations import Reservation
+
+root, run, takes = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+observer = Some(on_message=lambda text: print(text, file=sys.stderr), on_prepare=lambda item: None)
+with Reservation(run, Some(type="cpu"), observer, Checklist(observer), root=root) as mine:
+    free = free_budgets(Some(type="cpu"), others=mine.others, root=root)
+    mine.reserve(Some(ram=free.ram_bytes, gpu=free.gpu_bytes, why=free.why))
+    print("reserved", flush=True)
+    if "hold" in sys.argv:
+        sys.stdin.readline()
+    peaks = [int(takes * size) for size in (free.ram_bytes, free.gpu_bytes)]
+    mine.settle(Some(tiers={"ram": Some(peak_bytes=peaks[0]), "gpu": Some(peak_bytes=peaks[1])}))
+    print(json.dumps({"budget": free.ram_bytes + free.gpu_bytes, "planned": sum(peaks), "why": free.why}), flush=True)
+    sys.stdin.readline()
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A pretended machine of 32 GiB, 20 of them free."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {32 * 2**20} kB\nMemAvailable: {20 * 2**20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The two folders in which records may be."""
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "runtime" / "penstock", tmp_path / "temporary" / f"penstock-{os.geteuid()}"
+
+
+@pytest.fixture
+def start(machine: Path, places: object) -> Iterator[Start]:
+    """Starts a process that plans `takes` of what it may take on the pretended machine, and lives on."""
+    processes = []
+
+    def begin(name: str, *arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a process planned."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reserved\n"
+    return cast(dict[str, Any], json.loads(process.stdout.readline()))
+
+
+def reservation(machine: Path, observer: Any = None, **settings: Any) -> Reservation:
+    observer = observer or Silent()
+    return Reservation(machine / "mine", CPU, observer, Checklist(observer), root=machine, **settings)
+
+
+def plan(ram: int, gpu: int) -> Plan:
+    tiers = {"ram": SimpleNamespace(peak_bytes=ram), "gpu": SimpleNamespace(peak_bytes=gpu)}
+    return cast(Plan, SimpleNamespace(tiers=tiers))
+
+
+def budgets(free: Free) -> Budgets:
+    return Budgets(free.gpu_bytes, free.ram_bytes, None, free.why)
+
+
+class Listening(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.items: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.texts.append(text)
+
+    def on_prepare(self, item: Any) -> None:
+        self.items.append(item.name)
+
+
+@pytest.mark.parametrize("takes", [1.0, 0.5])
+def test_three_at_once_never_plan_more_than_there_is(machine: Path, start: Start, takes: float) -> None:
+    found = [said(process) for process in [start(name, takes) for name in "abc"]]
+    alone = free_budgets(CPU, root=machine)
+    assert max(each["budget"] for each in found) == alone.gpu_bytes + alone.ram_bytes
+    assert 0 < sum(each["planned"] for each in found) <= 20 * GIB
+    if takes < 1:
+        assert all(each["planned"] > 0 for each in found)
+    last = min(found, key=lambda each: each["budget"])
+    assert last["why"]["ram"].count("GB reserved") == 2
+
+
+def test_a_reservation_ends_with_its_process(machine: Path, start: Start, places: tuple[Path, Path]) -> None:
+    process = start("a", 1.0)
+    planned = said(process)["planned"]
+    assert [(each.pid, Path(each.run).name) for each in reserved()] == [(process.pid, "a")]
+    # What the process has allocated since is a few megabytes.
+    assert planned - GIB // 4 < reserved()[0].ram_bytes <= planned
+    process.kill()
+    process.wait()
+    assert reserved() == []
+    assert any(file.name.startswith("run-") for file in places[0].iterdir())
+    with reservation(machine) as mine:
+        assert mine.others == []
+    assert [file.name for file in places[0].iterdir()] == ["lock"]
+
+
+def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: Start) -> None:
+    holder = start("holder", 1.0, "hold")
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout.readline() == "reserved\n"
+    observer = Listening()
+    with reservation(machine, observer, wait_s=0.0) as mine:
+        assert [other.pid for other in mine.others] == [holder.pid], "it goes on, with all of that reserved"
+    name = f"{machine / 'holder'} (process {holder.pid})"
+    assert set(observer.items) == {f"waiting for {name} to plan its memory"}
+    assert observer.texts == [f"{name} still plans its memory; going on with what it has not reserved"]
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    observer = Listening()
+    with reservation(machine, observer) as mine:
+        assert [other.pid for other in mine.others] == [holder.pid]
+    assert observer.texts == []
+
+
+def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: Start) -> None:
+    process = start("holder", 1.0)
+    planned = said(process)["planned"]
+    observer = Listening()
+    name = f"(process {process.pid}) has {reserved()[0].ram_bytes / 1e9:.1f} GB reserved"
+    assert planned > 15 * GIB
+    refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
+    with refusal as error, reservation(machine) as mine:
+        mine.reserve(budgets(free_budgets(CPU, others=mine.others, root=machine)))
+        raise BudgetError("too small", tier="ram", need_bytes=2, budget_bytes=1)
+    assert (error.value.tier, error.value.need_bytes, error.value.budget_bytes) == ("ram", 2, 1)
+    assert name in str(error.value)
+    with reservation(machine, observer) as mine:
+        given = free_budgets(CPU, ram_bytes=GIB, gpu_bytes=8 * GIB, others=mine.others, root=machine)
+        mine.reserve(budgets(given))
+        mine.settle(plan(GIB, 8 * GIB))
+    assert len(observer.texts) == 1
+    assert observer.texts[0].startswith("warning: this run plans 9.7 GB of RAM")
+    assert name in observer.texts[0]
+
+
+def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, start: Start) -> None:
+    with reservation(machine) as mine:
+        mine.reserve(budgets(free_budgets(CPU, root=machine)))
+        mine.settle(plan(GIB, GIB))
+        assert reserved() == [], "one's own is not another's"
+        other = said(start("other", 1.0))
+        alone = free_budgets(CPU, root=machine)
+        taken = alone.gpu_bytes + alone.ram_bytes - other["budget"]
+        assert 2 * GIB - GIB // 4 < taken <= 2 * GIB
+        assert f"mine (process {os.getpid()}) has 2.1 GB reserved" in other["why"]["gpu"]
+
+
+def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places: tuple[Path, Path]) -> None:
+    first, second = places
+    (machine / "elsewhere").mkdir(mode=0o700)
+    first.symlink_to(machine / "elsewhere")
+    observer = Listening()
+    with reservation(machine, observer) as mine:
+        mine.reserve(budgets(free_budgets(CPU, root=machine)))
+        assert len(list(second.iterdir())) == 2
+    assert second.stat().st_mode & 0o777 == 0o700
+    second.chmod(0o755)
+    with reservation(machine, observer) as mine:
+        mine.reserve(budgets(free_budgets(CPU, root=machine)))
+        mine.settle(plan(GIB, GIB))
+        mine.allocated()
+    assert len(observer.texts) == 1, "it is told once"
+    assert str(first) in observer.texts[0]
+    assert f"{second}: it is not this user's alone" in observer.texts[0]
+    assert list((machine / "elsewhere").iterdir()) == []
+    assert [file.name for file in second.iterdir()] == ["lock"]
+
+
+def test_what_is_no_record_is_left_out(machine: Path, places: tuple[Path, Path]) -> None:
+    import fcntl
+
+    places[0].mkdir(mode=0o700)
+    os.mkfifo(places[0] / "run-pipe")
+    (places[0] / "run-link").symlink_to("/dev/zero")
+    (places[0] / "run-folder").mkdir()
+    good = {"run": "/x\x1b[2J", "pid": 1, "base_bytes": 2**62, "ram_bytes": 7, "gpu_bytes": {"one": 5}}
+    bad: list[Any] = [{}, [], 1, good | {"pid": "1"}, good | {"ram_bytes": -1}, good | {"gpu_bytes": {"one": 1.5}}]
+    contents = [json.dumps(each).encode() for each in [good, *bad]] + [b"", b"[" * 8000, b"\xff" * 9000]
+    held = []
+    for number, content in enumerate(contents):
+        (places[0] / f"run-{number}").write_bytes(content)
+        held.append(os.open(places[0] / f"run-{number}", os.O_RDONLY))
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+    try:
+        assert reserved() == [Reserved("/x\x1b[2J", 1, 7, {"one": 5})]
+        assert words(reserved(), "one") == "/x�[2J (process 1) has 0.0 GB reserved"
+        with reservation(machine) as mine:
+            assert mine.others == reserved()
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_a_gpus_memory_is_reserved_until_it_is_allocated(
+    machine: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, integrated: bool
+) -> None:
+    """The driver's answers, as there may be no GPU here."""
+    properties = SimpleNamespace(uuid="GPU-1", is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    cuda, observer = torch.device("cuda", 0), Silent()
+    seen = []
+    with Reservation(machine / "mine", cuda, observer, Checklist(observer), root=machine) as mine:
+        mine.reserve(budgets(free_budgets(cuda, root=machine)))
+        for call in (lambda: mine.settle(plan(GIB, 5 * GIB)), mine.allocated):
+            call()
+            record = next(file for file in places[0].iterdir() if file.name.startswith("run-"))
+            values = json.loads(record.read_bytes())
+            seen.append((values["ram_bytes"], values["gpu_bytes"]))
+    assert seen == ([(6 * GIB, {})] * 2 if integrated else [(GIB, {"GPU-1": 5 * GIB}), (GIB, {"GPU-1": 0})])
+    others = [Reserved("/runs/x", 1, GIB, {"GPU-1": 5 * GIB}), Reserved("/runs/y", 2, 0, {"GPU-2": 5 * GIB})]
+    free = free_budgets(cuda, others=others, root=machine)
+    if not integrated:
+        assert free.gpu_bytes == 15 * GIB - 768 * 2**20
+        assert "20.0 GiB free, of which /runs/x (process 1) has 5.4 GB reserved, 4.0 GiB of 24.0" in free.why["gpu"]
+        assert free.ram_bytes == 19 * GIB - int(2.56 * GIB)
