@@ -75,9 +75,8 @@ class MetricsLog:
             self._grow()
         columns = self._columns
         for name in READ:
-            value = line.get(name)
-            usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-            columns[name][row] = value if usable else math.nan
+            value = number(line, name)
+            columns[name][row] = math.nan if value is None else value
         columns["step"][row] = step
         columns["ema"][row] = self._average(row, columns["loss"][row])
         for name, total in (("tokens", "total_tokens"), ("step_s", "total_s")):
