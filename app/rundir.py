@@ -101,16 +101,9 @@ class RunLock:
 
 
 def is_live(run_path: Path) -> bool:
-    """Whether a process holds the run's lock; False where that cannot be seen."""
-    return _is_locked(run_path) is True
-
-
-def _is_locked(run_path: Path) -> bool | None:
-    """Whether a process holds the run's lock; None where this user may not look."""
+    """Whether a process holds the run's lock; False where this user may not look, see `is_hidden`."""
     try:
         fd = open_regular(run_path / "run.lock")
-    except PermissionError:
-        return None
     except OSError:
         return False
     try:
@@ -119,6 +112,15 @@ def _is_locked(run_path: Path) -> bool | None:
         return True
     finally:
         os.close(fd)
+    return False
+
+
+def is_hidden(run_path: Path) -> bool:
+    """Whether this user may not look whether a process holds the run's lock."""
+    try:
+        os.close(open_regular(run_path / "run.lock"))
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return False
 
 
@@ -325,8 +327,8 @@ def state_of(path: Path, status: dict[str, Any], now: float) -> str:
         return state if state in ENDED_STATES else "unknown"
     # A heartbeat of the future is of before the clock was set back, and nobody has written one since.
     silent = abs(now - (number(status.get("heartbeat")) or 0.0)) > STALE_S
-    locked = _is_locked(path) if status.get("host", socket.gethostname()) == socket.gethostname() else None
-    if locked is False:
+    here = status.get("host", socket.gethostname()) == socket.gethostname()
+    if here and not is_live(path) and not is_hidden(path):
         return "crashed"
     return "stale" if silent else str(state)
 

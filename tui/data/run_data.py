@@ -341,7 +341,7 @@ class RunData:
         try:
             with open_read(self.path / "output.log") as file:
                 file.seek(max(0, file.seek(0, 2) - _OUTPUT_BYTES))
-                lines = printable(file.read(_OUTPUT_BYTES).decode(errors="replace")).split("\n")[-40:]
+                lines = printable(file.read(_OUTPUT_BYTES).decode(errors="replace")).splitlines()[-40:]
         except OSError:
             return False
         for line in lines:
