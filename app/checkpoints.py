@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.run_files import number, read_object, remove_own, whole
-from app.rundir import RunDir, is_live, read_status, require_own_folders
+from app.rundir import RunDir, is_live, read_status, require_own
 from storage.disk import atomic_write, disk_error
 from storage.errors import UserError
 from storage.untrusted import is_real_folder, printable
@@ -113,7 +113,7 @@ def make_for_export(run_path: Path) -> str:
 
 
 def _ask(run_path: Path, name: str) -> int:
-    require_own_folders(run_path)
+    require_own(run_path)
     folder = run_path / "requests"
     request, answer = folder / f"{name}.request", folder / f"{name}.answer"
     try:

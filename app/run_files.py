@@ -214,7 +214,7 @@ def examine_object(
     try:
         return parse_printable(content), None
     except ValueError as error:
-        return None, f"{path.name} is damaged: {error}"
+        return None, f"{path.name} is damaged: {str(error).partition(';')[0]}"
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

@@ -23,7 +23,7 @@ from app.run_files import examine_object, json_text, number, read_last, read_obj
 from engine.events import Span
 from storage.disk import atomic_write, disk_error, require_writable
 from storage.errors import UserError
-from storage.untrusted import is_real_folder, open_regular, printable, read_regular
+from storage.untrusted import open_regular, printable, read_regular
 
 State = Literal["preparing", "running", "paused", "finished", "stopped", "failed"]
 
@@ -44,6 +44,11 @@ LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 
 OWN_FOLDERS = ("data", "requests", "state", "state/checkpoints", "state/scratch", "export")
 """Folders of a run: real ones, or somebody else's files would be written and deleted through them."""
+
+OWN_FILES = (
+    *("recipe.json", "plan.json", "calibration.json", "status.json", "status.json.tmp", "control.json", "summary.json"),
+    *("metrics.jsonl", "validation.jsonl", "spans.jsonl", "log.jsonl", "predicted.jsonl", "output.log", "run.lock"),
+)
 
 _RECIPE_BYTES = 1 << 24
 _FULL_BYTES = 1 << 20
@@ -124,17 +129,22 @@ def is_hidden(run_path: Path) -> bool:
     return False
 
 
-def require_own_folders(run_path: Path) -> None:
-    """Raise UserError where one of the run's folders is a link, or no folder.
+def require_own(run_path: Path) -> None:
+    """Raise UserError where one of the run's files or folders is a link, a pipe or anything else that it did not make.
 
     The run directory itself may be given through links.
     """
-    for name in OWN_FOLDERS:
-        folder = run_path / name
-        if os.path.lexists(folder) and not is_real_folder(folder):
-            what = "a link" if folder.is_symlink() else "no folder"
+    for name in (*OWN_FOLDERS, *OWN_FILES):
+        path = run_path / name
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            continue
+        kind, fine = ("folder", stat.S_ISDIR(mode)) if name in OWN_FOLDERS else ("file", stat.S_ISREG(mode))
+        if not fine:
+            what = "a link" if stat.S_ISLNK(mode) else f"no {kind}"
             raise UserError(
-                f"{folder}: is {what}, where a run has a folder of its own; move it away. To keep a run's state on "
+                f"{path}: is {what}, where a run has a {kind} of its own; move it away. To keep a run's state on "
                 "another drive, name the drive in storage.nvme"
             )
 
@@ -167,7 +177,7 @@ class RunDir:
             raise UserError(
                 f"run directory {path}: is not empty (it holds {_strange(content)}); choose another --run-dir"
             )
-        require_own_folders(path)
+        require_own(path)
         lock = RunLock(path)
         try:
             if os.path.lexists(path / "metrics.jsonl"):
@@ -189,7 +199,7 @@ class RunDir:
     def open(cls, path: Path) -> RunDir:
         """Lock the directory of an existing run. Raises UserError when it is no run or is in use."""
         recipe = read_recipe(path)
-        require_own_folders(path)
+        require_own(path)
         return cls(path.resolve(), recipe, RunLock(path))
 
     def change_recipe(self, recipe: Recipe) -> None:

@@ -22,7 +22,18 @@ from app.cli import main
 from app.launcher import _spawn
 from app.recipe import Recipe
 from app.run_log import RunLog, drop_steps
-from app.rundir import OWN_FOLDERS, RunDir, RunLock, is_live, list_runs, read_info, read_recipe, read_status, state_of
+from app.rundir import (
+    OWN_FILES,
+    OWN_FOLDERS,
+    RunDir,
+    RunLock,
+    is_live,
+    list_runs,
+    read_info,
+    read_recipe,
+    read_status,
+    state_of,
+)
 from engine.events import Progress, Span, StepMetrics, ValidationMetrics
 from storage.errors import UserError
 
@@ -111,6 +122,18 @@ def test_a_run_with_links_for_folders_is_refused(run: Path, tmp_path: Path, name
     assert not is_live(run), "the lock is given back"
 
 
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_a_run_with_anything_else_for_a_file_is_refused_before_it_begins(
+    run: Path, target: Path, name: str, obstacle: str
+) -> None:
+    (run / name).unlink(missing_ok=True)
+    OBSTACLES[obstacle](run / name, target)
+    with pytest.raises(UserError, match=rf"run/{name}: "):
+        RunDir.open(run)
+    assert untouched(target)
+
+
 def test_a_run_directory_may_be_reached_through_links(run: Path, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "by-link").symlink_to(run)
@@ -126,7 +149,7 @@ def test_a_run_directory_may_be_reached_through_links(run: Path, tmp_path: Path)
 def test_replacing_a_run_deletes_its_files_only(run: Path, target: Path, name: str) -> None:
     for obstacle in ("link", "folder"):
         OBSTACLES[obstacle](run / name, target)
-        with pytest.raises(UserError, match=rf"{name}: .*none of ours; move it away"):
+        with pytest.raises(UserError, match=rf"{name}: is (a link|no file), .*; move it away"):
             RunDir.create(Recipe(name="x"), run)
         assert not is_live(run)
         assert os.path.lexists(run / name)
