@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import time
 from contextlib import closing
 from datetime import datetime
@@ -15,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.rundir import RunDir, is_live, read_object
-from storage.disk import atomic_write
+from app.run_files import number, read_object, remove_own, whole
+from app.rundir import RunDir, is_live, read_status, require_own
+from storage.disk import atomic_write, disk_error
 from storage.errors import UserError
+from storage.untrusted import is_real_folder, printable
 
 if TYPE_CHECKING:
     from storage.checkpoints import CheckpointInfo
@@ -25,30 +29,54 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _MANIFEST_BYTES = 1 << 28
 """A manifest takes some 20 bytes for each chunk file."""
+_SILENT_S = 60.0
+"""A process that says nothing for so long is not waited for: it hangs, or is stopped."""
+_OURS = re.compile(r".+\.(request|answer)|\..+\.(request|answer)\.\d+\.tmp", re.DOTALL)
 
 
 class CheckpointRequests:
-    """The training process's side of `requests/`."""
+    """The training process's side of `requests/`. It touches files of the names above only, and never fails."""
 
     def __init__(self, run_path: Path) -> None:
         self._folder = run_path / "requests"
-        for leftover in self._folder.glob("*"):
-            leftover.unlink()
+        for name in self._names():
+            if _OURS.fullmatch(name):
+                self._remove(name)
         self._taken: set[str] = set()
 
     def take(self) -> list[str]:
-        """Names asked for since the last call; one system call when there are none."""
-        names = sorted(path.stem for path in self._folder.glob("*.request"))
-        for name in names:
-            (self._folder / f"{name}.request").unlink()
+        """Names asked for since the last call; two system calls when there are none."""
+        asked = sorted(name for name in self._names() if name.endswith(".request") and not name.startswith("."))
+        # One that cannot be removed would be asked for again at every step.
+        names = [name.removesuffix(".request") for name in asked if self._remove(name)]
         self._taken.update(names)
         return names
 
-    def answer(self, name: str, step: int, error: str | None) -> None:
-        """Tell whoever asked for `name`, if anybody did."""
-        if name in self._taken:
-            self._taken.remove(name)
+    def answer(self, name: str, step: int, error: str | None) -> str | None:
+        """Tell whoever asked for `name`, if anybody did; why that cannot be done, or None."""
+        if name not in self._taken:
+            return None
+        self._taken.remove(name)
+        if not is_real_folder(self._folder):
+            return f"{self._folder}: is gone, so nobody is told of checkpoint {name}"
+        try:
             atomic_write(self._folder / f"{name}.answer", json.dumps({"step": step, "error": error}))
+        except UserError as failure:
+            return str(failure)
+        return None
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self._folder) if is_real_folder(self._folder) else []
+        except OSError:
+            return []
+
+    def _remove(self, name: str) -> bool:
+        try:
+            remove_own(self._folder / name)
+        except OSError:
+            return False
+        return True
 
 
 def make_checkpoint(run_path: Path, name: str) -> int:
@@ -89,21 +117,38 @@ def make_for_export(run_path: Path) -> str:
 
 
 def _ask(run_path: Path, name: str) -> int:
+    require_own(run_path)
     folder = run_path / "requests"
-    answer = folder / f"{name}.answer"
-    folder.mkdir(exist_ok=True)
-    answer.unlink(missing_ok=True)
-    atomic_write(folder / f"{name}.request", "")
-    while not answer.exists():
+    request, answer = folder / f"{name}.request", folder / f"{name}.answer"
+    try:
+        folder.mkdir(exist_ok=True)
+        remove_own(answer)
+    except OSError as error:
+        raise disk_error(error, answer, "asking the run for a checkpoint") from None
+    atomic_write(request, "")
+    while not os.path.lexists(answer):
         if not is_live(run_path):
-            (folder / f"{name}.request").unlink(missing_ok=True)
+            request.unlink(missing_ok=True)
             raise UserError(f"{run_path}: the run ended before it made the checkpoint; ask again, now that it is over")
+        heartbeat = number(read_status(run_path).get("heartbeat"))
+        if heartbeat is not None and abs(time.time() - heartbeat) > _SILENT_S:
+            request.unlink(missing_ok=True)
+            raise UserError(
+                f"{run_path}: its process holds the run and has said nothing for {abs(time.time() - heartbeat):.0f} s; "
+                "ask again once it goes on, or end it and ask then"
+            )
         time.sleep(_POLL_S)
-    content = json.loads(answer.read_text())
-    answer.unlink()
-    if content["error"] is not None:
-        raise UserError(f"checkpoint {name} was not made: {content['error']}")
-    return int(content["step"])
+    content = read_object(answer) or {}
+    try:
+        remove_own(answer)
+    except OSError as error:
+        raise disk_error(error, answer, "reading the run's answer") from None
+    step, failure = whole(content.get("step")), content.get("error", "")
+    if step is None or not (failure is None or isinstance(failure, str)):
+        raise UserError(f"{answer}: is no answer of a run; list the run's checkpoints, and ask again")
+    if failure is not None:
+        raise UserError(f"checkpoint {name} was not made: {failure}")
+    return step
 
 
 def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
@@ -150,23 +195,30 @@ def checkpoint_steps(run_path: Path) -> list[tuple[str, int]]:
     Reads whole manifests, some megabytes of a large model: ask again when the folder has changed.
     """
     found = []
-    for manifest in (run_path / "state" / "checkpoints").glob("*/manifest.json"):
-        step = _step_of(manifest)
+    for manifest in checkpoint_manifests(run_path):
+        step = _step_of(manifest, run_path)
         if step is not None:
-            found.append((manifest.parent.name, step))
+            found.append((printable(manifest.parent.name), step))
     return sorted(found, key=lambda item: (item[1], item[0]))
+
+
+def checkpoint_manifests(run_path: Path) -> list[Path]:
+    """The manifests of a run's checkpoints; [] where their folder is missing, or reached through a link."""
+    folder = run_path / "state" / "checkpoints"
+    if not (is_real_folder(folder.parent) and is_real_folder(folder)):
+        return []
+    return sorted(folder.glob("*/manifest.json"))
 
 
 def committed_step(run_path: Path) -> int | None:
     """The step of a run's committed generation; None where there is none, or none that can be read."""
-    return _step_of(run_path / "state" / "manifest.json")
+    return _step_of(run_path / "state" / "manifest.json", run_path)
 
 
-def _step_of(manifest: Path) -> int | None:
+def _step_of(manifest: Path, run_path: Path) -> int | None:
     """Without checking the checksum, which takes a library that loads slowly: for showing only."""
-    meta = (read_object(manifest, _MANIFEST_BYTES) or {}).get("meta")
-    step = meta.get("step") if isinstance(meta, dict) else None
-    return step if isinstance(step, int) else None
+    meta = (read_object(manifest, _MANIFEST_BYTES, below=run_path) or {}).get("meta")
+    return whole(meta.get("step")) if isinstance(meta, dict) else None
 
 
 def scrub_run(run_path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from storage.errors import UserError
+from storage.untrusted import printable
 
 BAD_INPUT = 2
 REFUSED = 1
@@ -150,7 +151,7 @@ def resume(
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
         raise UserError(f"{path}: is running; stop it first (`penstock stop {path}`), then resume it changed")
     if control.go_on(path):
-        typer.echo(f"{path.name}: goes on")
+        typer.echo(printable(f"{path.name}: goes on"))
         return
     from app.launch import run_training
     from app.recipe import change_run
@@ -171,7 +172,7 @@ def pause(run: RunArgument) -> None:
     from app.rundir import find_run
 
     path = find_run(run)
-    typer.echo(f"{path.name}: {pause_or_stop(path, 'pause')}")
+    typer.echo(printable(f"{path.name}: {pause_or_stop(path, 'pause')}"))
 
 
 @cli.command(epilog="Example: penstock stop runs/quickstart-20260101-120000")
@@ -181,7 +182,7 @@ def stop(run: RunArgument) -> None:
     from app.rundir import find_run
 
     path = find_run(run)
-    typer.echo(f"{path.name}: {pause_or_stop(path, 'stop')}")
+    typer.echo(printable(f"{path.name}: {pause_or_stop(path, 'stop')}"))
 
 
 @cli.command(epilog="Example: penstock checkpoint runs/quickstart-20260101-120000 before-annealing")
@@ -197,7 +198,7 @@ def checkpoint(
     path = find_run(run)
     if name is None:
         for info in list_checkpoints_of(path):
-            typer.echo(f"{info.name}  step {info.meta['step']:,}, generation {info.generation}")
+            typer.echo(printable(f"{info.name}  step {info.meta['step']:,}, generation {info.generation}"))
     elif delete:
         delete_checkpoint_of(path, name)
         typer.echo(f"checkpoint {name} deleted")
@@ -293,11 +294,13 @@ def export(
     elif is_live(path):
         name = make_for_export(path)
         export_run(path, read_recipe(path), out_dir, name)
-        typer.echo(f"checkpoint {name} stays; once the run is over: penstock checkpoint {path} {name} --delete")
+        typer.echo(
+            printable(f"checkpoint {name} stays; once the run is over: penstock checkpoint {path} {name} --delete")
+        )
     else:
         with RunDir.open(path) as directory:
             export_run(path, directory.recipe, out_dir)
-    typer.echo(f"exported to {out_dir}")
+    typer.echo(printable(f"exported to {out_dir}"))
 
 
 @cli.command(epilog="Example: penstock runs")
@@ -318,7 +321,11 @@ def runs() -> None:
     for info in found:
         loss = "n/a" if info.loss is None else f"{info.loss:.4f}"
         table.add_row(info.name, info.state, f"{info.step:,}/{info.total_steps:,}", loss)
-    Console().print(table)
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.print(table)
+    for info in found:
+        if info.error is not None:
+            console.print(f"{info.name}: {info.error}", soft_wrap=True)
 
 
 @cli.command(epilog="Example: penstock trace runs/quickstart-20260101-120000 -o trace.json")
@@ -333,7 +340,7 @@ def trace(
     from app.trace import write_trace
 
     count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
-    typer.echo(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev")
+    typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
 
 
 @bench_cli.command("step", epilog="Example: penstock bench step --suite gpu --json")
@@ -456,7 +463,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         cli(arguments, prog_name="penstock")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return BAD_INPUT
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0

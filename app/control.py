@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from app.rundir import is_live, read_info, read_object, read_status
+from app.run_files import read_object, remove_own
+from app.rundir import is_live, read_info, read_status
 from engine.events import Want
-from storage.disk import atomic_write
+from storage.disk import atomic_write, disk_error
 from storage.errors import UserError
 
 FILE_NAME = "control.json"
@@ -56,5 +57,9 @@ def go_on(run_path: Path) -> bool:
 
 
 def forget(run_path: Path) -> None:
-    """A process begins: what was asked of the one before it is done with."""
-    (run_path / FILE_NAME).unlink(missing_ok=True)
+    """A process begins: what was asked of the one before it is done with. UserError where it cannot be removed."""
+    file = run_path / FILE_NAME
+    try:
+        remove_own(file)
+    except OSError as error:
+        raise disk_error(error, file, "removing what was asked of the process before") from None

@@ -6,13 +6,19 @@ A step's window runs from the end of the step before (its `clip`) to the end of 
 from __future__ import annotations
 
 import json
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from app.rundir import read_jsonl
+from app.run_files import JsonLines
 from storage.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
 DRIVE = ("nvme_read", "nvme_write")
@@ -54,64 +60,127 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
+class _Lane:
+    """The ops of one lane in columns: a long run has millions."""
+
+    def __init__(self) -> None:
+        self.start_s, self.end_s, self.bytes = array("d"), array("d"), array("d")
+
+    def add(self, start_s: float, end_s: float, size: int) -> None:
+        self.start_s.append(start_s)
+        self.end_s.append(end_s)
+        self.bytes.append(size)
+
+    def within(self, start_s: float, end_s: float) -> NDArray[np.float64]:
+        """Where in a window its ops were under way: rows of start and end."""
+        import numpy as np
+
+        starts, ends = np.frombuffer(self.start_s), np.frombuffer(self.end_s)
+        inside = (ends > start_s) & (starts < end_s)
+        return np.stack([starts[inside].clip(start_s), ends[inside].clip(max=end_s)], axis=1)
+
+    def moved(self, start_s: float, end_s: float) -> int:
+        """Payload of the ops that ended in a window."""
+        import numpy as np
+
+        ends = np.frombuffer(self.end_s)
+        return int(np.frombuffer(self.bytes)[(ends > start_s) & (ends <= end_s)].sum())
+
+
+class LaneTimes:
+    """When the ops of a run ran, lane by lane; lanes of another version are left out."""
+
+    def __init__(self) -> None:
+        self._lanes = {lane: _Lane() for lane in LANES}
+        self.ends: dict[int, float] = {}
+        """Step -> where it ended; of steps done twice the last time counts."""
+
+    def add(self, lane: str, op: str, step: int, start_s: float, end_s: float, size: int) -> None:
+        """Count an op."""
+        if op == "clip":
+            self.ends[step] = end_s
+        if lane in self._lanes:
+            self._lanes[lane].add(start_s, end_s, size)
+
+    def shares(self, first: int, last: int) -> LaneShares:
+        """Shares over steps `first` to `last`. Raises UserError when the spans do not hold these steps whole."""
+        ends = self.ends
+        if first - 1 not in ends or last not in ends or first > last:
+            have = f"steps {min(ends) + 1} to {max(ends)}" if len(ends) > 1 else "no step after the first"
+            raise UserError(f"--steps {first}:{last}: the spans hold {have} whole; choose among these")
+        start, end = ends[first - 1], ends[last]
+        window = end - start
+        if window <= 0:
+            raise UserError(f"--steps {first}:{last}: in the spans the last ends before the first; choose others")
+        found = {lane: ops.within(start, end) for lane, ops in self._lanes.items()}
+        moving = [found[lane] for lane in (*DRIVE, "h2d", "d2h")]
+        busy = {lane: _covered(found[lane]) for lane in LANES}
+        working = _covered(*moving, found["compute"])
+        return LaneShares(
+            steps=last - first + 1,
+            window_s=window,
+            busy={lane: seconds / window for lane, seconds in busy.items()},
+            bytes={lane: ops.moved(start, end) for lane, ops in self._lanes.items()},
+            drive_busy=_covered(*(found[lane] for lane in DRIVE)) / window,
+            exposed_io=(working - busy["compute"]) / window,
+            idle=1 - working / window,
+        )
+
+
+def _covered(*pieces: NDArray[np.float64]) -> float:
+    """Seconds in which at least one of these intervals runs."""
+    import numpy as np
+
+    rows = np.concatenate(pieces)
+    if not len(rows):
+        return 0.0
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    until = np.maximum.accumulate(rows[:, 1])
+    before = np.concatenate(([rows[0, 0]], until[:-1]))
+    return float((until - np.maximum(rows[:, 0], before)).clip(0).sum())
+
+
 def lane_shares(spans: Sequence[dict[str, Any]], first: int, last: int) -> LaneShares:
     """Shares over steps `first` to `last`. Raises UserError when the spans do not hold these steps whole."""
-    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == "clip"}
-    if first - 1 not in ends or last not in ends or first > last:
-        have = f"steps {min(ends) + 1} to {max(ends)}" if len(ends) > 1 else "no step after the first"
-        raise UserError(f"--steps {first}:{last}: the spans hold {have} whole; choose among these")
-    start, end = ends[first - 1], ends[last]
-    window = end - start
-    found: dict[str, list[Interval]] = {lane: [] for lane in LANES}
-    moved = dict.fromkeys(LANES, 0)
+    times = LaneTimes()
     for span in spans:
-        if span["end_s"] > start and span["start_s"] < end:
-            found[span["lane"]].append((max(span["start_s"], start), min(span["end_s"], end)))
-        if start < span["end_s"] <= end:
-            moved[span["lane"]] += span["bytes"]
-    busy = {lane: union(intervals) for lane, intervals in found.items()}
-    drive = union(interval for lane in DRIVE for interval in found[lane])
-    moving = union(interval for lane in (*DRIVE, "h2d", "d2h") for interval in found[lane])
-    working = length(union(moving + busy["compute"]))
-    return LaneShares(
-        steps=last - first + 1,
-        window_s=window,
-        busy={lane: length(intervals) / window for lane, intervals in busy.items()},
-        bytes=moved,
-        drive_busy=length(drive) / window,
-        exposed_io=(working - length(busy["compute"])) / window,
-        idle=1 - working / window,
-    )
+        times.add(span["lane"], span["op"], span["step"], span["start_s"], span["end_s"], span["bytes"])
+    return times.shares(first, last)
 
 
 def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     """The shares of a run's steps (`FIRST:LAST`, default all but the first) as text, or as JSON.
 
-    Raises UserError for a run without spans or steps that it does not have.
+    Damaged lines are left out, which standard error tells. Raises UserError for a run without spans or steps that it
+    does not have.
     """
-    path = run_path / "spans.jsonl"
-    spans = list(read_jsonl(path)) if path.exists() else []
-    ends = [span["step"] for span in spans if span["op"] == "clip"]
-    if len(ends) < 2:
-        raise UserError(f"{path}: holds fewer than two steps; shares are counted from the end of the first one")
-    first, last = parse_steps(steps) if steps else (min(ends) + 1, max(ends))
-    shares = lane_shares(spans, first, last)
+    wanted = parse_steps(steps) if steps else None
+    lines, times = JsonLines(run_path / "spans.jsonl"), LaneTimes()
+    for span in lines.spans():
+        times.add(span.lane, span.op, span.step, span.start_s, span.end_s, span.bytes)
+    if (warning := lines.warning()) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    if len(times.ends) < 2:
+        raise UserError(f"{lines.path}: holds fewer than two steps; shares are counted from the end of the first one")
+    first, last = wanted or (min(times.ends) + 1, max(times.ends))
+    shares = times.shares(first, last)
     if as_json:
         return json.dumps(asdict(shares), indent=2)
-    lines = [f"steps {first} to {last}: {shares.window_s / shares.steps:.3f} s each"]
+    rows = [f"steps {first} to {last}: {shares.window_s / shares.steps:.3f} s each"]
     for lane in LANES:
         moved = shares.bytes[lane]
-        rate = f"{moved / (shares.busy[lane] * shares.window_s) / 1e9:6.2f} GB/s" if moved else ""
-        lines.append(f"{lane:<12}{shares.busy[lane]:7.1%} busy  {rate}".rstrip())
-    lines.append(f"{'drive':<12}{shares.drive_busy:7.1%} busy (reading or writing)")
-    lines.append(f"{'exposed I/O':<12}{shares.exposed_io:7.1%} of the time something moved while nothing computed")
-    lines.append(f"{'idle':<12}{shares.idle:7.1%} of the time nothing computed and nothing moved")
-    return "\n".join(lines)
+        busy_s = shares.busy[lane] * shares.window_s
+        rate = f"{moved / busy_s / 1e9:6.2f} GB/s" if moved and busy_s else ""
+        rows.append(f"{lane:<12}{shares.busy[lane]:7.1%} busy  {rate}".rstrip())
+    rows.append(f"{'drive':<12}{shares.drive_busy:7.1%} busy (reading or writing)")
+    rows.append(f"{'exposed I/O':<12}{shares.exposed_io:7.1%} of the time something moved while nothing computed")
+    rows.append(f"{'idle':<12}{shares.idle:7.1%} of the time nothing computed and nothing moved")
+    return "\n".join(rows)
 
 
 def parse_steps(text: str) -> tuple[int, int]:
     """The two numbers of `--steps FIRST:LAST`. Raises UserError for anything else."""
     first, separator, last = text.partition(":")
-    if not (separator and first.isdigit() and last.isdigit()):
+    if not (separator and first.isdecimal() and last.isdecimal() and len(text) < 40):
         raise UserError(f"--steps {text}: write FIRST:LAST, for example 10:20")
     return int(first), int(last)

@@ -21,8 +21,9 @@ from app import control
 from app.checkpoints import CheckpointRequests
 from app.progress import Display, StepLanes, item_line, print_summary, run_console
 from app.recipe import Recipe
+from app.run_files import JsonLines, number, whole
 from app.run_log import Level, RunLog
-from app.rundir import RunDir, read_info, read_jsonl
+from app.rundir import RunDir, read_info
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.folders import drive_folders
 from engine.preparing import Checklist
@@ -72,8 +73,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_fd)
         self._write.close()
         self._thread.join()
@@ -88,12 +89,12 @@ class StopSignals:
     def _watch(self) -> None:
         first_at: float | None = None
         while data := self._read.recv(64):
-            for number in data:
-                if first_at is None and number in self._old:
+            for signum in data:
+                if first_at is None and signum in self._old:
                     first_at = time.monotonic()
                     self.requested.set()
                     self._on_first()
-                elif first_at is not None and number in _STOP and time.monotonic() - first_at > _SAME_REQUEST_S:
+                elif first_at is not None and signum in _STOP and time.monotonic() - first_at > _SAME_REQUEST_S:
                     try:
                         self._on_abort()
                     finally:
@@ -165,7 +166,9 @@ class _RunObserver:
         return self._requests.take()
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        self._requests.answer(name, step, error)
+        untold = self._requests.answer(name, step, error)
+        if untold is not None:
+            self.tell(untold, "warning")
         if error is None:
             self.tell(f"checkpoint {name}: step {step}")
         else:
@@ -264,7 +267,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             go_on = f"stopped after step {result.steps}; go on with: penstock resume {run.path}"
             log.message(go_on if result.stopped else f"finished after step {result.steps}")
             log.drain()
-            summary, last_losses = _summary(run.path, result)
+            log.check()
+            summary, last_losses, warnings = _summary(run.path, result)
             run.write_summary(summary)
             log.close("stopped" if result.stopped else "finished")
         except StopRequested:
@@ -280,6 +284,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             display.close()
     if log.dropped_spans:
         display.message(f"{log.dropped_spans:,} spans were dropped because the disk did not take them in time")
+    for warning in warnings:
+        display.message(f"warning: {warning}")
     print_summary(console, summary, last_losses, observer.wall_s)
     if result.stopped:
         display.message(go_on)
@@ -321,36 +327,48 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
         cancel_text_ahead()
 
 
-def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float]]:
-    """summary.json, and the losses of the last steps. What covers the whole run, resumed or not, comes from the log."""
-    lines = list(read_jsonl(path / "metrics.jsonl")) if (path / "metrics.jsonl").exists() else []
-    losses = [line["loss"] for line in lines if line["loss"] is not None]
-    timed_flops, timed_s = ([line[name] for line in lines[1:] or lines] for name in ("model_flops", "step_s"))
+def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float], list[str]]:
+    """summary.json, the losses of the last steps, and what to say of damaged lines.
+
+    What covers the whole run, resumed or not, comes from the log.
+    """
+    log = JsonLines(path / "metrics.jsonl")
+    losses, tokens, steps_s, flops, last_step = [], 0, [], [], None
+    for line in log.steps():
+        last_step = line["step"]
+        tokens += whole(line.get("tokens")) or 0
+        if (loss := number(line.get("loss"))) is not None:
+            losses.append(loss)
+        if (step_s := number(line.get("step_s"))) is not None:
+            steps_s.append(step_s)
+            flops.append(number(line.get("model_flops")) or 0.0)
+    timed_flops, timed_s = sum(flops[1:] or flops), sum(steps_s[1:] or steps_s)
+    validation, damaged = _validation(path)
     summary = {
-        "steps": lines[-1]["step"] if lines else result.steps,
-        "tokens": sum(line["tokens"] for line in lines),
+        "steps": result.steps if last_step is None else last_step,
+        "tokens": tokens,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
-        "validation_loss": _validation(path),
+        "validation_loss": validation,
         "tokens_per_s": result.tokens_per_s,
-        "model_tflops_per_s": sum(timed_flops) / sum(timed_s) / 1e12 if any(timed_flops) else None,
-        "step_s_median": statistics.median(line["step_s"] for line in lines) if lines else None,
+        "model_tflops_per_s": timed_flops / timed_s / 1e12 if timed_flops and timed_s > 0 else None,
+        "step_s_median": statistics.median(steps_s) if steps_s else None,
         "tiers": result.tiers,
         "lanes": result.lanes,
         "drives": result.drives,
         "gpu_memory": result.gpu_memory,
     }
-    return summary, losses[-_LAST_STEPS:]
+    return summary, losses[-_LAST_STEPS:], [warning for warning in (log.warning(), damaged) if warning is not None]
 
 
-def _validation(path: Path) -> dict[str, Any] | None:
-    """The last and the best validation loss; None where none was measured."""
-    file = path / "validation.jsonl"
-    lines = [line for line in read_jsonl(file) if line["loss"] is not None] if file.exists() else []
-    if not lines:
-        return None
-    best = min(lines, key=lambda line: line["loss"])
-    return {"last": lines[-1]["loss"], "best": best["loss"], "best_step": best["step"]}
+def _validation(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The last and the best validation loss, None where none was measured; what to say of damaged lines."""
+    lines = JsonLines(path / "validation.jsonl")
+    found = [(loss, line["step"]) for line in lines.steps() if (loss := number(line.get("loss"))) is not None]
+    if not found:
+        return None, lines.warning()
+    best, best_step = min(found)
+    return {"last": found[-1][0], "best": best, "best_step": best_step}, lines.warning()
 
 
 def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> None:

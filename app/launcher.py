@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 from app import control
 from app.recipe import Recipe, resolve_paths, to_run_json
+from app.run_files import open_read, remove_own
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
-from storage.disk import atomic_write, require_writable
+from storage.disk import atomic_write, disk_error, require_writable
 from storage.errors import UserError
+from storage.untrusted import RefusedFileError, open_regular
 
 PYTHON_PATH = Path(__file__).resolve().parents[1]
 """Where a process finds `app`, whatever folder it is started in."""
@@ -26,6 +28,9 @@ CLI = (sys.executable, "-m", "app.cli")
 
 START_S = 30.0
 """How long a started run may take to say something before it counts as started anyway: a loaded machine."""
+
+_SAID_BYTES = 1 << 16
+"""Of what a process says that ends at once, no more is shown."""
 
 _children: list[subprocess.Popen[bytes]] = []
 """Started processes, which are asked for their end now and then so that none stays a zombie."""
@@ -67,7 +72,7 @@ def start(recipe: Recipe, root: Path) -> Path:
     except UserError:
         if {item.name for item in path.iterdir()} <= LEFT_BY_LAUNCHER:
             for item in path.iterdir():
-                item.unlink()
+                remove_own(item)
             path.rmdir()
         raise
     return path
@@ -109,7 +114,7 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
     _children[:] = [child for child in _children if child.poll() is None]
     log = run_path / "output.log"
     try:
-        with log.open("ab") as output:
+        with open(open_regular(log, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             begin = output.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 [*CLI, *arguments],
@@ -121,6 +126,8 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
                 start_new_session=True,
             )
     except OSError as error:
+        if isinstance(error, RefusedFileError):
+            raise disk_error(error, log, "writing the run's output") from None
         raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
     _children.append(process)
     deadline = time.monotonic() + START_S
@@ -128,9 +135,19 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
         if process.poll() is not None:
             if process.returncode == 0:
                 return
-            said = log.read_bytes()[begin:].decode(errors="replace").strip()
+            said = _said(log, begin)
             raise UserError(said.removeprefix("error: ") or f"{run_path}: ended at once with code {process.returncode}")
         time.sleep(0.02)
+
+
+def _said(log: Path, begin: int) -> str:
+    """What a process that ended at once wrote to its log, from byte `begin` on."""
+    try:
+        with open_read(log) as file:
+            file.seek(begin)
+            return file.read(_SAID_BYTES).decode(errors="replace").strip()
+    except OSError as error:
+        return f"error: {log}: cannot be read: {error.strerror}"
 
 
 def _environment() -> dict[str, str]:

@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from engine.events import LaneTotals, Preparing, Span, StepMetrics
+from storage.untrusted import printable
 
 WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no ETA is drawn from them."""
@@ -168,7 +169,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def prepare(self, item: Preparing) -> None:
         """Show an item of the checklist."""
@@ -184,7 +185,7 @@ class Display:
         parts = [item.name, f"{item.seconds + time.perf_counter() - told_at:.0f} s"]
         parts += [] if item.fraction is None else [f"{item.fraction:.0%}"]
         parts += [] if item.detail is None else [item.detail]
-        return "  ".join(parts)
+        return printable("  ".join(parts))
 
     def plan(self, plan: dict[str, Any]) -> None:
         """Print where the blocks live and what that costs the drives."""
@@ -300,7 +301,7 @@ def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequen
     console.print(tiers)
 
     for drive in summary["drives"]:
-        console.print(_drive_line(drive), markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(_drive_line(drive)), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _drive_line(drive: dict[str, Any]) -> str:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
 
-from app.rundir import State, read_jsonl, read_tail, spans_text
+from app.run_files import JsonLines, json_text, open_read, parse_line, read_tail, span_of, whole, whole_lines
+from app.rundir import State, spans_text
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
-from storage.disk import atomic_write
-from storage.errors import UserError
+from storage.disk import disk_error, prepare_file, publish
 from storage.temperature import disk_temperature
+from storage.untrusted import open_regular, printable
 
 HEARTBEAT_S = 0.5
 """Between two writes of status.json."""
@@ -37,6 +37,9 @@ _ID_TAIL_BYTES = 4 << 20
 """Where the largest id of earlier spans is looked for: ops end at most some thousands of lines out of order."""
 
 _TORN_BYTES = 1 << 16
+_COPY_BYTES = 1 << 20
+_MOST_ID = 2**52
+"""Ids beyond it are nobody's: a run counts from zero."""
 
 Level = Literal["info", "warning", "error"]
 
@@ -68,7 +71,8 @@ class RunLog:
         """Written by whoever hands spans over."""
         self._written_spans = 0
         """Written by the log's thread only."""
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
+        """The first thing that went wrong; `check` tells it."""
         self._closed = False
         self.dropped_spans = 0
         self._files: dict[str, TextIO] = {}
@@ -110,9 +114,8 @@ class RunLog:
                 self._disks[str(folder)] = device_of(folder).disks
 
     def step(self, metrics: StepMetrics) -> None:
-        """Hand over one step. Raises UserError when an earlier line could not be written."""
-        if self._failure is not None:
-            raise UserError(f"{self._path}: the run's log cannot be written ({self._failure}); free space and resume")
+        """Hand over one step. Raises like `check`."""
+        self.check()
         self._status["step"] = metrics.step
         self._queue.put(metrics)
 
@@ -139,8 +142,19 @@ class RunLog:
         self._status |= {"clock_s": round(progress.clock_s + self._offset_s, 7), "now": now}
 
     def message(self, text: str, level: Level = "info") -> None:
-        """Hand over a message of log.jsonl."""
-        self._queue.put(_Message(time.time(), level, text, self._status["step"]))
+        """Hand over a message of log.jsonl; names of files and models in it may hold anything."""
+        self._queue.put(_Message(time.time(), level, printable(text), self._status["step"]))
+
+    def check(self) -> None:
+        """Raise what kept an earlier line or status from being written, or ended the thread that writes.
+
+        A UserError where the disk or the files are at fault, anything else as it was raised.
+        """
+        failure = self._failure
+        if isinstance(failure, OSError):
+            failure = disk_error(failure, Path(failure.filename or self._path), "writing the run's log")
+        if failure is not None:
+            raise failure
 
     def drain(self) -> None:
         """Write what is pending and end the thread: metrics and spans are complete."""
@@ -160,6 +174,16 @@ class RunLog:
     # ------------------------------------------------------------------ its thread
 
     def _work(self) -> None:
+        """Whatever ends the thread is told by `check`, or a run would go on and leave no trace."""
+        try:
+            self._write_all()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def _write_all(self) -> None:
         """Lines as they come, and the status every HEARTBEAT_S."""
         beat_at, look_at = time.monotonic() + HEARTBEAT_S, 0.0
         while True:
@@ -178,38 +202,46 @@ class RunLog:
                 break
             try:
                 self._write(item)
-            except (OSError, UserError) as error:
-                self._failure = error  # the next `step` tells it
+            except Exception as error:  # heartbeats and later lines go on, the run ends
+                self._fail(error)
             if isinstance(item, list):
                 self._written_spans += len(item)
         for file in self._files.values():
-            file.close()
+            try:
+                file.close()
+            except OSError as error:
+                self._fail(error)
 
     def _write(self, item: _Item) -> None:
         file: TextIO | None
         if isinstance(item, StepMetrics | ValidationMetrics):
             name = "metrics.jsonl" if isinstance(item, StepMetrics) else "validation.jsonl"
             if not self._dropped:
-                # A validation is of the step before the one that this process begins with.
-                drop_steps(self._path / "metrics.jsonl", item.step + (name == "validation.jsonl"))
-                drop_steps(self._path / "validation.jsonl", item.step)
                 self._dropped = True
+                # A validation is of the step before the one that this process begins with.
+                self._drop_steps("metrics.jsonl", item.step + (name == "validation.jsonl"))
+                self._drop_steps("validation.jsonl", item.step)
             file = self._files.get(name) or self._open(name)
-            file.write(json.dumps(_finite(dataclasses.asdict(item))) + "\n")
+            file.write(json_text(_finite(dataclasses.asdict(item))))
         elif isinstance(item, _Message):
-            file = self._files.get("log.jsonl")
-            if file is None:
-                cut_torn_line(self._path / "log.jsonl")
-                file = self._open("log.jsonl")
-            file.write(json.dumps(item._asdict()) + "\n")
+            file = self._files.get("log.jsonl") or self._open("log.jsonl", cut=True)
+            file.write(json_text(item._asdict()))
         else:
             file = self._files.get("spans.jsonl") or self._open("spans.jsonl")
             file.write(spans_text(item, self._offset_s, self._offset_id))
         file.flush()
 
-    def _open(self, name: str) -> TextIO:
-        file = self._files[name] = (self._path / name).open("a")
+    def _open(self, name: str, *, cut: bool = False) -> TextIO:
+        path = self._path / name
+        if cut:
+            cut_torn_line(path)
+        file = self._files[name] = os.fdopen(open_regular(path, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
         return file
+
+    def _drop_steps(self, name: str, first_step: int) -> None:
+        warning = drop_steps(self._path / name, first_step)
+        if warning is not None:
+            self._write(_Message(time.time(), "warning", warning, self._status["step"]))
 
     def _look_at_drives(self) -> None:
         found = {folder: {"temperature_c": disk_temperature(disks)} for folder, disks in self._disks.items()}
@@ -224,10 +256,12 @@ class RunLog:
             status = self._status | {"heartbeat": time.time()}
             if preparing := self._preparing:
                 status["preparing"] = [self._item(*word) for word in preparing]
-            temporary.write_text(json.dumps(status) + "\n")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with open(open_regular(temporary, flags=flags), "w") as file:
+                file.write(json_text(status))
             os.replace(temporary, self._path / "status.json")
         except OSError as error:
-            self._failure = error
+            self._fail(error)
         finally:
             self._status_lock.release()
 
@@ -247,29 +281,70 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
-def drop_steps(file: Path, first_step: int) -> None:
-    """Drop the lines of a resumed run's steps that are done again, from `first_step` on, and a torn last line."""
-    if file.exists():
-        kept = [line for line in read_jsonl(file) if line["step"] < first_step]
-        atomic_write(file, "".join(json.dumps(line) + "\n" for line in kept))
+def drop_steps(file: Path, first_step: int) -> str | None:
+    """Drop the lines of a resumed run's steps that are done again, from `first_step` on, and a torn last line.
+
+    Damaged lines stay but for those that are too long to be read; what to tell of them, or None. UserError, OSError.
+    """
+    lines = JsonLines(file)
+    again = sum(line["step"] >= first_step for line in lines.steps())
+    if not again and not _is_torn(file):
+        return lines.warning()
+    try:
+        with open_read(file) as old:
+            publish(prepare_file(file, _kept(old, first_step)), file)
+    except OSError as error:
+        raise disk_error(error, file, "dropping the lines of steps that are done again") from error
+    return lines.warning()
+
+
+def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
+    """The lines that stay, as they are, many at once."""
+    kept: list[bytes] = []
+    size = 0
+    for line in whole_lines(file):
+        step = whole((parse_line(line) or {}).get("step"))
+        if line is not None and (step is None or step < first_step):
+            kept.append(line)
+            size += len(line)
+        if size >= _COPY_BYTES:
+            yield b"".join(kept)
+            kept, size = [], 0
+    yield b"".join(kept)
+
+
+def _is_torn(file: Path) -> bool:
+    try:
+        with open_read(file) as lines:
+            end = lines.seek(0, os.SEEK_END)
+            lines.seek(max(0, end - 1))
+            return lines.read(1) not in (b"\n", b"")
+    except FileNotFoundError:
+        return False
 
 
 def continue_spans(path: Path) -> tuple[float, int]:
     """What to add to the times and ids of a resumed run's spans, which start at zero, so that they follow the old ones.
 
-    The old ones stay, since their time was spent; a torn last line goes.
+    The old ones stay, since their time was spent; a torn last line goes. UserError where the file is none of ours.
     """
     spans_path = path / "spans.jsonl"
-    if not spans_path.exists():
-        return 0.0, 0
-    cut_torn_line(spans_path)
-    last = read_tail(spans_path, _ID_TAIL_BYTES)
-    return max((float(s["end_s"]) for s in last), default=0.0), max((s.get("id", -1) for s in last), default=-1) + 1
+    try:
+        cut_torn_line(spans_path)
+    except OSError as error:
+        raise disk_error(error, spans_path, "cutting off a torn last line") from error
+    last = [span for line in read_tail(spans_path, _ID_TAIL_BYTES) if (span := span_of(line)) is not None]
+    ids = (span.id for span in last if span.id < _MOST_ID)
+    return max((span.end_s for span in last), default=0.0), max(ids, default=-1) + 1
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what follows the last newline of a file of lines, if there is one and it is torn."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+    """Cut off what follows the last newline of a file of lines, if there is one and it is torn. OSError."""
+    try:
+        fd = open_regular(path, flags=os.O_RDWR)
+    except FileNotFoundError:
+        return
+    with open(fd, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:  # back to the last newline
             start = max(0, end - _TORN_BYTES)

@@ -13,15 +13,17 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from app.recipe import Recipe, from_run_json, to_run_json
+from app.run_files import examine_object, json_text, number, read_last, read_object, read_tail, remove_own, whole
 from engine.events import Span
-from storage.disk import atomic_write, require_writable
+from storage.disk import atomic_write, disk_error, require_writable
 from storage.errors import UserError
+from storage.untrusted import open_regular, printable, read_regular
 
 State = Literal["preparing", "running", "paused", "finished", "stopped", "failed"]
 
@@ -31,72 +33,28 @@ LIVE_STATES = ("preparing", "running", "paused")
 ATTENDED_STATES = (*LIVE_STATES, "stale")
 """What `state_of` says of a run whose process is there, silent or not."""
 
+ENDED_STATES = ("finished", "stopped", "failed")
+"""States that a process leaves behind."""
+
 STALE_S = 10.0
 """A live run without a heartbeat for so long is stale: its process hangs, or its disk does."""
 
 LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 """What may be in the directory of a run that has not begun."""
 
-_TAIL_BYTES = 1 << 16
-_OBJECT_BYTES = 1 << 20
-"""Far more than the small files of a run hold."""
+OWN_FOLDERS = ("data", "requests", "state", "state/checkpoints", "state/scratch", "export")
+"""Folders of a run: real ones, or somebody else's files would be written and deleted through them."""
 
+OWN_FILES = (
+    *("recipe.json", "plan.json", "calibration.json", "status.json", "status.json.tmp", "control.json", "summary.json"),
+    *("metrics.jsonl", "validation.jsonl", "spans.jsonl", "log.jsonl", "predicted.jsonl", "output.log", "run.lock"),
+)
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; a torn last line, left by a killed writer, is the end.
-
-    Raises UserError naming file and line for a line that is no JSON object.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            value = _object(line)
-            if value is None:
-                raise UserError(f"{path}, line {number}: not a JSON object; the file is damaged")
-            yield value
-
-
-def read_tail(path: Path, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """The objects of the end of a file of JSON lines: cheap on a file of any size; [] when it cannot be read."""
-    return list(_backwards(path, tail_bytes))[::-1]
-
-
-def read_last(path: Path) -> dict[str, Any] | None:
-    """The last object of a file of JSON lines; None without one."""
-    return next(_backwards(path, _TAIL_BYTES), None)
-
-
-def _backwards(path: Path, tail_bytes: int) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - tail_bytes)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for line in reversed(lines[1 if start else 0 : -1]):  # the first may be cut, the last is torn or empty
-        value = _object(line)
-        if value is not None:
-            yield value
-
-
-def read_object(path: Path, most_bytes: int = _OBJECT_BYTES) -> dict[str, Any] | None:
-    """The JSON object that a file holds; None where it is missing, unreadable, of more bytes, or anything else."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
-    except (OSError, ValueError):
-        return None
-    return _object(content) if len(content) <= most_bytes else None
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+_RECIPE_BYTES = 1 << 24
+_FULL_BYTES = 1 << 20
+"""A file system with less room than this is full."""
+_BOOT_SLACK_S = 60.0
+"""Clocks are set while a machine starts."""
 
 
 def spans_text(spans: Iterable[Span], offset_s: float = 0.0, offset_id: int = 0) -> str:
@@ -118,7 +76,10 @@ class RunLock:
     def __init__(self, run_path: Path) -> None:
         """Take the lock. Raises UserError naming the process that holds it."""
         lock_path = run_path / "run.lock"
-        self._fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._fd = open_regular(lock_path, flags=os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise disk_error(error, lock_path, "locking the run") from None
         deadline = time.monotonic() + 0.5  # a reader that tests the lock holds it for a moment
         while True:
             try:
@@ -126,10 +87,12 @@ class RunLock:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+                    pid = os.pread(self._fd, 32, 0).strip()
                     os.close(self._fd)
+                    if not pid.isdigit():
+                        raise UserError(f"{run_path}: in use by another process; wait for it, or stop it") from None
                     raise UserError(
-                        f"{run_path}: in use by process {pid}; wait for it, or stop it with `kill {pid}`"
+                        f"{run_path}: in use by process {int(pid)}; wait for it, or stop it with `kill {int(pid)}`"
                     ) from None
                 time.sleep(0.02)
         os.ftruncate(self._fd, 0)
@@ -143,9 +106,9 @@ class RunLock:
 
 
 def is_live(run_path: Path) -> bool:
-    """Whether a process holds the run's lock."""
+    """Whether a process holds the run's lock; False where this user may not look, see `is_hidden`."""
     try:
-        fd = os.open(run_path / "run.lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(run_path / "run.lock")
     except OSError:
         return False
     try:
@@ -155,6 +118,35 @@ def is_live(run_path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def is_hidden(run_path: Path) -> bool:
+    """Whether this user may not look whether a process holds the run's lock."""
+    try:
+        os.close(open_regular(run_path / "run.lock"))
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
+
+
+def require_own(run_path: Path) -> None:
+    """Raise UserError where one of the run's files or folders is a link, a pipe or anything else that it did not make.
+
+    The run directory itself may be given through links.
+    """
+    for name in (*OWN_FOLDERS, *OWN_FILES):
+        path = run_path / name
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            continue
+        kind, fine = ("folder", stat.S_ISDIR(mode)) if name in OWN_FOLDERS else ("file", stat.S_ISREG(mode))
+        if not fine:
+            what = "a link" if stat.S_ISLNK(mode) else f"no {kind}"
+            raise UserError(
+                f"{path}: is {what}, where a run has a {kind} of its own; move it away. To keep a run's state on "
+                "another drive, name the drive in storage.nvme"
+            )
 
 
 class RunDir:
@@ -185,22 +177,29 @@ class RunDir:
             raise UserError(
                 f"run directory {path}: is not empty (it holds {_strange(content)}); choose another --run-dir"
             )
+        require_own(path)
         lock = RunLock(path)
-        if (path / "metrics.jsonl").exists():
+        try:
+            if os.path.lexists(path / "metrics.jsonl"):
+                raise UserError(
+                    f"run directory {path}: already holds a run; go on with `penstock resume {path}`, "
+                    "or choose another --run-dir"
+                )
+            for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
+                remove_own(path / name)
+            atomic_write(path / "recipe.json", to_run_json(recipe))
+        except BaseException as error:
             lock.release()
-            raise UserError(
-                f"run directory {path}: already holds a run; go on with `penstock resume {path}`, "
-                "or choose another --run-dir"
-            )
-        for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
-            (path / name).unlink(missing_ok=True)
-        atomic_write(path / "recipe.json", to_run_json(recipe))
+            if isinstance(error, OSError):
+                raise disk_error(error, path, "replacing a run that never began") from None
+            raise
         return cls(path.resolve(), recipe, lock)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """Lock the directory of an existing run. Raises UserError when it is no run or is in use."""
         recipe = read_recipe(path)
+        require_own(path)
         return cls(path.resolve(), recipe, RunLock(path))
 
     def change_recipe(self, recipe: Recipe) -> None:
@@ -216,14 +215,14 @@ class RunDir:
         """Write plan.json, calibration.json and predicted.jsonl, each atomically: what the run promises, and why."""
         forecast = {"recipe": self.recipe.name, **plan}
         calibration = forecast.pop("calibration", None)
-        atomic_write(self.path / "plan.json", json.dumps(forecast, indent=1) + "\n")
+        atomic_write(self.path / "plan.json", json_text(forecast, indent=1))
         atomic_write(self.path / "predicted.jsonl", spans_text(predicted))
         if calibration is not None:
-            atomic_write(self.path / "calibration.json", json.dumps(calibration, indent=1) + "\n")
+            atomic_write(self.path / "calibration.json", json_text(calibration, indent=1))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, atomically."""
-        atomic_write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        atomic_write(self.path / "summary.json", json_text(summary, indent=2))
 
     def __enter__(self) -> RunDir:
         return self
@@ -240,7 +239,7 @@ def fresh_path(root: Path, name: str) -> Path:
     """A directory for a new run of a recipe's name, which does not exist yet."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = root / stem, 2
-    while path.exists():
+    while os.path.lexists(path):
         path, number = root / f"{stem}-{number}", number + 1
     return path
 
@@ -249,11 +248,13 @@ def read_recipe(path: Path) -> Recipe:
     """The resolved recipe of a run directory. Raises UserError when there is none."""
     file = path / "recipe.json"
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(file, most_bytes=_RECIPE_BYTES).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: not a run directory, it has no recipe.json; `penstock runs` lists them") from None
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror}); put the run's recipe back") from None
+    except ValueError as error:
+        raise UserError(f"{file}: {error}; put the run's recipe back") from None
     return from_run_json(text, str(file))
 
 
@@ -263,8 +264,11 @@ def find_run(run: str, root: Path = Path("runs")) -> Path:
     Raises UserError with the nearest run's name when there is none.
     """
     for path in (Path(run), root / run):
-        if (path / "recipe.json").is_file():
-            return path
+        try:
+            if (path / "recipe.json").is_file():
+                return path
+        except (OSError, ValueError):  # no name that a file can have
+            continue
     names = [info.name for info in list_runs(root)]
     close = difflib.get_close_matches(run, names, n=1, cutoff=0.3)
     hint = f"did you mean '{close[0]}'?" if close else "`penstock runs` lists them"
@@ -275,6 +279,7 @@ class RunInfo(NamedTuple):
     """What a list of runs says of one."""
 
     name: str
+    """The directory's, fit for a terminal."""
     path: Path
     state: str
     """A state of status.json; `crashed` for a run whose process died without a word, `stale` for one that is silent,
@@ -284,6 +289,7 @@ class RunInfo(NamedTuple):
     loss: float | None
     """Of the last step; none before the first."""
     error: str | None
+    """Why it failed, or of a crashed one what can be told of its end, or why its status cannot be read."""
     heartbeat: float | None = None
     """Unix seconds of the last word of its process."""
     tokens_per_s: float | None = None
@@ -294,18 +300,23 @@ class RunInfo(NamedTuple):
 
 def read_info(path: Path) -> RunInfo:
     """What a run directory says about its run, never waiting and never failing on damaged files."""
-    status = read_status(path)
+    found, wrong = examine_object(path / "status.json")
+    status = found or {}
     metrics = read_last(path / "metrics.jsonl")
+    state = state_of(path, status, time.time())
+    error = status.get("error")
+    if not isinstance(error, str):
+        error = why_gone(path, status) if state == "crashed" else wrong
     return RunInfo(
-        name=path.name,
+        name=printable(path.name),
         path=path,
-        state=state_of(path, status, time.time()),
-        step=_whole(status.get("step")),
-        total_steps=_whole(status.get("total_steps")),
-        loss=_number(metrics, "loss"),
-        error=None if status.get("error") is None else str(status["error"]),
-        heartbeat=_number(status, "heartbeat"),
-        tokens_per_s=_number(metrics, "tokens_per_s"),
+        state=state,
+        step=whole(status.get("step")) or 0,
+        total_steps=whole(status.get("total_steps")) or 0,
+        loss=number((metrics or {}).get("loss")),
+        error=error,
+        heartbeat=number(status.get("heartbeat")),
+        tokens_per_s=number((metrics or {}).get("tokens_per_s")),
         metrics=metrics,
     )
 
@@ -318,26 +329,46 @@ def read_status(path: Path) -> dict[str, Any]:
 def state_of(path: Path, status: dict[str, Any], now: float) -> str:
     """The state of a run whose status.json says `status`, at Unix time `now`: see `RunInfo.state`.
 
-    Whether the process lives is known by its lock; that of another host cannot be seen, only its heartbeat.
+    Whether the process lives is known by its lock; that of another host cannot be seen, or that of another user:
+    there its heartbeat decides.
     """
-    state = str(status.get("state", "unknown"))
+    state = status.get("state")
     if state not in LIVE_STATES:
-        return state
-    silent = now - (_number(status, "heartbeat") or 0.0) > STALE_S
-    if status.get("host", socket.gethostname()) != socket.gethostname():
-        return "stale" if silent else state
-    if not is_live(path):
+        return state if state in ENDED_STATES else "unknown"
+    # A heartbeat of the future is of before the clock was set back, and nobody has written one since.
+    silent = abs(now - (number(status.get("heartbeat")) or 0.0)) > STALE_S
+    here = status.get("host", socket.gethostname()) == socket.gethostname()
+    if here and not is_live(path) and not is_hidden(path):
         return "crashed"
-    return "stale" if silent else state
+    return "stale" if silent else str(state)
 
 
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+def why_gone(path: Path, status: dict[str, Any]) -> str:
+    """What can be told of the end of a process that left a live state: its last error, a full disk, a restart."""
+    started = number(status.get("started")) or 0.0
+    for line in reversed(read_tail(path / "log.jsonl")):
+        if line.get("level") == "error" and (number(line.get("time")) or 0.0) >= started:
+            return f"its last word, which its status lacks: {str(line.get('text')).strip()}"
+    go_on = f"go on with: penstock resume {printable(path)}"
+    try:
+        room = os.statvfs(path)
+    except OSError as error:
+        return f"its process is gone, and its folder cannot be looked at: {error.strerror}"
+    if room.f_bavail * room.f_frsize < _FULL_BYTES:
+        return f"its process is gone, and the disk is full: why it ended could not be written. Free space, then {go_on}"
+    heartbeat, booted = number(status.get("heartbeat")), _booted()
+    if heartbeat is not None and booted is not None and heartbeat < booted - _BOOT_SLACK_S:
+        return f"its process is gone since the machine was restarted; {go_on}"
+    return f"its process is gone without a word: killed, or out of memory (the kernel's log tells); {go_on}"
 
 
-def _number(values: dict[str, Any] | None, key: str) -> float | None:
-    value = (values or {}).get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _booted() -> float | None:
+    """Unix seconds at which this machine started; None where the kernel does not tell."""
+    try:
+        lines = Path("/proc/stat").read_text(errors="replace").splitlines()
+        return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:

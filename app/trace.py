@@ -5,20 +5,23 @@ A lane whose ops overlap takes further tracks, since the format allows no overla
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from app.lanes import LANES
-from app.rundir import read_jsonl
+from app.run_files import JsonLines
 from engine.events import Span
+from storage.disk import prepare_file, publish
 from storage.errors import UserError
+from storage.untrusted import printable
 
 _MAX_ROWS = 100
 """Tracks of one lane; far more ops than a lane ever has under way at once."""
+_PIECE_LINES = 4096
 
 
 class _Tracks:
@@ -67,26 +70,38 @@ def _event(span: Span, track: int) -> dict[str, Any]:
     }
 
 
+def warn(text: str) -> None:
+    """Tell on standard error."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
 def write_trace(
-    run_path: Path, out: Path, steps: tuple[int, int] | None = None, extent: tuple[int, int] | None = None
+    run_path: Path,
+    out: Path,
+    steps: tuple[int, int] | None = None,
+    extent: tuple[int, int] | None = None,
+    tell: Callable[[str], None] = warn,
 ) -> int:
     """Write the trace of a run's spans.jsonl to `out`; returns the number of spans. Memory does not grow with it.
 
     `steps`: the first and the last of those to write, with all that ran meanwhile; `extent`: the bytes of the file that
-    hold them, where that is known. Raises UserError when the run has no spans yet, or not these steps, a line is
-    damaged, or `out` cannot be written.
+    hold them, where that is known. `tell` gets a word on damaged lines, which are left out. Raises UserError when the
+    run has no spans yet, or not these steps, or `out` cannot be written.
     """
     spans_path = run_path / "spans.jsonl"
-    if not spans_path.exists():
+    if not os.path.lexists(spans_path):
         raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not done")
-    spans = _spans_of(spans_path, extent)
-    name = run_path.resolve().name
+    lines, name = JsonLines(spans_path, extent), run_path.resolve().name
+    spans = lines.spans()
     if steps is not None:
-        start_s, end_s = _window(spans, steps, run_path)
-        inside = (span for span in _spans_of(spans_path, extent) if span.end_s > start_s and span.start_s < end_s)
+        start_s, end_s = _window(JsonLines(spans_path, extent).spans(), steps, run_path)
+        spans = (span for span in lines.spans() if span.end_s > start_s and span.start_s < end_s)
         first, last = steps
-        return write_spans(inside, f"{name} step {first}" + (f" to {last}" if last > first else ""), out)
-    return write_spans(spans, name, out)
+        name += f" step {first}" + (f" to {last}" if last > first else "")
+    count = write_spans(spans, printable(name), out)
+    if (warning := lines.warning()) is not None:
+        tell(warning)
+    return count
 
 
 def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tuple[float, float]:
@@ -103,47 +118,37 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
     return start_s, end_s
 
 
-def _spans_of(path: Path, extent: tuple[int, int] | None = None) -> Iterator[Span]:
-    for line in read_jsonl(path) if extent is None else _lines_within(path, *extent):
-        try:
-            yield Span.of(line)
-        except TypeError as error:
-            raise UserError(f"{path}: a line is not a span ({error})") from None
-
-
-def _lines_within(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
-    """The lines of a part of the file that begins and ends with whole ones; damaged ones are left out."""
-    with path.open("rb") as file:
-        file.seek(start)
-        for line in file:
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict) and "op" in value:
-                    yield value
-            start += len(line)
-            if start >= end:
-                return
-
-
 def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:
     """Write the trace of `spans`, roughly in the order of their ends, to `out`; returns their number.
 
     Raises UserError when `out` cannot be written.
     """
-    tracks = _Tracks()
-    count = 0
-    temporary = out.with_name(out.name + ".tmp")
+    written = _Trace(spans, name)
     try:
-        with temporary.open("w") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for span in spans:
-                file.write(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
-                count += 1
-            names = tracks.names(name)
-            file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
-        os.replace(temporary, out)
+        publish(prepare_file(out, written.pieces()), out)
     except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror})") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
+        raise UserError(f"{out}: cannot be written ({error.strerror}); name another file") from None
+    return written.count
+
+
+class _Trace:
+    """A trace's text, made while it is written."""
+
+    def __init__(self, spans: Iterable[Span], name: str) -> None:
+        self._spans = spans
+        self._name = name
+        self.count = 0
+
+    def pieces(self) -> Iterator[bytes]:
+        """The text, in pieces of thousands of lines."""
+        tracks = _Tracks()
+        texts = ['{"displayTimeUnit": "ms", "traceEvents": [\n']
+        for span in self._spans:
+            texts.append(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
+            self.count += 1
+            if len(texts) == _PIECE_LINES:
+                yield "".join(texts).encode()
+                texts = []
+        names = tracks.names(self._name)
+        texts.append(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
+        yield "".join(texts).encode()

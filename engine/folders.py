@@ -10,16 +10,21 @@ from pathlib import Path
 
 from engine.config import StorageConfig
 from storage.disk import fsync_dir, require_writable
+from storage.errors import UserError
+from storage.untrusted import is_real_folder
 
 
 @contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails.
 
-    Raises UserError when it cannot be made.
+    Raises UserError when it cannot be made, or what is no folder of ours, a link say, is in its place.
     """
     temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
+    for place, fine in ((temporary, False), (folder, is_real_folder(folder))):
+        if os.path.lexists(place) and not fine:
+            raise UserError(f"{place}: is in the way of a new folder; move it away")
     require_writable(temporary)
     try:
         yield temporary

@@ -6,11 +6,14 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from storage.errors import UserError
+from storage.untrusted import RefusedFileError, refuse
 
 
 def require_writable(path: Path) -> None:
@@ -61,13 +64,15 @@ _HINTS = {
 
 def disk_error(error: OSError, path: Path, doing: str) -> UserError:
     """The UserError for an operating system error met at `path` while `doing` something ("writing 4,096 bytes")."""
+    if isinstance(error, RefusedFileError):
+        return UserError(f"{error.filename}: {doing} failed: {error.strerror}; move it away")
     hint = _HINTS.get(error.errno or 0, "check the disk and the kernel's log")
     return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
 
 
 def fsync_file(path: Path) -> None:
-    """Make the data and size of an existing file durable."""
-    fd = os.open(path, os.O_RDONLY)
+    """Make the data and size of an existing file durable; never waits for a pipe, never follows a link."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:
@@ -95,24 +100,33 @@ def temporary_name(path: Path) -> Path:
 
 
 def sweep_temporaries(path: Path) -> None:
-    """Remove what processes killed inside atomic_write(path) left behind; nobody may be writing `path` now."""
+    """Remove what processes killed inside atomic_write(path) left behind; nobody may be writing `path` now.
+
+    Files only: what is under such a name and no file is none of ours.
+    """
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        leftover.unlink()
+        if stat.S_ISREG(os.lstat(leftover).st_mode):
+            leftover.unlink()
 
 
-def prepare_file(path: Path, data: bytes) -> Path:
-    """Write and sync `data` as the file that `publish` will make `path`; OSError leaves nothing behind."""
+def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
+    """Write and sync `data`, whole or in pieces, as the file that `publish` will make `path`.
+
+    The file is always a new one: what somebody put under its name is never written through. OSError, a refused file
+    among them, leaves nothing behind.
+    """
     temporary = temporary_name(path)
+    fd = _create(temporary)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
+            for piece in (data,) if isinstance(data, bytes) else data:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
@@ -128,6 +142,18 @@ def write_file(path: Path, content: bytes) -> None:
             rest = rest[os.write(fd, rest) :]
     finally:
         os.close(fd)
+
+
+def _create(path: Path) -> int:
+    """A descriptor of new file `path`, in place of the one that a killed process of the same number left."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o644)
+    except FileExistsError:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            refuse(path, "in the way of a temporary file, and no file")
+    path.unlink()
+    return os.open(path, flags, 0o644)
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -180,7 +206,7 @@ def link_or_copy(source: Path, target: Path) -> Literal["link", "reflink", "copy
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-    fd_in = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    fd_in = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fd_out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:

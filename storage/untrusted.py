@@ -45,6 +45,29 @@ def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> dict[
     return value
 
 
+def parse_printable(content: bytes, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object that UTF-8 text holds, every text in it, keys included, as `printable` makes it. ValueError.
+
+    Where numbers that JSON does not know (NaN) or that are no size of anything matter, the reader looks at them.
+    """
+    plain = b"\\" not in content and b"\x7f" not in content and content.isascii()
+    if plain and len(content) <= most_bytes and content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
+        value = json.loads(content)  # such text holds no control character and nests no deeper
+        if isinstance(value, dict):
+            return value
+    found: dict[str, Any] = printable_value(parse_object(content, most_bytes=most_bytes))
+    return found
+
+
+def printable_value(value: Any) -> Any:
+    """A JSON value, every text in it, keys included, as `printable` makes it."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): printable_value(item) for key, item in value.items()}
+    return [printable_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _check(value: Any, depth: int) -> None:
     if depth > MOST_DEPTH:
         raise RecursionError

@@ -12,10 +12,11 @@ from typing import Any
 
 from textual.app import App, SystemCommand
 from textual.filter import LineFilter
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
 from tui.actions import Action, actions, bindings
-from tui.glyphs import ASCII, UNICODE, AsciiFilter, Glyphs
+from tui.glyphs import ASCII, UNICODE, AsciiFilter, Glyphs, PrintableFilter
 from tui.screens.base import PenstockScreen
 from tui.theme import THEMES
 
@@ -66,8 +67,20 @@ class PenstockApp(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's hook: what every line drawn goes through."""
-        filters = [*super().get_line_filters()]
+        filters = [*super().get_line_filters(), PrintableFilter()]
         return filters if self.glyphs.braille else [*filters, AsciiFilter()]
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:
+        """Textual's, but that no text is taken for markup: most have names of files and models in them."""
+        super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)
 
     # ------------------------------------------------------------------ screens
 

@@ -10,6 +10,8 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
+from storage.untrusted import printable
+
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
@@ -73,6 +75,25 @@ ASCII = Glyphs(
     up="^",
     down="v",
 )
+
+
+_MOVES = str.maketrans("\t\n", "  ")
+
+
+class PrintableFilter(LineFilter):
+    """What a terminal would obey, in whatever text it came, is shown as U+FFFD: a last net under all that is drawn.
+
+    Tabs and line ends would leave the cells that a widget has: they are spaces.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Textual's hook."""
+        return [
+            segment
+            if segment.text.isprintable()
+            else Segment(printable(segment.text).translate(_MOVES), segment.style, segment.control)
+            for segment in segments
+        ]
 
 
 class AsciiFilter(LineFilter):

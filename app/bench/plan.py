@@ -29,7 +29,8 @@ from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.bench.process import run_limited
 from app.plan_view import seconds_text
 from app.progress import bytes_text
-from app.rundir import RunDir, read_jsonl
+from app.run_files import JsonLines
+from app.rundir import RunDir
 from engine.limits import machine_memory
 from storage.errors import UserError
 
@@ -135,7 +136,7 @@ def compare(run_dir: Path) -> dict[str, Any]:
         summary = json_module.loads((run_dir / "summary.json").read_text())
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); the run left no such file") from None
-    step_times_s = [line["step_s"] for line in read_jsonl(run_dir / "metrics.jsonl")]
+    step_times_s = [line["step_s"] for line in JsonLines(run_dir / "metrics.jsonl")]
     if len(step_times_s) < 2:
         raise UserError(f"{run_dir}: {len(step_times_s)} steps; the first does not count, so there is none to compare")
     measured_s = statistics.median(step_times_s[1:])

@@ -11,8 +11,8 @@ import pytest
 from cli_process import wait_until
 
 import app.run_log
+from app.run_files import JsonLines
 from app.run_log import RunLog, continue_spans
-from app.rundir import read_jsonl
 from engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 from storage.errors import UserError
 
@@ -169,7 +169,7 @@ def test_nothing_is_lost_on_a_clean_exit_and_a_step_costs_little(tmp_path: Path)
         log.step(metrics(step))
     handed_over_s = time.perf_counter() - begin
     log.close("finished")
-    assert sum(1 for _ in read_jsonl(tmp_path / "spans.jsonl")) == 50_000
+    assert sum(1 for _ in JsonLines(tmp_path / "spans.jsonl")) == 50_000
     assert handed_over_s < 1.0
 
 
@@ -190,7 +190,7 @@ def test_a_log_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
     log = RunLog(tmp_path, total_steps=9)
     log.step(metrics(1))
     wait_until(lambda: log._failure is not None)
-    with pytest.raises(UserError, match="log cannot be written"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: .*move it away"):
         log.step(metrics(2))
     log.close("failed")
 
@@ -271,7 +271,7 @@ def test_validations_have_a_file_of_their_own_that_a_resumed_run_replaces(
 
 @pytest.mark.parametrize("torn_bytes", [0, 1, 65535, 65536, 65537, 200_000])
 def test_a_torn_last_line_of_any_length_is_cut_off(tmp_path: Path, torn_bytes: int) -> None:
-    for whole in ("", '{"step": 1, "end_s": 2.5}\n'):
+    for whole in ("", '{"lane": "h2d", "op": "load", "step": 1, "start_s": 2.0, "end_s": 2.5}\n'):
         (tmp_path / "spans.jsonl").write_text(whole + "x" * torn_bytes)
         offsets = continue_spans(tmp_path)
         assert (tmp_path / "spans.jsonl").read_text() == whole

@@ -22,10 +22,7 @@ from app.rundir import (
     is_live,
     list_runs,
     read_info,
-    read_jsonl,
-    read_last,
     read_recipe,
-    read_tail,
     state_of,
 )
 from engine.events import StepMetrics
@@ -126,24 +123,6 @@ def test_readers_that_test_the_lock_never_keep_a_run_from_starting(tmp_path: Pat
             reader.join()
 
 
-def test_read_jsonl_stops_at_a_torn_line_and_names_a_damaged_one(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2')
-    assert list(read_jsonl(path)) == [{"a": 1}]
-    path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
-    with pytest.raises(UserError, match=r"m\.jsonl, line 2"):
-        list(read_jsonl(path))
-
-
-def test_read_tail_of_a_long_file(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    assert read_tail(path) == []
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(20_000)) + '{"st')
-    tail = read_tail(path)
-    assert tail[-1] == {"step": 19_999} == read_last(path)
-    assert 1000 < len(tail) < 20_000
-
-
 def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     for name in ("a", "b", "c"):
@@ -184,7 +163,10 @@ def test_a_foreign_status_breaks_nothing(tmp_path: Path, status: dict[str, objec
 def test_what_is_no_small_json_object_is_no_status(tmp_path: Path, content: bytes) -> None:
     for name in ("status.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes(content + b"\n")
-    assert read_info(tmp_path)[:7] == (tmp_path.name, tmp_path, "unknown", 0, 0, None, None)
+    info = read_info(tmp_path)
+    assert info[:6] == (tmp_path.name, tmp_path, "unknown", 0, 0, None)
+    assert info.error is not None
+    assert info.error.startswith("status.json is ")
     (tmp_path / "recipe.json").write_bytes(content)
     assert tmp_path in [info.path for info in list_runs(tmp_path.parent)]
     with pytest.raises(UserError, match=r"recipe\.json"):

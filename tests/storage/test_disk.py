@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from storage.disk import atomic_write, fsync_dir, link_or_copy, require_free, require_writable, temporary_name
+from storage.disk import (
+    atomic_write,
+    fsync_dir,
+    fsync_file,
+    link_or_copy,
+    prepare_file,
+    publish,
+    require_free,
+    require_writable,
+    sweep_temporaries,
+    temporary_name,
+)
 from storage.errors import UserError
 
 
@@ -69,11 +80,82 @@ def test_atomic_write_replaces(tmp_path: Path, content: str | bytes) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
+def full_disk(patch: pytest.MonkeyPatch, room_bytes: int = 0) -> None:
+    """Let every write after the first `room_bytes` fail."""
+    left, write = [room_bytes], os.write
+
+    def limited(fd: int, data: memoryview) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = write(fd, data[: left[0]])
+        left[0] -= count
+        return count
+
+    patch.setattr(os, "write", limited)
+
+
+def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    temporary_name(path).symlink_to("/dev/full")  # every write to it fails with ENOSPC
+    full_disk(monkeypatch, 2)
     with pytest.raises(UserError, match=r"file: writing 3 bytes failed: No space left.*free some space"):
         atomic_write(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link to a file", "pipe", "folder"])
+def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_path: Path, kind: str) -> None:
+    path, victim = tmp_path / "run" / "file", tmp_path / "victim"
+    path.parent.mkdir()
+    path.write_text("old")
+    victim.write_text("not ours")
+    planted = temporary_name(path)
+    match kind:
+        case "link":
+            planted.symlink_to(victim)
+        case "dangling link":
+            planted.symlink_to(tmp_path / "made")
+        case "hard link to a file":
+            planted.hardlink_to(victim)
+        case "pipe":
+            os.mkfifo(planted)
+        case "folder":
+            planted.mkdir()
+    if kind == "hard link to a file":  # looks like a file that a killed process left
+        atomic_write(path, "new")
+        assert path.read_text() == "new"
+    else:
+        with pytest.raises(UserError, match=rf"{planted}: writing 3 bytes failed: it is in the way.*move it away"):
+            atomic_write(path, "new")
+        assert path.read_text() == "old"
+        assert os.path.lexists(planted)
+    assert victim.read_text() == "not ours"
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "other"
+    other.write_text("not ours")
+    (tmp_path / ".file.1.tmp").write_text("left")
+    (tmp_path / ".file.2.tmp").symlink_to(other)
+    (tmp_path / ".file.3.tmp").mkdir()
+    sweep_temporaries(path)
+    assert sorted(os.listdir(tmp_path)) == [".file.2.tmp", ".file.3.tmp", "other"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_syncing_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "target").write_text("")
+    if kind == "link":
+        (tmp_path / "file").symlink_to("target")
+    else:
+        os.mkfifo(tmp_path / "file")
+    with pytest.raises(OSError, match=r"Too many levels|Invalid argument"):
+        fsync_file(tmp_path / "file")
+
+
+def test_pieces_are_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    publish(prepare_file(path, (b"%d\n" % i for i in range(3))), path)
+    assert path.read_bytes() == b"0\n1\n2\n"

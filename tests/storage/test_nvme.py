@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_state import SPECS, assert_holds, content, read_all, write_all
 
-from storage import chunk, disk
+from storage import chunk
 from storage.arena import HostArena
 from storage.errors import BudgetError, UserError
 from storage.nvme import ArraySpec, NvmeStore, Traffic
@@ -414,13 +414,18 @@ def test_full_disk_in_write_keeps_the_generation(store: NvmeStore) -> None:
     assert_holds(reopen(store), 2)
 
 
-def test_full_disk_in_commit_keeps_the_generation(store: NvmeStore) -> None:
+def test_full_disk_in_commit_keeps_the_generation(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all(store, 1)
     store.commit({})
     write_all(store, 2)
-    disk.temporary_name(store.root / "manifest.json").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"manifest\.json: writing .* failed: No space left"):
-        store.commit({})
+
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(UserError, match=r"manifest\.json: writing .* failed: No space left"):
+            store.commit({})
     assert store.generation == 1
     assert store.commit({}) == 2
     assert_holds(reopen(store), 2)

@@ -159,3 +159,10 @@ def test_figures() -> None:
     ]
     assert [size_text(v) for v in (None, 12, 1.5 * 2**30, 206 * 2**20)] == ["n/a", "12 B", "1.5 GiB", "206 MiB"]
     assert [rate_text(v) for v in (None, 500, 3.12e9, 250e6)] == ["n/a", "500 B/s", "3.1 GB/s", "250 MB/s"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e29, 1e29), (1e29, 1.0000000000000002e29), (-1e29, -1e29), (0.0, 0.0)])
+def test_places_too_close_to_be_told_apart_are_drawn(low: float, high: float) -> None:
+    places = Curve(np.array([low, high]), np.array([1.0, 2.0]), "raw")
+    rows = chart(40, 10, [places], UNICODE, x_range=(low, high), marks=[low, high], cursor=low)
+    assert [len(plain([row])) for row in rows] == [40] * 10

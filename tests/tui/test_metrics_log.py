@@ -120,3 +120,13 @@ def test_validations() -> None:
     assert losses.tolist() == [2.0, 1.25]
     assert log.validation_at("total_tokens").tolist() == [400.0, 800.0]
     assert math.isnan(MetricsLog().recent_mean("loss") or math.nan)
+
+
+def test_absurd_figures_are_none_and_totals_never_fall() -> None:
+    log = MetricsLog()
+    steps = [line(1), line(2, tokens=-5, step_s=-1e9), line(3, loss=1e300, tokens=10**400), line(4)]
+    log.add([*steps, {"step": 1e29}, {"step": 10**400}, {"step": float("nan")}])
+    assert (log.rows, log.last_step, log.skipped) == (4, 4, 3)
+    assert log.column("total_tokens").tolist() == [100.0, 100.0, 100.0, 200.0]
+    assert log.column("total_s").tolist() == [2.0, 2.0, 4.0, 6.0]
+    assert math.isnan(log.column("loss")[2])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tui.data.tail import JsonTail, read_object
+from tui.data.tail import JsonTail
 
 LINES = [b'{"a":1}', b"", b'{"b":[1,{"c":"\xc3\xa9"}]}', b"[1]", b'{"broken', b"null", b"\xff\xfe", b'{"n":NaN}', b"{}"]
 
@@ -155,14 +155,3 @@ def test_directory_or_foreign_file_is_nothing(tmp_path: Path) -> None:
     assert JsonTail(tmp_path / "x.jsonl").read() == []
     (tmp_path / "y").write_bytes(bytes(range(256)) * 50)
     assert JsonTail(tmp_path / "y").read() == []
-
-
-def test_read_object(tmp_path: Path) -> None:
-    path = tmp_path / "status.json"
-    assert read_object(path) == (None, None)
-    path.write_text('{"a": 1}')
-    assert read_object(path) == ({"a": 1}, None)
-    path.write_text("[1]")
-    assert read_object(path) == (None, "status.json is not a JSON object")
-    path.write_text('{"a"')
-    assert read_object(path) == (None, "status.json is damaged")

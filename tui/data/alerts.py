@@ -68,13 +68,20 @@ def _of_tier(tier: Tier) -> Alert | None:
 def _of_state(data: RunData) -> list[Alert]:
     state = data.state
     if state == "failed":
-        return [Alert((data.error or "the run failed without saying why").splitlines()[0], "bad")]
+        return [Alert(first_line(data.error) or "the run failed without saying why", "bad")]
     if state == "crashed":
         kept = "" if data.committed_step is None else f"; R goes on from step {data.committed_step:,}"
-        return [Alert(f"the process is gone without a word{kept}", "bad")]
+        return [Alert((first_line(data.error) or "its process is gone") + kept, "bad")]
+    if state == "stale" and data.silent_s is None:
+        return [Alert("its last sign of life is of the future, and its process holds the run: a clock was set", "warn")]
     if state == "stale":
         return [Alert(f"no sign of life for {duration_text(data.silent_s)}, but its process holds the run", "warn")]
     return []
+
+
+def first_line(words: str | None) -> str:
+    """The first line with anything in it; empty where there is none."""
+    return next((line for line in (words or "").splitlines() if line.strip()), "")
 
 
 def stall(data: RunData) -> Alert | None:

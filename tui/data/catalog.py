@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from app.progress import WARMUP_STEPS
-from app.rundir import ATTENDED_STATES, read_info, read_object, read_tail
+from app.run_files import number, read_object, read_tail
+from app.rundir import ATTENDED_STATES, read_info
+from storage.untrusted import printable, read_regular
+from tui.data.fields import get, text
 from tui.render.ticks import count_text
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
 
 _NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
+_RECIPE_BYTES = 1 << 20
+_PLAN_BYTES = 64 << 20
 _RECENT = 20
 """Steps from which the time that is left is estimated."""
 
@@ -61,8 +66,8 @@ class RunEntry:
 
     @property
     def name(self) -> str:
-        """The directory's name."""
-        return self.path.name
+        """The directory's name, fit for a terminal."""
+        return printable(self.path.name)
 
     @property
     def live(self) -> bool:
@@ -93,15 +98,16 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
     """A recipe file's entry from its docstring; `problem` says why where it cannot be read."""
+    name = printable(path.stem)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        tree = ast.parse(read_regular(path.resolve(), most_bytes=_RECIPE_BYTES).decode())
+    except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError) as error:
         reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        return RecipeEntry(path, path.stem, "", {}, "", own, f"{path.name} cannot be read: {reason}")
-    text = ast.get_docstring(tree) or ""
+        return RecipeEntry(path, name, "", {}, "", own, printable(f"{path.name} cannot be read: {reason}"))
+    text = printable(ast.get_docstring(tree) or "")
     found = (_NEEDS.fullmatch(line.strip()) for line in text.splitlines())
     needs = {match[1]: match[2] for match in found if match}
-    return RecipeEntry(path, path.stem, text.split("\n\n")[0].replace("\n", " "), needs, text, own)
+    return RecipeEntry(path, name, text.split("\n\n")[0].replace("\n", " "), needs, text, own)
 
 
 def describe(entry: RecipeEntry) -> dict[str, Any]:
@@ -171,17 +177,17 @@ def read_run_entry(folder: Path) -> RunEntry | None:
     try:
         return _read_run_entry(folder, damaged="recipe.json" not in marks)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return RunEntry(folder, "damaged", error=f"cannot be read: {type(error).__name__}: {error}")
+        return RunEntry(folder, "damaged", error=printable(f"cannot be read: {type(error).__name__}: {error}"))
 
 
 def _read_run_entry(folder: Path, *, damaged: bool) -> RunEntry:
     if damaged:
         return RunEntry(folder, "damaged", error="has no recipe.json", changed=_stamp(folder)[0] / 1e9)
     info = read_info(folder)
-    lines = [line for line in read_tail(folder / "metrics.jsonl") if isinstance(line, dict)][-_RECENT:]
-    losses = tuple(float(loss) for line in lines if isinstance(loss := line.get("loss"), (int, float)))
+    lines = read_tail(folder / "metrics.jsonl")[-_RECENT:]
+    losses = tuple(loss for line in lines if (loss := number(line.get("loss"))) is not None)
     step, total = info.step, info.total_steps
-    seconds = [line["step_s"] for line in lines if isinstance(line.get("step_s"), (int, float))]
+    seconds = [step_s for line in lines if (step_s := number(line.get("step_s"))) is not None]
     begun = len(seconds) - WARMUP_STEPS if step <= _RECENT else len(seconds)
     left = statistics.fmean(seconds[-begun:]) * (total - step) if begun > 0 and total > step else None
     changed = max(_stamp(folder / name)[0] for name in ("recipe.json", "status.json", "metrics.jsonl")) / 1e9
@@ -195,7 +201,7 @@ def _read_run_entry(folder: Path, *, damaged: bool) -> RunEntry:
         info.tokens_per_s,
         left if live else None,
         changed,
-        None if info.error is None else str(info.error),
+        info.error,
         losses,
     )
 
@@ -208,11 +214,25 @@ def matches(words: str, *texts: str) -> bool:
 
 def plan_lines(folder: Path) -> list[str]:
     """What a run's plan promised, in a few lines; [] without a plan."""
-    plan = read_object(folder / "plan.json") or {}
-    try:
-        return [
-            f"planned {plan['step_s']:.3g} s a step, {plan['tokens_per_s']:,.0f} tok/s, bound by {plan['bound_by']}",
-            f"{count_text(plan['model']['params'])} parameters, {plan['model']['layers']} layers",
-        ]
-    except (ValueError, TypeError, KeyError):
-        return []
+    plan = read_object(folder / "plan.json", _PLAN_BYTES)
+    step_s, tokens_per_s = (number(get(plan, name)) for name in ("step_s", "tokens_per_s"))
+    params, layers = (number(get(plan, "model", name)) for name in ("params", "layers"))
+    found = []
+    if step_s is not None and tokens_per_s is not None:
+        found.append(f"planned {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s, bound by {text(plan, 'bound_by')}")
+    if params is not None and layers is not None:
+        found.append(f"{count_text(params)} parameters, {layers:.0f} layers")
+    return found
+
+
+def summary_lines(folder: Path) -> list[str]:
+    """What a run has done, in a few lines; [] without a summary."""
+    summary = read_object(folder / "summary.json")
+    step_s, tokens_per_s = (number(get(summary, name)) for name in ("step_s_median", "tokens_per_s"))
+    tokens, first, last = (number(get(summary, name)) for name in ("tokens", "first_loss", "last_loss"))
+    found = []
+    if step_s is not None and tokens_per_s is not None:
+        found.append(f"took {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s")
+    if tokens is not None and first is not None and last is not None:
+        found.append(f"{tokens:,.0f} tokens, loss {first:.4f} to {last:.4f}")
+    return found

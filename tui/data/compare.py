@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.rundir import read_info, read_object
+from app.run_files import read_object
+from app.rundir import read_info
 from storage.sealed import KEY
+from tui.data.fields import number, whole
 from tui.data.metrics import MetricsLog
 from tui.data.tail import JsonTail
 
@@ -50,9 +52,9 @@ class ComparedRun:
                 break
             lines = self._tail.read()
         for line in self._validation_tail.read():
-            step, loss = line.get("step"), line.get("loss")
-            if isinstance(step, int) and isinstance(loss, (int, float)):
-                self.validations[step] = float(loss)
+            step, loss = whole(line, "step"), number(line, "loss")
+            if step is not None and loss is not None:
+                self.validations[step] = loss
         self.recipe = self.recipe or _flat(read_object(self.path / "recipe.json") or {})
         self.recipe.pop(KEY, None)
         tiers = (read_object(self.path / "summary.json") or {}).get("tiers")
@@ -140,5 +142,5 @@ def _bytes(num_bytes: float) -> str:
 
 def _peak(run: ComparedRun, tier: str) -> str:
     figures = run.peaks.get(tier)
-    peak = figures.get("peak_bytes") if isinstance(figures, dict) else run.metrics.tier_bytes.get(tier)
-    return _bytes(peak) if isinstance(peak, (int, float)) else "n/a"
+    peak = number(figures, "peak_bytes") if isinstance(figures, dict) else run.metrics.tier_bytes.get(tier)
+    return "n/a" if peak is None else _bytes(peak)

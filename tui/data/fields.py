@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
+
+from app import run_files
 
 
 def get(value: Any, *keys: str) -> Any:
@@ -16,14 +17,8 @@ def get(value: Any, *keys: str) -> Any:
 
 
 def number(value: Any, *keys: str) -> float | None:
-    """A finite number under nested keys; None where there is none."""
-    found = get(value, *keys)
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        return None
-    try:
-        return float(found) if math.isfinite(found) else None
-    except OverflowError:
-        return None
+    """A finite number under nested keys, of a size that something can have; None where there is none."""
+    return run_files.number(get(value, *keys))
 
 
 def whole(value: Any, *keys: str) -> int | None:
@@ -33,14 +28,9 @@ def whole(value: Any, *keys: str) -> int | None:
 
 
 def text(value: Any, *keys: str) -> str | None:
-    """A string under nested keys, fit for a terminal; None where there is none."""
+    """A string under nested keys; None where there is none."""
     found = get(value, *keys)
-    return printable(found) if isinstance(found, str) else None
-
-
-def printable(found: str) -> str:
-    """Without what a terminal would take for a command; line ends stay."""
-    return found if found.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in found)
+    return found if isinstance(found, str) else None
 
 
 def objects(value: Any, *keys: str) -> list[dict[str, Any]]:

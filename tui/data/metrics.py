@@ -19,6 +19,9 @@ READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "time", "
 DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_bytes")
 """`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row. Bytes: of all drives."""
 
+_MOST_STEPS = 2**53
+"""Larger ones are no longer told apart, and are nobody's."""
+
 ETA_STEPS = 20
 """Steps whose mean the time to the end is drawn from."""
 _Z_STEPS = 100
@@ -60,7 +63,7 @@ class MetricsLog:
         added = 0
         for line in lines:
             step = number(line, "step")
-            if step is None or step < 0:
+            if step is None or not 0 <= step <= _MOST_STEPS:
                 self.skipped += 1
                 continue
             row = self.rows
@@ -75,14 +78,13 @@ class MetricsLog:
             self._grow()
         columns = self._columns
         for name in READ:
-            value = line.get(name)
-            usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-            columns[name][row] = value if usable else math.nan
+            value = number(line, name)
+            columns[name][row] = math.nan if value is None else value
         columns["step"][row] = step
         columns["ema"][row] = self._average(row, columns["loss"][row])
         for name, total in (("tokens", "total_tokens"), ("step_s", "total_s")):
             value = columns[name][row]
-            columns[total][row] = (columns[total][row - 1] if row else 0.0) + (0.0 if math.isnan(value) else value)
+            columns[total][row] = (columns[total][row - 1] if row else 0.0) + (value if value > 0 else 0.0)
         columns["read_bytes"][row] = _add_bytes(self.read_bytes, line.get("nvme_read_bytes"))
         columns["written_bytes"][row] = _add_bytes(self.written_bytes, line.get("nvme_written_bytes"))
         held = get(line, "tier_bytes")

@@ -9,25 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.checkpoints import checkpoint_steps, committed_step
-from app.rundir import ATTENDED_STATES, STALE_S, state_of
+from app.checkpoints import checkpoint_manifests, checkpoint_steps, committed_step
+from app.run_files import examine_object, open_read
+from app.rundir import ATTENDED_STATES, ENDED_STATES, STALE_S, state_of, why_gone
+from storage.untrusted import printable
 from tui.data.blocks import BlockPlace, BlockPlaces
-from tui.data.fields import get, number, objects, printable, text, whole
+from tui.data.fields import get, number, objects, text, whole
 from tui.data.metrics import MetricsLog
 from tui.data.spans import SpanStore
-from tui.data.tail import JsonTail, read_object
+from tui.data.tail import JsonTail
 
 SPANS_BYTES = 24 << 20
 """So much of a long spans.jsonl is read: about as many spans as a SpanStore holds."""
 
 LOG_BYTES = 1 << 20
 LOG_LINES = 5000
+_OBJECT_BYTES = 64 << 20
+"""Of plan.json, the largest; a plan of a deep model takes some megabytes."""
+_OUTPUT_BYTES = 8192
 _SLOW_S = 2.0
 """Between looks at checkpoints."""
 _POLL_S = 0.3
 """Time after which a poll ends although files hold more."""
 
-STATES = (*ATTENDED_STATES, "finished", "stopped", "failed", "crashed", "gone")
+STATES = (*ATTENDED_STATES, *ENDED_STATES, "crashed", "gone")
 
 
 class LogLine(NamedTuple):
@@ -101,6 +106,7 @@ class RunData:
         self._next_metrics: MetricsLog | None = None
         """Being filled from a replaced file; it takes the place of `metrics` when it is complete."""
         self._output_read = False
+        self._why_gone: str | None = None
 
     # ------------------------------------------------------------------ what is known
 
@@ -111,9 +117,11 @@ class RunData:
 
     @property
     def silent_s(self) -> float | None:
-        """Seconds since the process last wrote its status."""
+        """Seconds since the process last wrote its status; None where that is in the future: a clock was set back."""
         heartbeat = number(self.status, "heartbeat")
-        return None if heartbeat is None else max(0.0, self.clock() - heartbeat)
+        if heartbeat is None or heartbeat > self.clock() + STALE_S:
+            return None
+        return max(0.0, self.clock() - heartbeat)
 
     @property
     def is_live(self) -> bool:
@@ -122,8 +130,8 @@ class RunData:
 
     @property
     def error(self) -> str | None:
-        """Why the run failed."""
-        return text(self.status, "error")
+        """Why the run failed, or what can be told of the end of a crashed one."""
+        return text(self.status, "error") or self._why_gone
 
     @property
     def step(self) -> int:
@@ -242,7 +250,7 @@ class RunData:
             stamp = _stamp(path)
             if stamp == self._stamps.get(name, ()):
                 continue
-            found, wrong = read_object(path)
+            found, wrong = examine_object(path, _OBJECT_BYTES)
             self._stamps[name] = stamp
             if wrong is None:
                 self._wrong.pop(name, None)
@@ -260,7 +268,11 @@ class RunData:
             self.state = "gone"
             return
         state = state_of(self.path, self.status, self.clock())
-        self.state = state if state in STATES else "unknown"
+        if state != "crashed":
+            self._why_gone = None
+        elif self._why_gone is None:
+            self._why_gone = why_gone(self.path, self.status)
+        self.state = state
 
     def _read_checkpoints(self) -> set[str]:
         """Which there are, where a manifest is another than before."""
@@ -268,8 +280,7 @@ class RunData:
         if self._looked_at and now - self._looked_at < _SLOW_S:
             return set()
         self._looked_at = now
-        folder = self.path / "state"
-        manifests = [folder / "manifest.json", *folder.glob("checkpoints/*/manifest.json")]
+        manifests = [self.path / "state" / "manifest.json", *checkpoint_manifests(self.path)]
         stamps = [(manifest, _stamp(manifest)) for manifest in manifests]
         if stamps == self._manifests:
             return set()
@@ -328,9 +339,9 @@ class RunData:
             return False
         self._output_read = True
         try:
-            with (self.path / "output.log").open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - 8192))
-                lines = file.read().decode(errors="replace").splitlines()[-40:]
+            with open_read(self.path / "output.log") as file:
+                file.seek(max(0, file.seek(0, 2) - _OUTPUT_BYTES))
+                lines = printable(file.read(_OUTPUT_BYTES).decode(errors="replace")).splitlines()[-40:]
         except OSError:
             return False
         for line in lines:

@@ -5,7 +5,6 @@ One thread adds to a `SpanStore`; any thread reads its `view`, which never chang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.lanes import LANES
+from app.run_files import MOST_SECONDS
 
 STEP_END = "clip"
 """The op with whose end a step ends: loss and gradient norm are known."""
@@ -330,7 +330,7 @@ class SpanStore:
             counts = (span.get("chunk", -1), span.get("bytes", 0), span.get("step", 0), span.get("id", -1))
             chunk, nbytes, step, op_id = (int(count) for count in counts)
             lane, op, block = span["lane"], span["op"], span.get("block", "")
-            fine = math.isfinite(start_s) and start_s <= end_s < math.inf
+            fine = -MOST_SECONDS < start_s <= end_s < MOST_SECONDS
             fine = fine and max(abs(chunk), abs(nbytes), abs(step), abs(op_id)) < _MAX_INT
             if not (fine and isinstance(lane, str) and isinstance(op, str) and isinstance(block, str)):
                 raise ValueError

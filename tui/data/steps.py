@@ -6,7 +6,6 @@ went on from an earlier generation: there it falls back, and of the steps done t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from app.run_files import number, open_read, parse_line, span_of, whole_lines
 from tui.data.spans import STEP_END, SpanStore, SpanView, StepWindow
 
 MAX_SPANS = 400_000
@@ -64,6 +64,8 @@ class StepIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.problem: str | None = None
+        """Why the file cannot be read, where there is one."""
         self._looked_at = 0
         """Bytes in which the last step has been looked for."""
         self._file_bytes = -1
@@ -76,7 +78,7 @@ class StepIndex:
         Called again, it reads only what was added.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_read(self.path) as file:
                 file_bytes = os.fstat(file.fileno()).st_size
                 if file_bytes == self._file_bytes and self._first is not None and self._last is not None:
                     return min(self._first.step, self._last.step), self._last.step
@@ -92,7 +94,8 @@ class StepIndex:
                     for clip in _clips_after(file, self._looked_at, size):
                         self._last = clip
                 self._looked_at = size
-        except OSError:
+        except OSError as error:
+            self.problem = f"{self.path.name} cannot be read: {error.strerror}"
             self._first = self._last = None
             self._looked_at = 0
             return None
@@ -106,7 +109,7 @@ class StepIndex:
         Nor is a step there that a crash undid and that has not been done again.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_read(self.path) as file:
                 size = _whole_lines(file)
                 last = _clip_before(file, size)
                 clip = _find_clip(file, step, size) if last and step <= last.step else None
@@ -172,21 +175,18 @@ def _read_step(file: BinaryIO, clip: _Clip) -> StepSpans | None:
     file.seek(first_byte)
     offset = overlap_end = first_byte
     batch: list[Any] = []
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        offset += len(line)
-        try:
-            span = json.loads(line)
-            ran_in_step = span["start_s"] < clip.end_s
-        except (ValueError, TypeError, KeyError, RecursionError):
+    for line in whole_lines(file):
+        offset = file.tell()
+        span = parse_line(line)
+        start = None if span is None else number(span.get("start_s"))
+        if span is None or start is None:
             num_damaged += 1
-            continue
-        batch.append(span)
+        else:
+            batch.append(span)
         if len(batch) == 4096:
             store.add(batch)
             batch.clear()
-        if ran_in_step:
+        if start is not None and start < clip.end_s:
             overlap_end = offset
         elif offset > max(overlap_end, clip.offset) + _AROUND_BYTES:
             break
@@ -278,8 +278,5 @@ def _parse_clip(text: bytes, at: int, offset: int) -> _Clip | None:
     begin, end = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
     if end < 0:
         return None
-    try:
-        line = json.loads(text[begin:end])
-        return _Clip(int(line["step"]), float(line["end_s"]), offset + begin) if line["op"] == STEP_END else None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
+    span = span_of(parse_line(text[begin:end]) or {})
+    return None if span is None or span.op != STEP_END else _Clip(span.step, span.end_s, offset + begin)

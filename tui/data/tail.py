@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from app.run_files import MOST_LINE_BYTES, open_read, parse_line
+
 READ_BYTES = 1 << 20
 """Most bytes that one call reads: what it parses takes a few hundredths of a second."""
-
-MAX_LINE_BYTES = 1 << 20
-"""Longer lines are skipped: no writer of ours makes them, and they are not kept in memory."""
 
 _MARK_BYTES = 64
 
@@ -29,7 +27,7 @@ class JsonTail:
         path: Path,
         *,
         read_bytes: int = READ_BYTES,
-        max_line_bytes: int = MAX_LINE_BYTES,
+        max_line_bytes: int = MOST_LINE_BYTES,
         start_bytes: int | None = None,
     ) -> None:
         self.path = path
@@ -72,7 +70,7 @@ class JsonTail:
             seen = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
             if seen == self._seen and not self.behind:
                 return []
-            with self.path.open("rb") as file:
+            with open_read(self.path) as file:
                 data = self._bytes(file.fileno())
         except (OSError, ValueError):
             self.behind = False
@@ -115,14 +113,11 @@ class JsonTail:
         self._cut = self._in_long_line = False
         found = []
         for line in lines:
-            try:
-                value = json.loads(line) if len(line) <= self._max_line_bytes else None
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                found.append(value)
-            else:
+            value = parse_line(line) if len(line) <= self._max_line_bytes else None
+            if value is None:
                 self.damaged += 1
+            else:
+                found.append(value)
         return found
 
     def _without_end(self, data: bytes) -> None:
@@ -137,21 +132,3 @@ class JsonTail:
     def _advance(self, data: bytes) -> None:
         self._offset += len(data)
         self._mark = (self._mark + data[-_MARK_BYTES:])[-_MARK_BYTES:]
-
-
-def read_object(path: Path, max_bytes: int = 64 << 20) -> tuple[dict[str, Any] | None, str | None]:
-    """The JSON object of a file, or None and what is wrong with it; (None, None) where there is no file."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        return None, None
-    except OSError as error:
-        return None, f"{path.name} cannot be read ({error.strerror})"
-    if len(data) > max_bytes:
-        return None, f"{path.name} is larger than anything a run writes"
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return None, f"{path.name} is damaged"
-    return (value, None) if isinstance(value, dict) else (None, f"{path.name} is not a JSON object")

@@ -80,6 +80,8 @@ def chart(
     if width < 1 or height < 1:
         return []
     low, high = x_bounds(curves) if x_range is None else x_range
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # of absurd figures the differences are lost
+        high = low + max(1.0, 1e-6 * abs(low))
     num_axis = 2 if height >= 6 else 0
     plot_height = height - num_axis
     # How wide the numbers at the left are is known only once the bounds are; they hardly depend on the width.

@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Static
 
+from storage.untrusted import printable
 from tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
 from tui.render import Row
 from tui.render.chart import Curve, XKind, chart
@@ -136,7 +137,7 @@ class CompareScreen(PenstockScreen):
 
         dark = self.app.current_theme.dark
         parts = [
-            (f"{LETTERS[index]} {run.path.name} ({run.state})   ", style(f"series.{index} bold", dark))
+            (f"{LETTERS[index]} {printable(run.path.name)} ({run.state})   ", style(f"series.{index} bold", dark))
             for index, run in enumerate(self._runs)
         ]
         self.query_one("#legend", Static).update(Text.assemble(*parts))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -16,6 +17,7 @@ from textual.widgets import Footer, Input, Static
 from app.recipe import Recipe, from_dict, from_json, load_recipe, resolve_paths
 from app.recipe_file import save_recipe
 from storage.errors import UserError
+from storage.untrusted import read_regular
 from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of
 from tui.data.plan_client import PlanClient, PlanState
@@ -115,9 +117,9 @@ class ConfigureScreen(PenstockScreen):
         assert self.draft is not None
         changed = len(self.draft.differences)
         name = self.draft.text("name")
-        self.form.border_title = f"{name}: {changed} changed" if changed else name
-        self.form.border_subtitle = self._base_name
-        self.query_one(PlanPanel).border_title = f"plan for {Path(self.machine_name).name}"
+        self.form.border_title = Text(f"{name}: {changed} changed" if changed else name)
+        self.form.border_subtitle = Text(self._base_name)
+        self.query_one(PlanPanel).border_title = Text(f"plan for {Path(self.machine_name).name}")
 
     @property
     def _base_name(self) -> str:
@@ -428,8 +430,10 @@ def _read(path: Path) -> Recipe:
     """The recipe of a Python file, or of a run's recipe.json. Raises UserError."""
     if path.suffix == ".json":
         try:
-            return from_json(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError, RecursionError) as error:
+            return from_json(read_regular(path).decode(), str(path))
+        except UserError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read ({error})") from None
     try:
         return load_recipe(path)

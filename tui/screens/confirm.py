@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
@@ -25,7 +26,7 @@ class ConfirmDialog(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         """Textual's hook."""
         with Vertical(classes="box") as box:
-            box.border_title = self._title
+            box.border_title = Text(self._title)
             yield Label(self._text, markup=False)
             with Horizontal(classes="buttons"):
                 yield Button(f"{self._yes} (y)", id="yes", variant="primary")
@@ -53,7 +54,7 @@ class TextDialog(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         """Textual's hook."""
         with Vertical(classes="box") as box:
-            box.border_title = self._title
+            box.border_title = Text(self._title)
             yield Label(self._text, markup=False)
             yield Input(self._value, id="answer")
             yield Label("enter takes it, esc cancels", classes="hint")

@@ -13,9 +13,18 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
 from app.progress import duration_text
-from app.rundir import read_object
 from storage.errors import UserError
-from tui.data.catalog import RecipeEntry, RunCatalog, RunEntry, describe, find_recipes, matches, plan_lines
+from storage.untrusted import printable
+from tui.data.catalog import (
+    RecipeEntry,
+    RunCatalog,
+    RunEntry,
+    describe,
+    find_recipes,
+    matches,
+    plan_lines,
+    summary_lines,
+)
 from tui.render.sparkline import sparkline
 from tui.screens.base import PenstockScreen
 from tui.theme import style
@@ -148,10 +157,10 @@ class HomeScreen(PenstockScreen):
         pane, about = self.query_one("#detail"), self.query_one("#about", Static)
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
-            pane.border_title = chosen.name
+            pane.border_title = Text(chosen.name)
             about.update(_run_text(chosen, dark, self.penstock.glyphs.eighths, pane.size.width - 4))
         elif chosen is not None:
-            pane.border_title = chosen.name
+            pane.border_title = Text(chosen.name)
             about.update(_recipe_text(chosen, dark))
         else:
             pane.border_title = ""
@@ -380,20 +389,9 @@ def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
     if len(run.losses) > 1:
         text.append(f"\nloss of the last {len(run.losses)} steps\n", style("dim", dark))
         text.append(sparkline(run.losses, max(10, min(width, 60)), eighths) + "\n", style("ema", dark))
-    for line in [*plan_lines(run.path), *_summary_lines(run.path)]:
+    for line in [*plan_lines(run.path), *summary_lines(run.path)]:
         text.append(f"\n{line}")
     return text
-
-
-def _summary_lines(path: Path) -> list[str]:
-    summary = read_object(path / "summary.json") or {}
-    try:
-        return [
-            f"took {summary['step_s_median']:.3g} s a step, {summary['tokens_per_s']:,.0f} tok/s",
-            f"{summary['tokens']:,} tokens, loss {summary['first_loss']:.4f} to {summary['last_loss']:.4f}",
-        ]
-    except (ValueError, TypeError, KeyError):
-        return []
 
 
 def _recipe_text(recipe: RecipeEntry, dark: bool) -> Text:
@@ -419,4 +417,4 @@ def _age(seconds: float) -> str:
 
 def _short(path: Path) -> str:
     home = Path.home()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) and path != home else str(path)
+    return printable(f"~/{path.relative_to(home)}" if path.is_relative_to(home) and path != home else path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from textual.widgets.tree import TreeNode
 from app.machines import MachineInfo, machine_infos, profile_info
 from app.progress import bytes_text
 from storage.errors import UserError
+from storage.untrusted import parse_printable, read_regular
 from tui.data.draft import Difference
 from tui.glyphs import Glyphs
 from tui.theme import style
@@ -132,12 +132,12 @@ def _searched(info: MachineInfo) -> str:
 def model_mark(folder: Path) -> str:
     """`qwen3, 15.2 GiB` for a Hugging Face folder; empty for any other."""
     try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(_CONFIG_BYTES))
+        # A folder of a downloaded model may hold links into a cache of its own.
+        config = parse_printable(read_regular((folder / "config.json").resolve(), most_bytes=_CONFIG_BYTES))
         size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(".safetensors"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RuntimeError):
         return ""
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         return ""
     return f"{kind}, {bytes_text(size) if size else 'no weights'}"
@@ -202,7 +202,7 @@ class PathPicker(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         """Textual's hook."""
         with Vertical(classes="box") as box:
-            box.border_title = self._title
+            box.border_title = Text(self._title)
             yield Input(self._value, placeholder="a path; empty for none", compact=True)
             start = first_folder(self._value, self._start)
             yield _Tree(start, glyphs_of(self.app), folders_only=self._folders_only)
@@ -270,7 +270,7 @@ class ChangesDialog(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         """Textual's hook."""
         with Vertical(classes="box") as box:
-            box.border_title = f"changes to {self._base}"
+            box.border_title = Text(f"changes to {self._base}")
             box.border_subtitle = "esc closes"
             with VerticalScroll():
                 yield Static(self._text(), markup=False)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
+from app.run_files import JsonLines, read_object
 from app.trace import write_trace
 from storage.errors import UserError
+from storage.untrusted import printable
 from tui.data.critical import Blockers, StepAnalysis, analyse
+from tui.data.fields import number
 from tui.data.spans import STEP_END, Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
 from tui.render import Row
@@ -27,6 +31,7 @@ from tui.widgets.lines import LineWidget
 _LOOK_S = 0.5
 """How often a live run is asked for new steps."""
 _MAX_PREDICTED_BYTES = 1 << 28
+_MAX_PLAN_BYTES = 64 << 20
 
 
 class LoadedStep(NamedTuple):
@@ -161,9 +166,11 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def _why_nothing(self) -> str:
         if not self.run_path.is_dir():
-            return f"{self.run_path.name}: the run directory is gone"
-        if not (self.run_path / "spans.jsonl").exists():
+            return f"{printable(self.run_path.name)}: the run directory is gone"
+        if not os.path.lexists(self.run_path / "spans.jsonl"):
             return "no spans yet: the first step's ops show here once it is done"
+        if (wrong := self._index.problem) is not None:
+            return wrong
         return "no step has ended yet"
 
     def _load(self, step: int) -> None:
@@ -213,14 +220,14 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         shown = f"step {self.step.spans.window.step}{last}" if self.step else self.said
         if self._loading is not None and self.step is not None:
             shown += f"  {self.said}"
-        self.lane_view.border_title = f"{self.run_path.name}  {shown}"
+        self.lane_view.border_title = Text(f"{printable(self.run_path.name)}  {shown}")
         self.lane_view.border_subtitle = (
             "" if self.step is None or self.step.analysis.recorded else "no dependencies recorded"
         )
         ops = self.query("#ops")
         if ops:
             listed = f"{len(self.listed_rows()):,}" if self.step else ""
-            ops.first().border_title = (
+            ops.first().border_title = Text(
                 f"found: {self._search} ({listed})"
                 if self.found is not None
                 else f"ops of {self.lane_view.lane or 'all lanes'} ({listed})"
@@ -400,12 +407,16 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def _write(self, step: StepSpans | None, out: Path) -> None:
         """In a thread."""
+
+        def warn(text: str) -> None:
+            self.penstock.from_thread(self.notify, text, severity="warning")
+
         try:
             if step is None:
-                count = write_trace(self.run_path, out)
+                count = write_trace(self.run_path, out, tell=warn)
             else:
-                number = step.window.step
-                count = write_trace(self.run_path, out, (number, number), (step.first_byte, step.end_byte))
+                done = step.window.step
+                count = write_trace(self.run_path, out, (done, done), (step.first_byte, step.end_byte), tell=warn)
         except (UserError, OSError) as error:
             self.penstock.from_thread(self.notify, str(error), severity="error")
             return
@@ -415,28 +426,23 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 def read_predicted(run_path: Path) -> SpanStore:
     """The forecast's spans; an empty store where the run has none."""
     store = SpanStore(capacity=200_000)
+    lines = JsonLines(run_path / "predicted.jsonl", (0, _MAX_PREDICTED_BYTES))
     try:
-        with (run_path / "predicted.jsonl").open("rb") as file:
-            text = file.read(_MAX_PREDICTED_BYTES)
-    except OSError:
-        return store
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except (ValueError, RecursionError):
-            store.num_rejected += 1
-    store.add(lines)
+        store.add(lines)
+    except UserError:
+        return SpanStore()
+    store.num_rejected += lines.damaged
     return store
 
 
 def predicted_note(run_path: Path, predicted: SpanStore) -> str:
     """Says so where the forecast's ops are of some of the layers only, as they are of deep models."""
-    try:
-        step_s = float(json.loads((run_path / "plan.json").read_text())["step_s"])
-        [*_, end] = (span for span in map(predicted.view.span, range(predicted.view.num_spans)) if span.op == STEP_END)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    step_s = number(read_object(run_path / "plan.json", _MAX_PLAN_BYTES), "step_s")
+    view = predicted.view
+    ends = [view.span(row) for row in range(view.num_spans) if view.ops[view.op[row]] == STEP_END]
+    if step_s is None or not ends:
         return ""
+    end = ends[-1]
     if end.end_s >= 0.9 * step_s:
         return ""
     return f"forecast of some layers only: {duration(end.end_s)} of {duration(step_s)}"

@@ -1,0 +1,472 @@
+"""Run directories that somebody has prepared: links, pipes, foreign files; and what is told of a run that died."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_process import Cli, wait_until
+
+import app.rundir
+from app import control
+from app.checkpoints import CheckpointRequests, checkpoint_steps, committed_step, make_for_export
+from app.cli import main
+from app.launcher import _spawn
+from app.recipe import Recipe
+from app.run_log import RunLog, drop_steps
+from app.rundir import (
+    OWN_FILES,
+    OWN_FOLDERS,
+    RunDir,
+    RunLock,
+    is_live,
+    list_runs,
+    read_info,
+    read_recipe,
+    read_status,
+    state_of,
+)
+from engine.events import Progress, Span, StepMetrics, ValidationMetrics
+from storage.errors import UserError
+
+LINES = ("metrics.jsonl", "validation.jsonl", "spans.jsonl", "log.jsonl")
+WRITTEN = (*LINES, "status.json.tmp")
+OBSTACLES: dict[str, Callable[[Path, Path], None]] = {
+    "link": lambda path, target: path.symlink_to(target),
+    "dangling link": lambda path, target: path.symlink_to(target.with_name("none")),
+    "pipe": lambda path, target: os.mkfifo(path),
+    "folder": lambda path, target: path.mkdir(),
+}
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(step=step, loss=1.0, grad_norm=1.0, lr=1e-3, tokens=7, step_s=1.0, tokens_per_s=7.0)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Somebody's file."""
+    path = tmp_path / "target"
+    path.write_text("not ours\n")
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    RunDir.create(Recipe(name="x"), path).__exit__()
+    return path
+
+
+def untouched(target: Path) -> bool:
+    return target.read_text() == "not ours\n" and not target.with_name("none").exists()
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_run_writes_to_files_of_its_own_only(run: Path, target: Path, name: str, obstacle: str) -> None:
+    OBSTACLES[obstacle](run / name, target)
+    with pytest.raises(UserError, match=rf"{name}: .*(it is|Is a directory)"):  # noqa: PT012
+        log = RunLog(run, total_steps=9)
+        try:
+            for step in (1, 2):
+                log.progress(Progress([Span("h2d", "x", "y", 0, 0.0, 1.0, 0, step)], 1.0, []))
+                log.message("a word")
+                log.step(metrics(step))
+                log.validation(ValidationMetrics(step=step, loss=1.0, tokens=1, seconds=1.0, time=1.0))
+            log.drain()
+            log.check()
+        finally:
+            log.close("failed")
+    assert untouched(target)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("name", ["run.lock", "recipe.json", "status.json", "metrics.jsonl", "control.json"])
+def test_readers_neither_wait_nor_follow(run: Path, target: Path, name: str, obstacle: str) -> None:
+    (run / name).unlink(missing_ok=True)
+    OBSTACLES[obstacle](run / name, target)
+    assert not is_live(run)
+    assert read_info(run).state == "unknown"
+    assert control.wanted(run) == "run"
+    assert len(list_runs(run.parent)) == (name != "recipe.json" or obstacle == "link")
+    if name == "recipe.json":
+        with pytest.raises(UserError, match=r"recipe\.json"):
+            read_recipe(run)
+    if name == "run.lock":
+        with pytest.raises(UserError, match=r"run\.lock: locking the run failed: "):
+            RunLock(run)
+    if name == "control.json":
+        with pytest.raises(UserError, match=r"control\.json: .*none of ours; move it away"):
+            control.forget(run)
+    assert os.path.lexists(run / name)
+    assert untouched(target)
+
+
+@pytest.mark.parametrize("name", OWN_FOLDERS)
+def test_a_run_with_links_for_folders_is_refused(run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    for begin in (lambda: RunDir.open(run), lambda: RunDir.create(Recipe(name="x"), run)):
+        with pytest.raises(UserError, match=rf"run/{name}: is a link.*storage\.nvme"):
+            begin()
+    assert not is_live(run), "the lock is given back"
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_a_run_with_anything_else_for_a_file_is_refused_before_it_begins(
+    run: Path, target: Path, name: str, obstacle: str
+) -> None:
+    (run / name).unlink(missing_ok=True)
+    OBSTACLES[obstacle](run / name, target)
+    with pytest.raises(UserError, match=rf"run/{name}: "):
+        RunDir.open(run)
+    assert untouched(target)
+
+
+def test_a_run_directory_may_be_reached_through_links(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "by-link").symlink_to(run)
+    with RunDir.open(tmp_path / "by-link") as opened:
+        assert opened.path == run
+        log = RunLog(opened.path, total_steps=3)
+        log.step(metrics(1))
+        log.close("stopped")
+    assert read_info(tmp_path / "by-link").state == "stopped"
+
+
+@pytest.mark.parametrize("name", ["status.json", "log.jsonl", "control.json", "spans.jsonl"])
+def test_replacing_a_run_deletes_its_files_only(run: Path, target: Path, name: str) -> None:
+    for obstacle in ("link", "folder"):
+        OBSTACLES[obstacle](run / name, target)
+        with pytest.raises(UserError, match=rf"{name}: is (a link|no file), .*; move it away"):
+            RunDir.create(Recipe(name="x"), run)
+        assert not is_live(run)
+        assert os.path.lexists(run / name)
+        (run / name).rmdir() if obstacle == "folder" else (run / name).unlink()
+    assert untouched(target)
+
+
+def test_a_lock_does_not_speak_to_the_shell(run: Path) -> None:
+    with RunDir.open(run):
+        (run / "run.lock").write_text("1; rm -r ~\x1b]0;title\x07")
+        with pytest.raises(UserError, match="in use by another process; wait"):
+            RunLock(run)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_nothing_is_deleted_but_requests_and_answers(run: Path, target: Path) -> None:
+    folder = run / "requests"
+    folder.mkdir()
+    for name in ("old.request", "old.answer", ".old.answer.12.tmp", "thesis.tex", ".hidden", "x.answer.bak"):
+        (folder / name).write_text("")
+    (folder / "b.request").symlink_to(target)
+    (folder / "c.request").mkdir()
+    os.mkfifo(folder / "d.request")
+    requests = CheckpointRequests(run)
+    (folder / "e.request").write_text("")
+    assert requests.take() == ["e"]
+    assert requests.take() == []
+    kept = {"thesis.tex", ".hidden", "x.answer.bak", "b.request", "c.request", "d.request"}
+    assert set(os.listdir(folder)) == kept
+    assert requests.answer("e", 3, None) is None
+    assert json.loads((folder / "e.answer").read_text()) == {"step": 3, "error": None}
+    assert untouched(target)
+
+
+def test_a_linked_requests_folder_loses_nothing(run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.request").write_text("theirs")
+    (run / "requests").symlink_to(elsewhere)
+    requests = CheckpointRequests(run)
+    assert requests.take() == []
+    assert (elsewhere / "a.request").read_text() == "theirs"
+
+
+def test_an_answer_that_cannot_be_written_does_not_end_the_run(run: Path) -> None:
+    folder = run / "requests"
+    folder.mkdir()
+    requests = CheckpointRequests(run)
+    for name in ("a", "b"):
+        (folder / f"{name}.request").write_text("")
+    assert requests.take() == ["a", "b"]
+    (folder / "a.answer").mkdir()
+    assert "a.answer: writing" in str(requests.answer("a", 1, None))
+    (folder / "a.answer").rmdir()
+    folder.rmdir()
+    assert "requests: is gone" in str(requests.answer("b", 1, None))
+    assert requests.take() == []
+
+
+def asked(run: Path, answer: Callable[[Path], None]) -> None:
+    """Ask a locked run, in whose place `answer` does something with the request's name."""
+    folder = run / "requests"
+
+    def reply() -> None:
+        wait_until(lambda: any(name.endswith(".request") for name in os.listdir(folder)))
+        [name] = [name for name in os.listdir(folder) if name.endswith(".request")]
+        (folder / name).unlink()
+        answer(folder / f"{name.removesuffix('.request')}.answer")
+
+    folder.mkdir()
+    thread = threading.Thread(target=reply)
+    thread.start()
+    try:
+        with RunDir.open(run):
+            make_for_export(run)
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "x", "error": null}', '{"step": 1, "error": 7}'])
+def test_a_damaged_answer_is_one_message(run: Path, content: str) -> None:
+    def answer(path: Path) -> None:
+        path.with_suffix(".new").write_text(content)
+        path.with_suffix(".new").replace(path)
+
+    with pytest.raises(UserError, match=r"answer: is no answer of a run"):
+        asked(run, answer)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_an_answer_that_is_no_file_is_one_message(run: Path, target: Path, obstacle: str) -> None:
+    with pytest.raises(UserError, match=r"answer: .*none of ours"):
+        asked(run, lambda path: OBSTACLES[obstacle](path, target))
+    assert untouched(target)
+
+
+def test_a_process_that_hangs_is_not_waited_for(run: Path) -> None:
+    (run / "status.json").write_text(json.dumps({"state": "running", "heartbeat": time.time() - 100}))
+    with RunDir.open(run), pytest.raises(UserError, match=r"has said nothing for 1\d\d s"):
+        make_for_export(run)
+    assert os.listdir(run / "requests") == []
+
+
+def test_manifests_behind_links_are_not_read(run: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "elsewhere" / "checkpoints" / "a"
+    kept.mkdir(parents=True)
+    for folder in (kept, tmp_path / "elsewhere"):
+        (folder / "manifest.json").write_text('{"meta": {"step": 3}}')
+    (run / "state").symlink_to(tmp_path / "elsewhere")
+    assert (checkpoint_steps(run), committed_step(run)) == ([], None)
+    (run / "state").unlink()
+    (run / "state").mkdir()
+    (run / "state" / "checkpoints").symlink_to(kept.parent)
+    assert checkpoint_steps(run) == []
+    (run / "state" / "checkpoints").unlink()
+    (run / "state" / "checkpoints" / "b\x1b[31m").mkdir(parents=True)
+    (run / "state" / "checkpoints" / "b\x1b[31m" / "manifest.json").write_text('{"meta": {"step": 5}}')
+    assert checkpoint_steps(run) == [("b\ufffd[31m", 5)]
+
+
+# ---------------------------------------------------------------------- starting
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_a_started_run_writes_its_output_to_no_other_file(run: Path, target: Path, obstacle: str) -> None:
+    OBSTACLES[obstacle](run / "output.log", target)
+    with pytest.raises(UserError, match=r"output\.log|cannot be started"):
+        _spawn(["resume", str(run)], run, run.parent)
+    assert untouched(target)
+
+
+# ---------------------------------------------------------------------- the log's thread
+
+
+def test_the_logs_thread_does_not_die_unnoticed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RunLog(run, total_steps=9)
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(log, "_look_at_drives", fail)
+    log.watch_drives([run])
+    log._thread.join(10)
+    with pytest.raises(KeyError, match="a bug") as caught:
+        log.step(metrics(1))
+    assert "_write_all" in [entry.name for entry in caught.traceback]
+    log.close("failed")
+    assert read_status(run)["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "quota"),
+        (errno.EIO, "check the disk"),
+        (errno.EROFS, "read-o"),
+    ],
+)
+def test_the_advice_is_that_of_what_went_wrong(
+    run: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
+) -> None:
+    log = RunLog(run, total_steps=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+        log.set_state("running")
+    with pytest.raises(UserError, match=advice):
+        log.step(metrics(1))
+    log.close("failed")
+
+
+def test_a_last_line_that_could_not_be_written_fails_the_run(run: Path) -> None:
+    (run / "validation.jsonl").mkdir()
+    log = RunLog(run, total_steps=1)
+    log.validation(ValidationMetrics(step=1, loss=1.0, tokens=1, seconds=1.0, time=1.0))
+    log.drain()
+    with pytest.raises(UserError, match=r"validation\.jsonl"):
+        log.check()
+    log.close("failed")
+
+
+BAD = (b"[]", b'{"a":1}', b"garbage \xff", b'{"step": null}', b'{"step": 1e3}', b'{"step": "2"}', b"[" * 100_000)
+
+
+def test_steps_done_again_are_dropped_past_bad_lines_which_stay(run: Path) -> None:
+    file = run / "metrics.jsonl"
+    lines = [b'{"step": 1}', *BAD, b'{"step": 2, "loss": 1.25e-7}', b"x" * (3 << 20), b'{"step": 3}', b'{"step": 4}']
+    file.write_bytes(b"\n".join(lines) + b"\n" + b'{"step": 5')
+    warning = drop_steps(file, 3)
+    assert file.read_bytes() == b"\n".join([b'{"step": 1}', *BAD, b'{"step": 2, "loss": 1.25e-7}', b""])
+    assert warning == f"{file}: {len(BAD) + 1} damaged lines are left out; the first is line 2"
+    before = file.stat().st_ino
+    drop_steps(file, 3)
+    assert file.stat().st_ino == before, "nothing to drop, nothing written"
+
+
+def test_a_resumed_run_goes_on_behind_bad_lines(run: Path) -> None:
+    for name in ("metrics.jsonl", "validation.jsonl", "spans.jsonl"):
+        (run / name).write_bytes(b"\n".join([b'{"step": 1, "loss": 2.0}', *BAD, b""]))
+    absurd = Span("h2d", "x", "y", 0, 1e300, 1e300, 0, 1, 2**62)._asdict()
+    (run / "spans.jsonl").open("a").write(json.dumps(absurd) + "\n")
+    log = RunLog(run, total_steps=9, step=1)
+    log.progress(Progress([Span("h2d", "x", "y", 0, 0.5, 1.0, 0, 2, 0)], 1.0, []))
+    log.step(metrics(2))
+    log.drain()
+    log.check()
+    log.close("stopped")
+    span = json.loads((run / "spans.jsonl").read_bytes().splitlines()[-1])
+    assert (span["start_s"], span["id"]) == (0.5, 0)
+    assert read_info(run).loss == 1.0
+    told = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [(line["level"], line["text"].partition(": ")[2]) for line in told] == [
+        ("warning", f"{len(BAD)} damaged lines are left out; the first is line 2")
+    ] * 2
+
+
+def test_bad_lines_neither_end_nor_blind_a_run(cli: Cli) -> None:
+    process = cli.start("train", "tiny.py", "--run-dir", "run", "--set", "train.steps=9", FAKE_FAIL_AT="3:user")
+    process.communicate()
+    run = cli.folder / "run"
+    for name in LINES:
+        with (run / name).open("ab") as file:
+            file.write(b"\n".join(BAD) + b"\n" + b"x" * (3 << 20) + b"\n")
+    process = cli.start("resume", "run")
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (9, 900)
+    assert f"metrics.jsonl: {len(BAD) + 1} damaged lines are left out; the first is line 3" in output
+    for command in (("lanes", "run"), ("trace", "run")):
+        process = cli.start(*command)
+        output = "".join(process.communicate())
+        assert "Traceback" not in output
+        assert f"spans.jsonl: {len(BAD) + 1} damaged lines are left out" in output
+
+
+# ---------------------------------------------------------------------- the end of a run, told by others
+
+
+def crashed(run: Path, **status: object) -> str:
+    """What is told of a run whose process died."""
+    word = {"state": "running", "host": socket.gethostname(), "heartbeat": time.time(), "started": 100.0}
+    (run / "status.json").write_text(json.dumps(word | status))
+    info = read_info(run)
+    assert info.state == "crashed"
+    assert info.error is not None
+    return info.error
+
+
+def test_what_can_be_told_of_a_process_that_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "killed, or out of memory" in crashed(run)
+    assert "restarted" in crashed(run, heartbeat=1000.0)
+    full: Any = os.statvfs_result((4096, 4096, 10**6, 0, 0, 0, 0, 0, 0, 255))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: full)
+        assert "the disk is full: why it ended could not be written. Free space" in crashed(run)
+    errors = [{"time": at, "level": "error", "text": f"at {at}\nTraceback"} for at in (50.0, 150.0)]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors[:1]))
+    assert "killed" in crashed(run), "that was the process before"
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors))
+    assert crashed(run) == "its last word, which its status lacks: at 150.0\nTraceback"
+    assert crashed(run, error="its own word") == "its own word"
+
+
+def test_a_run_that_could_not_write_its_failure_is_told_by_the_command_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RunLog(run, total_steps=9)
+    log.set_state("running")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        log.close("failed", "the disk is full")
+    assert read_status(run)["state"] == "running"
+    monkeypatch.chdir(run.parent)
+    Path("runs").mkdir()
+    run.rename("runs/one")
+    assert main(["runs"]) == 0
+    output = capsys.readouterr().out
+    assert "crashed" in output
+    assert "one: its process is gone without a word" in output
+
+
+def test_a_clock_that_was_set_back_does_not_hide_a_hanging_process(run: Path) -> None:
+    now = time.time()
+    with RunDir.open(run):
+        for ahead, state in ((-1.0, "running"), (1.0, "running"), (3600.0, "stale")):
+            assert state_of(run, {"state": "running", "heartbeat": now + ahead}, now) == state
+
+
+def test_a_lock_that_may_not_be_looked_at_leaves_it_to_the_heartbeat(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, **_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(app.rundir, "open_regular", refuse)
+    now = time.time()
+    assert state_of(run, {"state": "running", "heartbeat": now}, now) == "running"
+    assert state_of(run, {"state": "running", "heartbeat": now - 60}, now) == "stale"
+
+
+def test_a_status_that_cannot_be_read_says_so(run: Path) -> None:
+    (run / "status.json").mkdir()
+    assert read_info(run).error == "status.json cannot be read: it is no regular file"
+
+
+def test_a_run_directory_whose_name_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / os.fsdecode(b"r\xff\x1b]0;t\x07")
+    with RunDir.create(Recipe(name="x"), run):
+        log = RunLog(run, total_steps=3)
+        log.message(f"run directory {run}")
+        log.step(metrics(1))
+        log.close("failed", f"{run}: failed")
+    info = read_info(run)
+    assert (info.name, info.state, info.step) == ("r\ufffd\ufffd]0;t\ufffd", "failed", 1)
+    assert str(info.error).endswith("r\ufffd\ufffd]0;t\ufffd: failed")
+    assert main(["pause", str(run)]) == 2
+    assert "r\ufffd\ufffd]0;t\ufffd: is not running (failed)" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Files of a run directory as anybody may have left them: damaged lines, endless ones, links, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import REPOSITORY
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.run_files import (
+    MOST_LINE_BYTES,
+    JsonLines,
+    examine_object,
+    json_text,
+    number,
+    parse_line,
+    read_last,
+    read_object,
+    read_tail,
+    remove_own,
+    span_of,
+    whole,
+)
+from engine.events import Span
+from storage.errors import UserError
+
+SPAN = Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1, 7, (3,))
+BAD = [
+    b"[]",
+    b'{"a":1}',
+    b"garbage \xff\x00",
+    b'{"step": 1}' * 2,
+    b"[" * 100_000,
+    b'{"lane":' * 3000,
+    b"9" * 5000,
+    b'{"step": "\\ud800"}',
+    json.dumps(SPAN._asdict() | {"end_s": None}).encode(),
+    json.dumps(SPAN._asdict() | {"end_s": float("nan")}).encode(),
+    json.dumps(SPAN._asdict() | {"start_s": -1e300}).encode(),
+    json.dumps(SPAN._asdict() | {"end_s": 10**400}).encode(),
+    json.dumps(SPAN._asdict() | {"end_s": 0.1}).encode(),
+    json.dumps(SPAN._asdict() | {"step": 2**63}).encode(),
+    json.dumps(SPAN._asdict() | {"step": True}).encode(),
+    json.dumps(SPAN._asdict() | {"bytes": 1.5}).encode(),
+    json.dumps(SPAN._asdict() | {"lane": ["compute"]}).encode(),
+    json.dumps(SPAN._asdict() | {"waited": [[]]}).encode(),
+    json.dumps(SPAN._asdict() | {"waited": 3}).encode(),
+    b"x" * (MOST_LINE_BYTES + 1),
+    b"x" * (3 * MOST_LINE_BYTES),
+    b"",
+]
+
+
+def good(step: int) -> bytes:
+    return json.dumps(SPAN._asdict() | {"step": step}).encode()
+
+
+@given(st.lists(st.sampled_from([*range(len(BAD)), "good"]), max_size=8))
+def test_damaged_lines_are_passed_over_and_counted(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[object]
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "spans.jsonl"
+    content = [good(at) if kind == "good" else BAD[int(str(kind))] for at, kind in enumerate(kinds)]
+    path.write_bytes(b"".join(line + b"\n" for line in content) + b'{"torn')
+    lines = JsonLines(path)
+    assert [span.step for span in lines.spans()] == [at for at, kind in enumerate(kinds) if kind == "good"]
+    bad = [at for at, kind in enumerate(kinds, start=1) if kind != "good"]
+    assert lines.damaged == len(bad)
+    warning = lines.warning()
+    assert (warning is None) == (not bad)
+    if warning is not None:
+        assert warning.startswith(f"{path}: ")
+        assert f"line {bad[0]}" in warning
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
+def test_no_bad_line_is_a_span_or_hides_the_last_one(tmp_path: Path, line: bytes) -> None:
+    assert span_of(parse_line(line) or {}) is None
+    (tmp_path / "x.jsonl").write_bytes(good(4) + b"\n" + line[:50_000] + b"\n")
+    assert {"step": 4}.items() <= read_tail(tmp_path / "x.jsonl")[0].items()
+    (tmp_path / "x.jsonl").write_bytes(good(4) + b"\n" + b"x" * 1_000_000 + b"\n")
+    last = read_last(tmp_path / "x.jsonl")
+    assert last is not None
+    assert last["step"] == 4
+
+
+def test_spans_of_earlier_versions_lack_fields() -> None:
+    assert span_of({"lane": "h2d", "op": "x", "start_s": 0, "end_s": 1}) == Span("h2d", "x", "", -1, 0.0, 1.0, 0, 0)
+    assert span_of(json.loads(good(3))) == SPAN._replace(step=3)
+
+
+def test_figures_are_of_a_size_that_something_has() -> None:
+    values = [1, 1.5, True, None, "1", float("nan"), float("inf"), 10**400, -(10**400), 1e300]
+    assert [number(value) for value in values] == [1.0, 1.5, *[None] * 8]
+    assert [whole(value) for value in (3, 3.0, True, 2**63, "3")] == [3, None, None, None, None]
+
+
+def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    with path.open("wb") as file:
+        file.write(good(1) + b"\n")
+        file.truncate(1 << 30)  # a hole: zeros without a line's end
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + good(2) + b"\n")
+    code = (
+        "import resource, sys; from pathlib import Path; from app.run_files import JsonLines, read_last;"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29));"
+        "lines = JsonLines(Path(sys.argv[1])); print([span.step for span in lines.spans()], lines.damaged)"
+    )
+    assert resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("[1, 2] 1\n", "")
+    last = read_last(path)
+    assert last is not None
+    assert last["step"] == 2
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder"])
+def test_nothing_but_regular_files_is_read_or_removed(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "target").write_bytes(good(1) + b"\n")
+    path = tmp_path / "run" / "x.jsonl"
+    path.parent.mkdir()
+    match kind:
+        case "link":
+            path.symlink_to(tmp_path / "target")
+        case "dangling link":
+            path.symlink_to(tmp_path / "none")
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+    assert (read_tail(path), read_last(path), read_object(path)) == ([], None, None)
+    found, wrong = examine_object(path)
+    assert found is None
+    assert str(wrong).startswith("x.jsonl cannot be read: ")
+    with pytest.raises(UserError, match=r"x\.jsonl: cannot be read: "):
+        list(JsonLines(path))
+    with pytest.raises(OSError, match="none of ours"):
+        remove_own(path)
+    assert os.path.lexists(path)
+    assert (tmp_path / "target").exists()
+
+
+def test_a_missing_file_is_empty(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "none")
+    assert (list(lines), lines.warning(), examine_object(tmp_path / "none")) == ([], None, (None, None))
+    remove_own(tmp_path / "none")
+
+
+def test_small_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    for content, wrong in (
+        ('{"a"', "is damaged"),
+        ("[1]", "is damaged: a JSON object is wanted, not a list"),
+        (f'{{"a": "{"x" * (1 << 20)}"}}', "is larger than anything a run writes"),
+    ):
+        path.write_text(content)
+        assert str(examine_object(path)[1]).startswith(f"status.json {wrong}")
+
+
+def test_text_that_a_terminal_would_obey_is_cleaned_where_it_is_parsed() -> None:
+    line = json.dumps({"a\x1b]0;t\x07": ["\x9b31m", {"b": "\u202ex\x7f"}], "c": "tab\tend\n"})
+    for text in (line, json.dumps(json.loads(line), ensure_ascii=False)):
+        assert parse_line(text.encode()) == {
+            "a\ufffd]0;t\ufffd": ["\ufffd31m", {"b": "\ufffdx\ufffd"}],
+            "c": "tab\tend\n",
+        }
+    assert parse_line(b'{"a": "\x7f"}') == {"a": "\ufffd"}
+
+
+def test_names_that_are_no_text_are_written_so_that_they_can_be_read() -> None:
+    name = os.fsdecode(b"/mnt/\xff/run")
+    assert parse_line(json_text({"drives": {name: name}, "smile": "\U0001f600"}).encode()) == {
+        "drives": {"/mnt/\ufffd/run": "/mnt/\ufffd/run"},
+        "smile": "\U0001f600",
+    }

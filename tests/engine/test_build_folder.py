@@ -1,0 +1,41 @@
+"""Folders that appear whole or not at all, whatever is in their place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.folders import build_folder
+from storage.errors import UserError
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    for content in ("old", "new"):
+        with build_folder(folder) as temporary:
+            (temporary / content).write_text("")
+    assert os.listdir(folder) == ["new"]
+    with pytest.raises(KeyError), build_folder(folder):
+        raise KeyError
+    assert os.listdir(tmp_path) == ["made"]
+    assert os.listdir(folder) == ["new"]
+
+
+@pytest.mark.parametrize("where", ["made", f"made.building-{os.getpid()}"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+def test_nothing_is_written_or_deleted_through_a_link(tmp_path: Path, where: str, kind: str) -> None:
+    target, place = tmp_path / "target", tmp_path / "run" / where
+    place.parent.mkdir()
+    target.mkdir()
+    (target / "thesis.tex").write_text("not ours")
+    if kind == "file":
+        place.write_text("not ours")
+    else:
+        place.symlink_to(target if kind == "link" else tmp_path / "none")
+    with pytest.raises(UserError, match=f"{where}: is in the way.*move it away"), build_folder(place.with_name("made")):
+        pass
+    assert os.path.lexists(place)
+    assert os.listdir(target) == ["thesis.tex"]
+    assert not (tmp_path / "none").exists()

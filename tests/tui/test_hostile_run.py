@@ -1,0 +1,162 @@
+"""A run directory of which every text and every name wants to move the terminal: what is drawn obeys none of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual._compositor import CompositorUpdate
+from textual.screen import Screen
+
+import tui.app
+from app.cli import main
+from tui.app import PenstockApp
+from tui.data.run_data import RunData
+from tui.glyphs import UNICODE
+from tui.screens.pickers import PathPicker
+
+HERE = Path(__file__).parent
+ESCAPES = "\x1b]0;owned\x07\x1b]52;c;b3duZWQ=\x1b\\\x1b[7777X\x9d0;owned\x9c\x9b7777X\u202e\u2066\x08\x7f\x0e"
+MARKUP = "[on #010203][@click=app.quit][link=http://x]owned"
+PAYLOAD = MARKUP + ESCAPES + "\n"
+FORBIDDEN = re.compile("\x1b\\]|\x1b\\[7777|[\x07\x08\x0e\x7f-\x9f\u202a-\u202e\u2066-\u2069]|48;2;1;2;3|\x1b\\\\")
+KEPT = {"state", "lane", "op", "clip", "weights", "gradient", "level", "source", "model_type"}
+"""Fields whose words decide what is shown: with others there would be nothing."""
+
+
+def poisoned(value: Any, key: str = "") -> Any:
+    """Every text with the payload before it; names of drives, which are keys, too."""
+    if isinstance(value, str):
+        return value if key in KEPT else PAYLOAD + value
+    if isinstance(value, list):
+        return [poisoned(item, key) for item in value]
+    if isinstance(value, dict):
+        return {(PAYLOAD + name if "/" in name else name): poisoned(item, name) for name, item in value.items()}
+    return value
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with such runs, whose directories are called so too, finished, failed, crashed and of unknown state."""
+    for number, state in enumerate(("finished", "failed", "running", MARKUP + ESCAPES)):
+        run = tmp_path / "runs" / f"{number}{(MARKUP + ESCAPES).replace('/', '')}"
+        shutil.copytree(HERE / "snapshot_run", run)
+        for file in run.rglob("*.json"):
+            file.write_text(json.dumps(poisoned(json.loads(file.read_text()))))
+        for file in run.glob("*.jsonl"):
+            lines = [json.dumps(poisoned(json.loads(line)), ensure_ascii=number % 2 == 0) for line in file.open()]
+            file.write_text("\n".join(lines) + "\n")
+        status = json.loads((run / "status.json").read_text())
+        preparing = [{"name": PAYLOAD, "state": "running", "seconds": 1.0, "detail": PAYLOAD, "fraction": 0.5}]
+        status |= {"state": state, "error": PAYLOAD + "why", "preparing": preparing, "host": None}
+        (run / "status.json").write_text(json.dumps({name: word for name, word in status.items() if word is not None}))
+        (run / "output.log").write_text(PAYLOAD * 3)
+        (run / "state" / "checkpoints").mkdir(exist_ok=True)
+        kept = run / "state" / "checkpoints" / f"{ESCAPES}kept"
+        kept.mkdir()
+        (kept / "manifest.json").write_text('{"meta": {"step": 3}}')
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / f"own{ESCAPES}.py").write_text(f'"""{MARKUP}\x9b7777X\n\nGPU   {MARKUP}"""\nx = (\n')
+    (tmp_path / "recipes" / f"fine{ESCAPES}.py").write_text(f'"""{MARKUP}\x9b7777X\n\nGPU   {MARKUP}"""\n')
+    return tmp_path
+
+
+class RecordedApp(PenstockApp):
+    """Keeps what a terminal would have got."""
+
+    CSS_PATH = Path(tui.app.__file__).with_name("app.tcss")
+    drawn = ""
+
+    def _display(self, screen: Screen[Any], renderable: Any) -> None:
+        if isinstance(renderable, CompositorUpdate):
+            self.drawn += renderable.render_segments(self.console)
+        elif renderable is not None:
+            self.drawn += "".join(segment.text for segment in self.console.render(renderable))
+        super()._display(screen, renderable)
+
+
+def hostile_runs(root: Path) -> list[Path]:
+    return sorted((root / "runs").iterdir())
+
+
+SCREENS: dict[str, Callable[[PenstockApp, list[Path]], None]] = {
+    "home": lambda app, runs: None,
+    "finished": lambda app, runs: app.open_run(runs[0]),
+    "failed": lambda app, runs: app.open_run(runs[1]),
+    "crashed": lambda app, runs: app.open_run(runs[2]),
+    "unknown": lambda app, runs: app.open_run(runs[3]),
+    "timeline": lambda app, runs: app.open_timeline(runs[0]),
+    "compare": lambda app, runs: app.open_compare(runs),
+    "configure": lambda app, runs: app.open_configure(runs[0] / "recipe.json"),
+    "picker": lambda app, runs: (
+        app.push_screen(PathPicker(MARKUP + ESCAPES, "", runs[0].parent, folders_only=False), lambda _: None) and None
+    ),
+    "question": lambda app, runs: app.run_worker(app.ask(PAYLOAD, PAYLOAD, "Yes")) and None,
+    "notice": lambda app, runs: app.screen.notify(PAYLOAD, title=PAYLOAD),
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+async def test_nothing_that_is_drawn_is_obeyed(root: Path, screen: str) -> None:
+    app = RecordedApp(root, glyphs=UNICODE)
+    async with app.run_test(size=(200, 60)) as pilot:
+        await pilot.pause(0.4)
+        SCREENS[screen](app, hostile_runs(root))
+        await pilot.pause(0.6)
+        if screen == "home":
+            for key in ("down", "down", "down", "tab", "end", "up"):
+                await pilot.press(key)
+        if screen == "timeline":
+            for key in ("full_stop", "enter"):
+                await pilot.press(key)
+        await pilot.pause(0.3)
+        assert app.is_running
+        assert "owned" in app.drawn, "it is shown, as text"
+        assert [match[0] for match in FORBIDDEN.finditer(app.drawn)] == []
+
+
+def test_all_text_is_cleaned_where_it_is_read(root: Path) -> None:
+    for run in hostile_runs(root):
+        data = RunData(run)
+        data.want_predicted = True
+        data.poll()
+        texts = [data.name, data.error, data.status, data.plan, data.summary, data.recipe, list(data.log)]
+        texts += [data.preparing, data.checkpoints, data.problems, data.blocks(), data.metrics.read_bytes]
+        texts += [data.spans.view.ops, data.spans.view.blocks]
+        assert not re.search(r"\\x(?!0a)[0-9a-f]{2}|\\u20[26]", repr(texts))
+
+
+def test_the_command_line_prints_no_escape(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    for run in hostile_runs(root):
+        for command in (["lanes", str(run)], ["lanes", str(run), "--json"], ["pause", str(run)], ["stop", run.name]):
+            main(command)
+        main(["trace", str(run), "-o", str(root / "trace.json")])
+        main(["checkpoint", str(run)])
+        main(["resume", str(run)])
+    (hostile_runs(root)[1] / "recipe.json").write_text(json.dumps({"name": PAYLOAD, PAYLOAD: PAYLOAD}))
+    main(["resume", str(hostile_runs(root)[1])])
+    assert main(["runs"]) == 0
+    output = "".join(capfd.readouterr())
+    assert MARKUP.partition("[link")[0] in output, "markup is text"
+    assert [match[0] for match in FORBIDDEN.finditer(output)] == []
+
+
+async def test_a_run_whose_name_is_no_text(root: Path) -> None:
+    run = root / "runs" / os.fsdecode(b"zz\xff")
+    shutil.copytree(HERE / "snapshot_run", run)
+    app = RecordedApp(root, glyphs=UNICODE)
+    async with app.run_test(size=(120, 40)) as pilot:
+        for show in (lambda: app.open_run(run), lambda: app.open_timeline(run), lambda: app.open_compare([run])):
+            show()
+            await pilot.pause(0.3)
+        assert app.is_running
+        app.drawn.encode()
