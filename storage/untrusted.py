@@ -21,28 +21,37 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 """All but tab and newline that moves a cursor, begins an escape, turns text around, or is no character."""
 
 
-def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> Any:
+def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> Any:
     """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds half a character.
 
-    Half a character: a lone surrogate escape, which no file or terminal takes.
+    Half a character: a lone surrogate escape, which no file or terminal takes. `unique`: refuse names given twice.
     """
     if len(content) > most_bytes:
         raise ValueError(f"{len(content):,} bytes are more than the {most_bytes:,} that are read")
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
         _check(value, 0)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
     return value
 
 
-def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> dict[str, Any]:
     """The same for a JSON object; ValueError where it is anything else."""
-    value = parse_json(content, most_bytes=most_bytes)
+    value = parse_json(content, most_bytes=most_bytes, unique=unique)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is wanted, not {_kind(value)}")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"'{twice}' is there twice")
+    return found
 
 
 def _check(value: Any, depth: int) -> None:
@@ -159,3 +168,9 @@ def is_real_folder(path: Path) -> bool:
 def printable(text: object) -> str:
     """`text` as it may be shown on a terminal: every control character, and what turns text around, becomes U+FFFD."""
     return _CONTROL.sub("\ufffd", str(text))
+
+
+def one_line(text: object, most: int = 500) -> str:
+    """`text` (of another library's error, say) in one line of at most `most` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= most else line[:most] + "..."
