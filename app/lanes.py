@@ -6,13 +6,17 @@ A step's window runs from the end of the step before (its `clip`) to the end of 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from app.rundir import read_jsonl
+from engine.events import Span
 from storage.errors import UserError
+from storage.untrusted import is_whole, one_line
 
 LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
 DRIVE = ("nvme_read", "nvme_write")
@@ -62,6 +66,8 @@ def lane_shares(spans: Sequence[dict[str, Any]], first: int, last: int) -> LaneS
         raise UserError(f"--steps {first}:{last}: the spans hold {have} whole; choose among these")
     start, end = ends[first - 1], ends[last]
     window = end - start
+    if window <= 0:
+        raise UserError(f"--steps {first}:{last}: the spans hold no time between these; the run's clock went back")
     found: dict[str, list[Interval]] = {lane: [] for lane in LANES}
     moved = dict.fromkeys(LANES, 0)
     for span in spans:
@@ -90,7 +96,7 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     Raises UserError for a run without spans or steps that it does not have.
     """
     path = run_path / "spans.jsonl"
-    spans = list(read_jsonl(path)) if path.exists() else []
+    spans = [require_span(line, path) for line in read_jsonl(path)] if path.exists() else []
     ends = [span["step"] for span in spans if span["op"] == "clip"]
     if len(ends) < 2:
         raise UserError(f"{path}: holds fewer than two steps; shares are counted from the end of the first one")
@@ -109,9 +115,27 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
     return "\n".join(lines)
 
 
+def require_span(line: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`line` if it is one of spans.jsonl, as docs/run-directory.md has it; UserError naming `path` for anything else."""
+    texts = all(isinstance(line.get(name), str) for name in ("lane", "op", "block"))
+    whole = all(is_whole(line.get(name)) for name in ("chunk", "bytes", "step"))
+    times = [line.get("start_s"), line.get("end_s")]
+    timed = all(isinstance(t, int | float) and not isinstance(t, bool) and math.isfinite(t) for t in times)
+    ids = [line.get("id", -1), *_listed(line.get("waited", []))]
+    if not (texts and whole and timed and all(map(is_whole, ids)) and line.keys() <= set(Span._fields)):
+        raise UserError(f"{path}: a line is not a span ({one_line(line, 80)}); the file is damaged")
+    if line["lane"] not in LANES or line["start_s"] > line["end_s"]:
+        raise UserError(f"{path}: a span is of no lane, or ends before it starts ({one_line(line, 80)})")
+    return line
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [None]
+
+
 def parse_steps(text: str) -> tuple[int, int]:
     """The two numbers of `--steps FIRST:LAST`. Raises UserError for anything else."""
-    first, separator, last = text.partition(":")
-    if not (separator and first.isdigit() and last.isdigit()):
-        raise UserError(f"--steps {text}: write FIRST:LAST, for example 10:20")
-    return int(first), int(last)
+    match = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", text)
+    if match is None:
+        raise UserError(f"--steps {one_line(text, 80)}: write FIRST:LAST, for example 10:20")
+    return int(match.group(1)), int(match.group(2))

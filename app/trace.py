@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.lanes import LANES
+from app.lanes import LANES, require_span
 from app.rundir import read_jsonl
 from engine.events import Span
 from storage.errors import UserError
+from storage.untrusted import parse_object
 
 _MAX_ROWS = 100
 """Tracks of one lane; far more ops than a lane ever has under way at once."""
@@ -105,10 +107,7 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
 
 def _spans_of(path: Path, extent: tuple[int, int] | None = None) -> Iterator[Span]:
     for line in read_jsonl(path) if extent is None else _lines_within(path, *extent):
-        try:
-            yield Span.of(line)
-        except TypeError as error:
-            raise UserError(f"{path}: a line is not a span ({error})") from None
+        yield Span.of(require_span(line, path))
 
 
 def _lines_within(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
@@ -117,9 +116,7 @@ def _lines_within(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
         file.seek(start)
         for line in file:
             with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict) and "op" in value:
-                    yield value
+                yield parse_object(line)
             start += len(line)
             if start >= end:
                 return
@@ -132,18 +129,23 @@ def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:
     """
     tracks = _Tracks()
     count = 0
-    temporary = out.with_name(out.name + ".tmp")
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; give a file for the trace")
     try:
-        with temporary.open("w") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for span in spans:
-                file.write(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
-                count += 1
-            names = tracks.names(name)
-            file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
-        os.replace(temporary, out)
+        handle, made = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+                for span in spans:
+                    file.write(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
+                    count += 1
+                names = tracks.names(name)
+                file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
+            os.chmod(made, 0o644)
+            os.replace(made, out)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(made)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return count

@@ -188,9 +188,7 @@ def _decode(data: bytes) -> Manifest:
     _require(len(known) == len(drives), "a drive is there twice")
     arrays = dict(_array(item, known) for item in _list_of(content, "arrays"))
     _require(len(arrays) == len(content["arrays"]), "an array is there twice")
-    return Manifest(
-        content["store"], content["generation"], arrays, drives, content["meta"], content.get("checkpoint")
-    )
+    return Manifest(content["store"], content["generation"], arrays, drives, content["meta"], content.get("checkpoint"))
 
 
 def _require(ok: bool, what: str) -> None:
