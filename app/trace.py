@@ -107,7 +107,10 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
 
 def _spans_of(path: Path, extent: tuple[int, int] | None = None) -> Iterator[Span]:
     for line in read_jsonl(path) if extent is None else _lines_within(path, *extent):
-        yield Span.of(require_span(line, path))
+        try:
+            yield Span.of(require_span(line, path))
+        except TypeError as error:
+            raise UserError(f"{path}: a line is not a span ({error})") from None
 
 
 def _lines_within(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
