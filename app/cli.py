@@ -443,8 +443,8 @@ _PLACES = frozenset(
 )
 """What the system says of files that the user named, or of the disk below them."""
 
-_LINE_CHARS = 4000
-"""Of one line of a message: what it quotes may be of any length."""
+_LINE_CHARS = 2000
+"""Of one line of a message: what it quotes may be of any length. Both ends say most: what is wrong, and what to do."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -489,7 +489,10 @@ def _require_text(arguments: list[str]) -> None:
 
 
 def _refuse(error: object) -> int:
-    lines = [line if len(line) <= _LINE_CHARS else line[:_LINE_CHARS] + "..." for line in str(error).split("\n")]
+    half = _LINE_CHARS // 2
+    lines = [
+        line if len(line) <= _LINE_CHARS else f"{line[:half]} [...] {line[-half:]}" for line in str(error).split("\n")
+    ]
     print(f"error: {printable(chr(10).join(lines))}", file=sys.stderr)
     return BAD_INPUT
 
