@@ -440,6 +440,7 @@ def run_recipe(path: str) -> None:
 
 _PLACES = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}
+    | {errno.EISDIR, errno.ENOTDIR}
 )
 """What the system says of files that the user named, or of the disk below them."""
 

@@ -24,13 +24,14 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, require_validation
 from storage.errors import UserError
-from storage.untrusted import one_line, parse_json, read_regular
+from storage.untrusted import one_line, parse_json, read_regular, real_path
 
 _FILE_BYTES = 1 << 24
 """Of a recipe file; those that people write have kilobytes."""
 _NAME_CHARS = 100
 """Of a run's name: with a time behind it, it is the name of a folder."""
 _MOST_DIGITS = 40
+_SAMPLE_TOKENS = 1 << 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,8 +46,8 @@ class AfterConfig:
     """Tokens to generate after the prompt."""
 
     def __post_init__(self) -> None:
-        if self.sample_tokens < 1:
-            raise UserError(f"after.sample_tokens: {self.sample_tokens} must be at least 1")
+        if not 1 <= self.sample_tokens <= _SAMPLE_TOKENS:
+            raise UserError(f"after.sample_tokens: {self.sample_tokens} must be from 1 to {_SAMPLE_TOKENS:,}")
         if self.sample_prompt is not None and not self.export:
             raise UserError(
                 "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt"
@@ -357,17 +358,19 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         if hint is None or (entry and typing.get_origin(hint) is not dict):
             raise UserError(f"--set {one_line(override)}: no field '{one_line(key)}'; {_nearest_key(key)}")
         if entry:
-            tree[section][name][entry] = _json_or_text(text)
+            tree[section][name][entry] = _json_or_text(text, f"--set {key}")
         else:
             tree[section][name] = _parse(text, hint, f"--set {key}")
     return from_dict(tree)
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str, key: str) -> Any:
     try:
         return parse_json(text)
-    except ValueError:
+    except json.JSONDecodeError:
         return text
+    except ValueError as error:
+        raise UserError(f"{key}: '{one_line(text, 80)}' is no value ({error})") from None
 
 
 def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
@@ -395,10 +398,7 @@ def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _absolute(folder: Path, path: str) -> str:
-    try:
-        return str((folder / Path(path).expanduser()).resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a loop of links, an unknown ~user
-        raise UserError(f"{one_line(path)}: is no path ({one_line(error)}); name another") from None
+    return str(real_path(Path(path) if path.startswith("~") else folder / path))
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -440,7 +440,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
 def _read_recipe(path: Path) -> str:
     try:
-        return read_regular(path.resolve(), most_bytes=_FILE_BYTES).decode("utf-8")
+        return read_regular(real_path(path), most_bytes=_FILE_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UserError(
             f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py"
@@ -449,8 +449,10 @@ def _read_recipe(path: Path) -> str:
         raise UserError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except OSError as error:
         raise UserError(f"recipe {path}: cannot be read ({error.strerror}); give a file") from None
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"recipe {path}: cannot be read ({one_line(error)}); give a file") from None
+    except UserError as error:
+        raise UserError(f"recipe {error}") from None
+    except ValueError as error:
+        raise UserError(f"recipe {path}: cannot be read ({error}); give a file") from None
 
 
 def _line_in(path: Path, error: BaseException) -> str:
@@ -460,9 +462,13 @@ def _line_in(path: Path, error: BaseException) -> str:
 
 def _explain(error: BaseException) -> str:
     """The error in one line; a misspelt field of a section comes with the nearest valid name."""
-    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    try:
+        said = one_line(error)
+    except Exception:
+        said = "an error that cannot be shown"
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", said)
     classes = {cls.__name__: cls for cls in [Recipe, *_sections().values()]}
     if match and match.group(1) in classes:
         cls, key = classes[match.group(1)], match.group(2)
         return f"{cls.__name__} has no field '{key}'; {_nearest(key, _hints(cls))}"
-    return f"{type(error).__name__}: {one_line(error)}"
+    return f"{type(error).__name__}: {said}"

@@ -141,6 +141,7 @@ class DataConfig:
         )
         _require_most("data", self, ("sequence_length",), MOST_TOKENS)
         _require_most("data", self, ("tokenizer_vocab_size",), MOST_SIZE)
+        _require_most("data", self, ("max_documents", "validation_documents"), MOST_STEPS)
         _require(0 <= self.seed < 2**63, f"data.seed: {self.seed} must be from 0 to 2^63 - 1")
         most = self.max_documents
         _require(most is None or most >= 1, f"data.max_documents: {most} must be at least 1; none reads all")

@@ -21,7 +21,7 @@ from engine.config import DataConfig
 from engine.folders import build_folder
 from engine.tokenizer import TextTokenizer, load_tokenizer, open_trained, train_tokenizer
 from storage.errors import UserError
-from storage.untrusted import open_regular, parse_json
+from storage.untrusted import open_regular, parse_json, real_path
 
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
 _BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
@@ -105,7 +105,7 @@ def _read_text(file: Path, config: DataConfig) -> Iterator[Piece]:
 
 def _open(file: Path) -> int:
     """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
-    return open_regular(file.resolve())
+    return open_regular(real_path(file))
 
 
 def _read_jsonl(file: Path) -> Iterator[Piece]:

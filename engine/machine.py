@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import UserError
-from storage.untrusted import is_whole, parse_json, read_regular
+from storage.untrusted import is_whole, parse_json, read_regular, real_path
 
 VERSION = 1
 """Of the profile file."""
@@ -143,7 +143,7 @@ def _require_rates(machine: Machine, where: str) -> None:
 def load_machine(path: Path) -> Machine:
     """The machine of a profile file. Raises UserError naming the file."""
     try:
-        values = parse_json(read_regular(path.resolve(), most_bytes=_FILE_BYTES))
+        values = parse_json(read_regular(real_path(path), most_bytes=_FILE_BYTES))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -37,7 +37,7 @@ from engine.tokenizer import TextTokenizer
 from storage.errors import UserError
 from storage.layout import FlatLayout, part_numel_even
 from storage.model_folder import has_model_file, read_model_file
-from storage.untrusted import one_line, parse_object
+from storage.untrusted import one_line, parse_object, real_path
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -87,7 +87,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Pretrain
     if not has_model_file(file.parent, file.name):
         raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
     # A file that the user names may be a link of the user's; what is in a folder may not.
-    place = file if path.is_dir() else file.resolve()
+    place = file if path.is_dir() else real_path(file)
     values = parse_config(read_model_file(place.parent, place.name, _CONFIG_BYTES), str(file))
     overrides = overrides or {}
     if "rope_parameters" in overrides:

@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from storage.errors import UserError
+
 MOST_DEPTH = 100
 """Levels of nesting; our own files and those of models have fewer than ten."""
 MOST_BYTES = 1 << 30
@@ -155,6 +157,14 @@ def read_regular(path: Path, *, below: Path | None = None, most_bytes: int = MOS
     if len(content) > most_bytes:
         raise ValueError(f"more than the {most_bytes:,} bytes that are read")
     return content
+
+
+def real_path(path: Path) -> Path:
+    """`path` made absolute, its ~ and links followed. UserError for a loop of links and what can be no path."""
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop or an unknown ~user, a zero byte
+        raise UserError(f"{one_line(path)}: is no path ({one_line(error)}); name another") from None
 
 
 def is_real_folder(path: Path) -> bool:

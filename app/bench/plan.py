@@ -32,6 +32,7 @@ from app.progress import bytes_text
 from app.rundir import RunDir, read_jsonl
 from engine.limits import machine_memory
 from storage.errors import UserError
+from storage.untrusted import real_path
 
 PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15
@@ -86,7 +87,7 @@ def bench_plan(
     Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
     reason, and does not stop the others. Raises UserError for a folder that is not there.
     """
-    scratch_root = (folder or Path.cwd()).expanduser().resolve()
+    scratch_root = real_path(folder or Path.cwd())
     for path in (scratch_root, save.parent if save is not None else None):
         if path is not None and not path.is_dir():
             raise UserError(f"{path}: no such folder; make it first")

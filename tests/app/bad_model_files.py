@@ -19,6 +19,8 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 DEEP = 100_000
+CODE_1 = frozenset({"rope_parameters of an unknown type"})
+"""Configs that `penstock check` refuses like an architecture that it cannot train."""
 
 
 def damaged_configs() -> dict[str, bytes]:

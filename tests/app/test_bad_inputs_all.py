@@ -1,4 +1,4 @@
-"""Every input of the catalogue (bad_inputs.py) through the real command line: one message, exit code 2, nothing lost."""
+"""Every input of the catalogue (bad_inputs.py) through the real command line: one message, exit 2, nothing lost."""
 
 from __future__ import annotations
 
