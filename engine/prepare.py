@@ -37,7 +37,7 @@ from engine.tokenizer import TextTokenizer
 from storage.errors import UserError
 from storage.layout import FlatLayout, part_numel_even
 from storage.model_folder import has_model_file, read_model_file
-from storage.untrusted import one_line, parse_object, real_path
+from storage.untrusted import one_line, parse_object, printable, real_path
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -123,10 +123,13 @@ def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
 
 
 def _require_sane(values: Any, where: str, name: str = "") -> None:
-    """UserError for a number in a config that no model has, which transformers would build all the same."""
+    """UserError for a number in a config that no model has, or a text that no terminal should see."""
     if isinstance(values, dict):
         for key, value in values.items():
+            _require_sane(str(key), where, "a name")
             _require_sane(value, where, str(key))
+    elif isinstance(values, str) and printable(values) != values:  # transformers' warnings would show them as they are
+        raise UserError(f"{where}: {printable(name)} holds control characters; take them out")
     elif isinstance(values, list):
         for value in values:
             if not (isinstance(value, float) and value == math.inf):  # ranges of some models are open
