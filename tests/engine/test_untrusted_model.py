@@ -70,7 +70,7 @@ def test_a_pattern_that_takes_for_ever_is_refused(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
     save_tokenizer(tmp_path / "slow", tokenizer)
-    with pytest.raises(UserError, match="fails on the text: .*retry-limit"):
+    with pytest.raises(UserError, match=r"fails on the text: .*retry-limit"):
         load_tokenizer(tmp_path / "slow").encode_batch(["a" * 60 + "b"])
 
 
