@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -10,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from app.streams import open_standard_streams, print_failure
 from storage.errors import UserError
-from storage.untrusted import printable
+from storage.untrusted import RefusedFileError, printable
 
 BAD_INPUT = 2
 REFUSED = 1
@@ -455,19 +457,64 @@ def run_recipe(path: str) -> None:
     sys.exit(main(["train", path, *sys.argv[1:]]))
 
 
+_PLACES = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO}
+    | {errno.EISDIR, errno.ENOTDIR}
+)
+"""What the system says of files that the user named, or of the disk below them."""
+
+_LINE_CHARS = 2000
+"""Of one line of a message: what it quotes may be of any length. Both ends say most: what is wrong, and what to do."""
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. A UserError is one message on stderr and exit code 2."""
+    """Run the command line; returns the exit code. A UserError is one message on stderr and exit code 2.
+
+    So are memory that is used up, and what the system refuses of a file that it names. All else is a mistake of ours
+    and gives its traceback.
+    """
     # Set before transformers is imported: nothing is downloaded that nobody asked for.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["USE_HUB_KERNELS"] = "0"
+    open_standard_streams()
+    code = 0
     try:
+        _require_text(sys.argv[1:] if arguments is None else arguments)
         cli(arguments, prog_name="penstock")
-    except UserError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
-        return BAD_INPUT
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    return 0
+        code = end.code if isinstance(end.code, int) else 0
+    except UserError as error:
+        return _refuse(error)
+    except MemoryError:
+        return _refuse("memory is used up; give smaller sizes, or stop what else is running")
+    except OSError as error:
+        if error.filename is None or (error.errno not in _PLACES and not isinstance(error, RefusedFileError)):
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; choose another place, or free this one")
+    failure = print_failure()
+    return code if failure is None else _refuse(f"standard output: {failure}; not all was printed") or code
+
+
+def _require_text(arguments: list[str]) -> None:
+    """UserError for arguments, or a current folder, that are not UTF-8 or not there: no file could name them."""
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        raise UserError(f"the current folder is gone ({error.strerror}); change to another") from None
+    for what, text in (("the current folder", folder), *((f"argument {text!r}", text) for text in arguments)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{what} is not UTF-8 text ({text!r}); rename it") from None
+
+
+def _refuse(error: object) -> int:
+    half = _LINE_CHARS // 2
+    lines = [
+        line if len(line) <= _LINE_CHARS else f"{line[:half]} [...] {line[-half:]}" for line in str(error).split("\n")
+    ]
+    print(f"error: {printable(chr(10).join(lines))}", file=sys.stderr)
+    return BAD_INPUT
 
 
 if __name__ == "__main__":

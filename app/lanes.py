@@ -6,6 +6,7 @@ A step's window runs from the end of the step before (its `clip`) to the end of 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.run_files import JsonLines
 from storage.errors import UserError
+from storage.untrusted import one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,7 +182,7 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
 
 def parse_steps(text: str) -> tuple[int, int]:
     """The two numbers of `--steps FIRST:LAST`. Raises UserError for anything else."""
-    first, separator, last = text.partition(":")
-    if not (separator and first.isdecimal() and last.isdecimal() and len(text) < 40):
-        raise UserError(f"--steps {text}: write FIRST:LAST, for example 10:20")
-    return int(first), int(last)
+    match = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", text)
+    if match is None:
+        raise UserError(f"--steps {one_line(text, 80)}: write FIRST:LAST, for example 10:20")
+    return int(match.group(1)), int(match.group(2))

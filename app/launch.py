@@ -409,7 +409,9 @@ def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -12,10 +12,12 @@ import itertools
 import json
 import math
 import re
+import sys
 import traceback
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,9 +25,14 @@ from typing import Any, Literal, NamedTuple
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, require_validation
 from storage import sealed
 from storage.errors import UserError
-from storage.untrusted import parse_json, printable
+from storage.untrusted import one_line, parse_json, read_regular, real_path
 
-_MOST_CHARS = 1 << 24
+_FILE_BYTES = 1 << 24
+"""Of a recipe file; those that people write have kilobytes."""
+_NAME_CHARS = 100
+"""Of a run's name: with a time behind it, it is the name of a folder."""
+_MOST_DIGITS = 40
+_SAMPLE_TOKENS = 1 << 20
 _PATHS = (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
 
 
@@ -41,8 +48,8 @@ class AfterConfig:
     """Tokens to generate after the prompt."""
 
     def __post_init__(self) -> None:
-        if self.sample_tokens < 1:
-            raise UserError(f"after.sample_tokens: {self.sample_tokens} must be at least 1")
+        if not 1 <= self.sample_tokens <= _SAMPLE_TOKENS:
+            raise UserError(f"after.sample_tokens: {self.sample_tokens} must be from 1 to {_SAMPLE_TOKENS:,}")
         if self.sample_prompt is not None and not self.export:
             raise UserError(
                 "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt"
@@ -67,8 +74,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)):
             raise UserError(
-                f"name: '{printable(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder"
+                f"name: '{one_line(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder"
             )
+        if len(self.name) > _NAME_CHARS:
+            raise UserError(f"name: {len(self.name)} characters are too many for a folder; use at most {_NAME_CHARS}")
         if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
             require_validation(self.data, self.train)
 
@@ -132,32 +141,43 @@ def _checked(value: Any, hint: Any, key: str) -> Any:
                 return _checked_json(value, key)
         elif typing.get_origin(member) is list:
             if isinstance(value, list) and all(isinstance(item, str) for item in value):
-                for item in value:
-                    _require_text(item, key)
-                return list(value)
+                return [_checked_text(item, key) for item in value]
         elif member is float:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                if not math.isfinite(value):
-                    raise UserError(f"{key}: {value} is not a finite number")
-                return float(value)
+                number = _as_float(value)
+                if not math.isfinite(number):
+                    raise UserError(f"{key}: {one_line(value, 40)} is not a finite number")
+                return number
         elif member is int:
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
+        elif member is str and isinstance(value, str):
+            return _checked_text(value, key)
         elif isinstance(value, member):
-            if isinstance(value, str):
-                _require_text(value, key)
             return value
     hinted = ""
     choices = [name for member in _members(hint) if typing.get_origin(member) is Literal for name in _args(member)]
     if choices and isinstance(value, str):
         hinted = "; " + _nearest(value, choices)
-    raise UserError(f"{key}: {value!r} must be {_type_name(hint)}{hinted}")
+    raise UserError(f"{key}: {one_line(repr(value))} must be {_type_name(hint)}{hinted}")
 
 
-def _require_text(value: str, key: str) -> None:
-    """UserError for what no recipe.json gives back, such as a path that is no UTF-8, and for what no path may hold."""
-    if any("\ud800" <= char <= "\udfff" for char in value) or ("\0" in value and tuple(key.split(".")) in _PATHS):
-        raise UserError(f"{key}: '{printable(value)}' is no UTF-8 text without zero bytes; rename what it names")
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _checked_text(text: str, key: str) -> str:
+    """`text`; UserError where it holds half a character, which no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{key}: {one_line(repr(text))} is not UTF-8 text; use another") from None
+    if "\0" in text and tuple(key.split(".")) in _PATHS:
+        raise UserError(f"{key}: {one_line(repr(text))} holds a zero byte, which no path does")
+    return text
 
 
 def _args(literal: Any) -> list[str]:
@@ -169,9 +189,9 @@ def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:
     try:
         copy = parse_json(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{key}: {error}; use texts, numbers, true/false, lists and objects only") from None
+        raise UserError(f"{key}: {one_line(error)}; use texts, numbers, true/false, lists and objects only") from None
     if copy != value:
-        raise UserError(f"{key}: {value!r} does not survive JSON; use text keys and lists instead of tuples")
+        raise UserError(f"{key}: {one_line(value)} does not survive JSON; use text keys and lists instead of tuples")
     return typing.cast(dict[str, Any], copy)
 
 
@@ -247,7 +267,7 @@ def from_run_json(text: str, where: str) -> Recipe:
 
 def _tree(text: str, where: str) -> dict[str, Any]:
     try:
-        tree = parse_json(text, most_bytes=_MOST_CHARS)
+        tree = parse_json(text, most_bytes=_FILE_BYTES)
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(tree, dict):
@@ -310,7 +330,9 @@ def _parse(text: str, hint: Any, key: str) -> Any:
     for member in sorted(members, key=lambda member: member is str):  # a text is the last resort
         if member is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
             return word in ("true", "yes", "on", "1")
-        if member is int and re.fullmatch(r"[+-]?\d(_?\d){,99}", word, re.ASCII):
+        if member is int and re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", word):
+            if len(word) > _MOST_DIGITS:
+                raise UserError(f"{key}: a number of {len(word)} digits is a slip of the pen")
             return int(word)
         if member is float:
             try:
@@ -322,10 +344,10 @@ def _parse(text: str, hint: Any, key: str) -> Any:
             try:
                 return parse_json(text)
             except ValueError as error:
-                raise UserError(f"{key}: '{printable(text):.200}' is not {_type_name(member)} ({error})") from None
+                raise UserError(f"{key}: '{one_line(text)}' is not {_type_name(member)} ({error})") from None
         if member is str or typing.get_origin(member) is Literal:
             return text
-    raise UserError(f"{key}: '{text}' must be {_type_name(hint)}")
+    raise UserError(f"{key}: '{one_line(text)}' must be {_type_name(hint)}")
 
 
 def field_type(key: str) -> Any:
@@ -358,7 +380,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         key, separator, text = override.partition("=")
         key = key.strip()
         if not separator or not key:
-            raise UserError(f"--set {override}: write key=value, for example --set model.num_layers=4")
+            raise UserError(f"--set {one_line(override)}: write key=value, for example --set model.num_layers=4")
         section, _, name = key.partition(".")
         name, _, entry = name.partition(".")
         if key in ("name", "machine"):
@@ -366,15 +388,21 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
             continue
         hint = _hints(sections[section]).get(name) if section in sections else None
         if hint is None or (entry and typing.get_origin(hint) is not dict):
-            raise UserError(f"--set {override}: no field '{key}'; {_nearest_key(key)}")
+            raise UserError(f"--set {one_line(override)}: no field '{one_line(key)}'; {_nearest_key(key)}")
         if entry:
-            try:
-                tree[section][name][entry] = parse_json(text)
-            except ValueError:
-                tree[section][name][entry] = text
+            tree[section][name][entry] = _json_or_text(text, f"--set {key}")
         else:
             tree[section][name] = _parse(text, hint, f"--set {key}")
     return from_dict(tree)
+
+
+def _json_or_text(text: str, key: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError:
+        return text
+    except ValueError as error:
+        raise UserError(f"{key}: '{one_line(text, 80)}' is no value ({error})") from None
 
 
 def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
@@ -402,39 +430,61 @@ def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _absolute(folder: Path, path: str) -> str:
-    return str((folder / Path(path).expanduser()).resolve())
+    return str(real_path(Path(path) if path.startswith("~") else folder / path))
 
 
 def load_recipe(path: str | Path) -> Recipe:
     """The `recipe` that a Python file builds, or that of a recipe.json. The file's folder is not put on `sys.path`.
 
-    Raises UserError naming the file, and the line where its code fails.
+    What a Python file prints goes to standard error, whose reader expects no JSON. Raises UserError naming the file,
+    and the line where its code fails, ends the process or is interrupted.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py")
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"recipe {path}: cannot be read ({error})") from None
+    text = _read_recipe(path)
     if path.suffix == ".json":
-        return from_json(source, f"recipe {path}")
+        return from_json(text, f"recipe {path}")
     spec = importlib.util.spec_from_loader("penstock_recipe", loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        with redirect_stdout(sys.stderr):
+            exec(compile(text, str(path), "exec"), module.__dict__)
+            recipe = getattr(module, "recipe", None)
+            tree = to_dict(recipe) if isinstance(recipe, Recipe) else None
     except UserError as error:
         raise UserError(f"recipe {path}{_line_in(path, error)}: {error}") from None
     except SyntaxError as error:
-        raise UserError(f"recipe {path}, line {error.lineno}: {error.msg}") from None
-    except (Exception, SystemExit) as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise UserError(f"recipe {path}{line}: {one_line(error.msg)}") from None
+    except KeyboardInterrupt as error:
+        raise UserError(f"recipe {path}{_line_in(path, error)}: interrupted while the recipe was built") from None
+    except SystemExit as error:
+        raise UserError(
+            f"recipe {path}{_line_in(path, error)}: ends the process; let it only set a global named 'recipe'"
+        ) from None
+    except BaseException as error:  # the file's own, whatever it derives from
         raise UserError(f"recipe {path}{_line_in(path, error)}: {_explain(error)}") from error
-    recipe = getattr(module, "recipe", None)
-    if not isinstance(recipe, Recipe):
+    if tree is None:
         raise UserError(f"recipe {path}: must set a global named 'recipe' to an app.recipe.Recipe")
-    return from_dict(to_dict(recipe), f"recipe {path}")
+    return from_dict(tree, f"recipe {path}")
+
+
+def _read_recipe(path: Path) -> str:
+    try:
+        return read_regular(real_path(path), most_bytes=_FILE_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"recipe {path}: cannot be read ({error.strerror}); give a file") from None
+    except UserError as error:
+        raise UserError(f"recipe {error}") from None
+    except ValueError as error:
+        raise UserError(f"recipe {path}: cannot be read ({error}); give a file") from None
 
 
 def _line_in(path: Path, error: BaseException) -> str:
@@ -444,9 +494,13 @@ def _line_in(path: Path, error: BaseException) -> str:
 
 def _explain(error: BaseException) -> str:
     """The error in one line; a misspelt field of a section comes with the nearest valid name."""
-    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    try:
+        said = one_line(error)
+    except Exception:
+        said = "an error that cannot be shown"
+    match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", said)
     classes = {cls.__name__: cls for cls in [Recipe, *_sections().values()]}
     if match and match.group(1) in classes:
         cls, key = classes[match.group(1)], match.group(2)
         return f"{cls.__name__} has no field '{key}'; {_nearest(key, _hints(cls))}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {said}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.recipe import Recipe
 from storage.errors import UserError
+from storage.untrusted import printable
 
 _WIDTH = 120
 _INDENT = 4
@@ -154,7 +155,7 @@ def _text(text: str) -> str:
 
 
 def _docstring(doc: str) -> str:
-    lines = [line.rstrip() for line in doc.strip().splitlines()] or ["A recipe."]
+    lines = [line.rstrip() for line in printable(doc).strip().splitlines()] or ["A recipe."]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"', "'")
     return f'"""{text}{"" if len(lines) == 1 else chr(10)}"""'
 

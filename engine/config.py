@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,6 +40,25 @@ def parse_bytes(text: str | int, where: str) -> int:
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
+
+
+MOST_LAYERS = 4096
+"""Times what the deepest published models have; a model is built layer by layer, if only on the meta device."""
+MOST_SIZE = 2**28
+"""Of any width or number of a model: times what the widest vocabulary has."""
+MOST_TOKENS = 2**27
+"""Of a sequence: a hundred times the longest contexts."""
+MOST_STEPS = 10**12
+MOST_SEQUENCES = 2**20
+
+
+def _require_most(section: str, config: object, names: Sequence[str], most: int) -> None:
+    """Raise UserError for a number of the section beyond `most`: a slip, whose plan would take for ever."""
+    for name in names:
+        value = getattr(config, name)
+        _require(
+            value is None or value <= most, f"{section}.{name}: {value} is a slip of the pen; the most is {most:,}"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,6 +96,8 @@ class ModelConfig:
         for name in (*sizes, "vocab_size", "max_position"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"model.{name}: {value} must be at least 1")
+        _require_most("model", self, ("num_layers",), MOST_LAYERS)
+        _require_most("model", self, (*sizes, "vocab_size", "max_position"), MOST_SIZE)
         if self.num_heads and self.num_kv_heads:
             _require(
                 self.num_heads % self.num_kv_heads == 0,
@@ -117,6 +139,10 @@ class DataConfig:
             self.tokenizer_vocab_size > 256,
             f"data.tokenizer_vocab_size: {self.tokenizer_vocab_size} must be over 256, the byte alphabet",
         )
+        _require_most("data", self, ("sequence_length",), MOST_TOKENS)
+        _require_most("data", self, ("tokenizer_vocab_size",), MOST_SIZE)
+        _require_most("data", self, ("max_documents", "validation_documents"), MOST_STEPS)
+        _require(0 <= self.seed < 2**63, f"data.seed: {self.seed} must be from 0 to 2^63 - 1")
         most = self.max_documents
         _require(most is None or most >= 1, f"data.max_documents: {most} must be at least 1; none reads all")
         held = self.validation_documents
@@ -196,6 +222,11 @@ class TrainConfig:
         for name in (*counts, "validate_every", "validation_sequences"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"train.{name}: {value} must be at least 1")
+        _require_most("train", self, ("steps", "validate_every"), MOST_STEPS)
+        _require_most(
+            "train", self, ("sequences_per_step", "sequences_per_micro_batch", "validation_sequences"), MOST_SEQUENCES
+        )
+        _require_most("train", self, ("chunk_tokens",), MOST_TOKENS)
         for name in ("sequences_per_step", "validation_sequences"):
             value = getattr(self, name)
             _require(
@@ -208,9 +239,12 @@ class TrainConfig:
             f"train.validation_sequences: {self.validation_sequences} is never used; say with train.validate_every "
             "when to measure the validation loss, or leave it out",
         )
+        _require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
         _require(self.lr > 0, f"train.lr: {self.lr} must be above 0")
+        _require(self.eps > 0, f"train.eps: {self.eps} must be above 0")
         _require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio: {self.min_lr_ratio} must lie in 0..1")
-        _require(0 <= self.warmup_steps <= self.steps, f"train.warmup_steps: {self.warmup_steps} exceeds train.steps")
+        _require(self.warmup_steps >= 0, f"train.warmup_steps: {self.warmup_steps} must not be negative")
+        _require(self.warmup_steps <= self.steps, f"train.warmup_steps: {self.warmup_steps} exceeds train.steps")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"train.{name}: {value} must lie in 0..1")
@@ -264,6 +298,7 @@ class StorageConfig:
         size = parse_bytes(self.chunk_bytes, "storage.chunk_bytes")
         _require(size % 8192 == 0, f"storage.chunk_bytes: {size} is not a multiple of 8 KiB")
         _require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")
+        _require_most("storage", self, ("checkpoint_every", "keep_last", "keep_every"), MOST_STEPS)
         _require(self.keep_last >= 1, f"storage.keep_last: {self.keep_last} must be at least 1, the newest generation")
         every = self.keep_every
         _require(
@@ -274,6 +309,7 @@ class StorageConfig:
         good = self.keep_good
         _require(good is None or good > 1, f"storage.keep_good: {good} must be above 1; none keeps no last-good")
         _require(self.nvme != [], "storage.nvme: the list is empty; name a folder, or leave it out")
+        _require("" not in self.drives, "storage.nvme: the name of a folder is empty; name one, or leave it out")
 
     @property
     def drives(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
@@ -27,10 +28,12 @@ from engine.tokenizer import (
     train_tokenizer,
 )
 from storage.errors import UserError
+from storage.untrusted import open_regular, parse_json, real_path
 
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
 _BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
 _RANDOM_DOCUMENTS = 64
+_LINE_BYTES = 64 << 20  # of a line of JSON, which is held whole
 
 
 class Piece(NamedTuple):
@@ -95,10 +98,10 @@ def _read_text(file: Path, config: DataConfig) -> Iterator[Piece]:
             yield Piece(str(file), text, True)
         return
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
+        with open(_open(file), encoding="utf-8", newline="") as stream:
             text = stream.read(_PIECE_CHARS)
             while text:
-                text += stream.readline() if len(text) == _PIECE_CHARS else ""
+                text += stream.readline(_PIECE_CHARS) if len(text) == _PIECE_CHARS else ""
                 following = stream.read(_PIECE_CHARS)
                 yield Piece(str(file), text, not following)
                 text = following
@@ -110,23 +113,38 @@ def _read_text(file: Path, config: DataConfig) -> Iterator[Piece]:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
 
 
+def _open(file: Path) -> int:
+    """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
+    return open_regular(real_path(file))
+
+
 def _read_jsonl(file: Path) -> Iterator[Piece]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            where = f"{file}:{number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise UserError(
-                    f"{where}: not a JSON object: {error}; each line needs one, with a `text` field"
-                ) from error
-            text = record.get("text") if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise UserError(f'{where}: no `text` field that is a string; write {{"text": "..."}}')
-            if text:
-                yield Piece(where, text, True)
+    try:
+        with open(_open(file), "rb") as stream:
+            for number in itertools.count(1):
+                line = stream.readline(_LINE_BYTES + 1)
+                if not line:
+                    return
+                if text := _text_of(line, f"{file}:{number}"):
+                    yield Piece(f"{file}:{number}", text, True)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _text_of(line: bytes, where: str) -> str:
+    """The text of a line; empty for an empty line. Raises UserError naming `where` for anything but a text."""
+    if len(line) > _LINE_BYTES:
+        raise UserError(f"{where}: a line of more than {_LINE_BYTES >> 20} MiB; split it into several documents")
+    if not line.strip():
+        return ""
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not a JSON object: {error}; each line needs one, with a `text` field") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f'{where}: no `text` field that is a string; write {{"text": "..."}}')
+    return text
 
 
 _Text = tuple[TextTokenizer, TokenCorpus]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from storage.errors import UserError
+from storage.untrusted import is_whole, parse_json, read_regular, real_path
 
 VERSION = 1
 """Of the profile file."""
+_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +101,16 @@ def from_json(values: Any, where: str) -> Machine:
     if not isinstance(values, dict) or "version" not in values:
         raise UserError(f"{where}: is not a machine profile; `penstock probe --save FILE` makes one")
     if values["version"] != VERSION:
-        raise UserError(f"{where}: a profile of version {values['version']}; this Penstock reads {VERSION}: {again}")
+        raise UserError(
+            f"{where}: a profile of version {values['version']!r:.20}; this Penstock reads {VERSION}: {again}"
+        )
     given = {name: value for name, value in values.items() if name != "version"}
     names = {field.name for field in dataclasses.fields(Machine)}
     if odd := sorted(given.keys() ^ names):
         raise UserError(f"{where}: '{odd[0]}' is {'unknown' if odd[0] in given else 'missing'}; {again}")
     try:
-        given["drives"] = tuple(Drive(**drive) for drive in given["drives"])
-        given["attention"] = tuple(AttentionRate(**rate) for rate in given["attention"])
+        given["drives"] = tuple(Drive(**drive) for drive in list(given["drives"]))
+        given["attention"] = tuple(AttentionRate(**rate) for rate in list(given["attention"]))
     except TypeError as error:
         raise UserError(f"{where}: {error}; {again}") from None
     machine = Machine(**given)
@@ -122,10 +125,17 @@ def _require_rates(machine: Machine, where: str) -> None:
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             rate = field.name.endswith(("_per_s", "_flops", "_share"))
-            if rate and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if rate and not (number and 0 < value < float("inf")):
                 raise UserError(f"{where}: {field.name} is {value!r}, which is no rate; measure again")
-            if field.name.endswith("_bytes") and value is not None and not (isinstance(value, int) and value >= 0):
+            size = field.name.endswith("_bytes") and not (value is None and field.default is None)
+            count = field.name in ("cores", "numa_nodes", "head_dim", "chunk_tokens")
+            if (size or count) and not (is_whole(value) and value >= count):
                 raise UserError(f"{where}: {field.name} is {value!r}, which is no size; measure again")
+            if field.name in ("name", "source", "gpu", "path"):
+                optional = field.name in ("gpu", "path")
+                if not isinstance(value, str) and not (optional and value is None):
+                    raise UserError(f"{where}: {field.name} is {value!r}, which is no text; measure again")
     if not machine.drives or not machine.attention:
         raise UserError(f"{where}: names no drive or no attention rate; measure again")
 
@@ -133,7 +143,7 @@ def _require_rates(machine: Machine, where: str) -> None:
 def load_machine(path: Path) -> Machine:
     """The machine of a profile file. Raises UserError naming the file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_regular(real_path(path), most_bytes=_FILE_BYTES))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,16 @@ import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine import attention
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes, require_validation
+from engine.config import (
+    MOST_LAYERS,
+    MOST_SIZE,
+    DataConfig,
+    ModelConfig,
+    StorageConfig,
+    TrainConfig,
+    parse_bytes,
+    require_validation,
+)
 from engine.corpus import prepare_text, random_corpus
 from engine.corpus_files import TokenCorpus
 from engine.costs import representatives
@@ -27,6 +37,8 @@ from engine.plan import FP32, BlockShape, BufferShape, Problem
 from engine.tokenizer import TextTokenizer
 from storage.errors import UserError
 from storage.layout import FlatLayout, part_numel_even
+from storage.model_folder import has_model_file, read_model_file
+from storage.untrusted import one_line, parse_object, printable, real_path
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -49,6 +61,15 @@ _SHAPE_FIELDS = {
 """Recipe field -> transformers config field."""
 
 
+_CONFIG_BYTES = 1 << 24
+_SIZES = (
+    r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer)|vocab_size|hidden_size|n_embd|d_model|head_dim|n_inner|"
+    r"(\w+_)?intermediate_size|((num|n)_\w*|\w+_)?(heads|head|experts|groups)|(\w+_)?max_position_embeddings|"
+    r"(\w+_)?lora_rank|ffn_dim|num_experts_per_tok"
+)
+"""Fields of configs that are sizes or counts, of whatever model; a depth has fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """The tokenised corpus and what it was tokenised with (None for random tokens)."""
@@ -64,31 +85,64 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Pretrain
     names an unknown architecture.
     """
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    if not has_model_file(file.parent, file.name):
         raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON ({error})") from None
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise UserError(f"{file}: has no 'model_type'; is it the config.json of a transformers model?")
+    # A file that the user names may be a link of the user's; what is in a folder may not.
+    place = file if path.is_dir() else real_path(file)
+    values = parse_config(read_model_file(place.parent, place.name, _CONFIG_BYTES), str(file))
     overrides = overrides or {}
     if "rope_parameters" in overrides:
         values.pop("rope_scaling", None)  # its former name, which transformers would prefer
     return make_config(values | overrides, str(file))
 
 
+def parse_config(content: bytes, where: str) -> dict[str, Any]:
+    """The values of a config.json. Raises UserError naming `where` when it is not JSON or names no model type."""
+    try:
+        values = parse_object(content)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); give the config.json of a transformers model") from None
+    if "model_type" not in values:
+        raise UserError(f"{where}: has no 'model_type'; is it the config.json of a transformers model?")
+    return values
+
+
 def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     """The transformers config with these values. Raises UserError naming `where` for unknown types and bad values."""
     model_type = values["model_type"]
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"{where}: unknown architecture '{model_type}'; transformers {transformers.__version__} has no such type"
+            f"{where}: unknown architecture '{one_line(model_type)}'; transformers {transformers.__version__} has no "
+            "such type"
         )
+    _require_sane(values, where)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))  # it completes nested values in place
+        config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))  # it completes nested values in place
     except Exception as error:  # transformers validates with errors of many types
-        raise UserError(f"{where}: transformers refuses this config: {error}") from error
+        raise UserError(f"{where}: transformers refuses this config: {one_line(error)}") from error
+    return config
+
+
+def _require_sane(values: Any, where: str, name: str = "") -> None:
+    """UserError for a number in a config that no model has, or a text that no terminal should see."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            _require_sane(str(key), where, "a name")
+            _require_sane(value, where, str(key))
+    elif isinstance(values, str) and printable(values) != values:  # transformers' warnings would show them as they are
+        raise UserError(f"{where}: {printable(name)} holds control characters; take them out")
+    elif isinstance(values, list):
+        for value in values:
+            if not (isinstance(value, float) and value == math.inf):  # ranges of some models are open
+                _require_sane(value, where, name)
+    elif isinstance(values, float) and not math.isfinite(values):
+        raise UserError(f"{where}: {name} is {values}, which is no number; correct it")
+    elif is_size := re.fullmatch(_SIZES, name):
+        if isinstance(values, str) or (isinstance(values, float) and not values.is_integer()):
+            raise UserError(f"{where}: {name} is {one_line(repr(values), 80)}, where a whole number is due; correct it")
+        most = MOST_LAYERS if is_size.group("depth") else MOST_SIZE
+        if isinstance(values, int | float) and not isinstance(values, bool) and not 0 <= values <= most:
+            raise UserError(f"{where}: {name} is {values}, and no model has that: 0 to {most:,}; correct it")
 
 
 def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -> PretrainedConfig:

@@ -26,6 +26,7 @@ from engine.probe_compute import (
 )
 from engine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, probe_drives
 from storage.errors import UserError
+from storage.untrusted import real_path
 
 _SPARE_BYTES = 512 << 20
 """Of RAM and GPU memory, free beside what is measured on."""
@@ -96,7 +97,7 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
     """Absolute; the current folder where none is given. UserError for one given twice."""
     folders: list[Path] = []
     for path in paths or [Path.cwd()]:
-        folder = path.expanduser().resolve()
+        folder = real_path(path)
         if folder in folders:
             raise UserError(f"{path}: given twice; give one folder on each drive")
         folders.append(folder)

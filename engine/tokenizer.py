@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from storage.disk import atomic_write, fsync_file
 from storage.errors import UserError
+from storage.model_folder import has_model_file, read_model_file
 from storage.sealed import hex_crc, seal, unseal
-from storage.untrusted import parse_object, read_regular
+from storage.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
 
 EOS_TOKEN = "<|endoftext|>"
 """The only special token of a tokenizer trained here: it ends every document."""
@@ -39,6 +41,10 @@ TRAINED_ON = "trained_on.json"
 _MOST_BYTES = 1 << 30
 
 
+_FILE_BYTES = 1 << 28
+"""Of one file; the largest tokenizers have some tens of MB."""
+
+
 class TextTokenizer:
     """Turns texts into token ids, and knows which id ends a document.
 
@@ -54,53 +60,87 @@ class TextTokenizer:
                 f"{folder}: the tokenizer names no end-of-text token, which separates documents; "
                 'add "eos_token" to its tokenizer_config.json'
             )
+        if not is_whole(tokenizer.eos_token_id) or tokenizer.eos_token_id < 0:
+            raise UserError(f"{folder}: the tokenizer's end-of-text token {tokenizer.eos_token_id} is no token id")
         self.eos_id = int(tokenizer.eos_token_id)
-        self.vocab_size = max(len(tokenizer), self.eos_id + 1)
+        self.vocab_size = 1 + max(len(tokenizer) - 1, self.eos_id, *tokenizer.get_vocab().values())
         digest = hashlib.sha256()
-        for name in files_of(folder):
-            digest.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+        for name in TOKENIZER_FILES:
+            if has_model_file(folder, name):
+                digest.update(name.encode() + hashlib.sha256(read_model_file(folder, name, _FILE_BYTES)).digest())
         self.fingerprint = digest.hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens and without truncation."""
+        """Token ids of each text, without special tokens and without truncation.
+
+        Raises UserError where the tokenizer cannot do it, such as with a pattern that takes for ever.
+        """
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        if fast is not None:
-            encodings = fast.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [encoding.ids for encoding in encodings]
-        batch = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return [list(ids) for ids in batch["input_ids"]]
+        with _refusing(f"tokenizer: {self.folder} fails on the text"):
+            if fast is not None:
+                encodings = fast.encode_batch_fast(list(texts), add_special_tokens=False)
+                return [encoding.ids for encoding in encodings]
+            batch = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+            return [list(ids) for ids in batch["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
         return str(self._tokenizer.decode(list(ids)))
 
 
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Make a UserError, `what` and why, of what tokenizers and transformers raise: errors of any type, and panics."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {one_line(error)}; use another tokenizer") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Rust's, which derives from no Exception
+            raise
+        raise UserError(f"{what}: {one_line(error)}; use another tokenizer") from error
+
+
 def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a Hugging Face folder, or of a `tokenizer.json` (its folder's other files count as well).
 
-    Reads local files only. Raises UserError when there is none, or when it cannot be read.
+    Reads local files only, runs no code that the folder brings along. Raises UserError when there is none, or when it
+    cannot be read.
     """
     folder = path.parent if path.name == "tokenizer.json" else path
     if not folder.is_dir() or (folder != path and not path.is_file()):
         raise UserError(f"tokenizer: {path} does not exist; name a Hugging Face folder or a tokenizer.json")
-    if not files_of(folder):
+    if not any(has_model_file(folder, name) for name in TOKENIZER_FILES):
         raise UserError(f"tokenizer: {folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json)")
-    from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
+    _require_readable(folder)
+    with _refusing(f"tokenizer: {folder} cannot be read"):
+        from transformers import AutoTokenizer  # takes seconds, and a tokenizer trained here does without
 
-    try:
         if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         else:
             tokenizer = _bare_tokenizer(folder / "tokenizer.json")
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"tokenizer: {folder} cannot be read: {error}") from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.no_truncation()
-        backend.no_padding()
-    return TextTokenizer(folder, tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            backend.no_truncation()
+            backend.no_padding()
+        return TextTokenizer(folder, tokenizer)
+
+
+def _require_readable(folder: Path) -> None:
+    """UserError for a file that transformers would read and that is none of the folder's, too large or no JSON."""
+    for name in (*TOKENIZER_FILES, "config.json"):
+        if has_model_file(folder, name):
+            content = read_model_file(folder, name, _FILE_BYTES)
+            if name.endswith(".json"):
+                try:
+                    parse_json(content)
+                except ValueError as error:
+                    raise UserError(
+                        f"tokenizer: {folder / name} cannot be read: not JSON ({error}); copy or download it again"
+                    ) from None
 
 
 def _bare_tokenizer(file: Path) -> Any:
@@ -217,9 +257,13 @@ def open_trained(folder: Path) -> TextTokenizer:
     Raises UserError when it cannot be read.
     """
     try:
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend = Tokenizer.from_buffer(read_model_file(folder, "tokenizer.json", _FILE_BYTES))
+    except UserError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(f"{folder}: not a readable tokenizer ({error}); delete it to train it again") from error
+        raise UserError(
+            f"{folder}: not a readable tokenizer ({one_line(error)}); delete it to train it again"
+        ) from error
     return TextTokenizer(folder, _Trained(backend))
 
 
@@ -232,6 +276,10 @@ class _Trained:
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def decode(self, ids: list[int]) -> str:
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))

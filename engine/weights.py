@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -18,12 +17,16 @@ from engine.model import ModelSpec, initial_constants
 from engine.tokenizer import TOKENIZER_FILES, TextTokenizer
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
+from storage.model_folder import has_model_file, read_model_file
 from storage.safetensors_io import CheckpointReader, CheckpointWriter
+from storage.untrusted import parse_object
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of trained tensors: those that fp32 holds exactly."""
 
 _COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
+_COPIED_BYTES = 1 << 28
+"""Of one file; the largest tokenizers have some tens of MB."""
 
 
 def import_blocks(reader: CheckpointReader, spec: ModelSpec) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -163,13 +166,15 @@ def export_folder(
         _export_fresh(out_dir, spec, read_buffer, values, FLOAT_DTYPES[dtype], tokenizer)
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
-            if (tokenizer.folder / name).is_file():
-                shutil.copyfile(tokenizer.folder / name, out_dir / name)
+            if has_model_file(tokenizer.folder, name):
+                atomic_write(out_dir / name, read_model_file(tokenizer.folder, name, _COPIED_BYTES))
 
 
 def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Path, skip: Collection[str]) -> None:
     reader = CheckpointReader(origin)
     layout = CheckpointLayout(spec, reader)
+    config = _config_like(spec.config, origin / "config.json")
+    copied = {name: read_model_file(origin, name, _COPIED_BYTES) for name in _copied_names(origin, skip)}
     tensors = [(name, *reader.tensors[name]) for name in layout.kept]
     for conversions in layout.of_buffer.values():
         for conversion in conversions:
@@ -184,16 +189,27 @@ def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin
                 values = {target: params[layout.canonical[target]] for target in conversion.targets}
                 for name, tensor in layout.plan.revert(conversion, values).items():
                     writer.write(name, tensor.to(dtypes[name]))
-    for file in sorted(origin.iterdir()):
-        if file.suffix in _COPIED_SUFFIXES and file.name not in skip and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, out_dir / file.name)
-    atomic_write(out_dir / "config.json", _config_like(spec.config, origin / "config.json"))
+    for name, content in copied.items():
+        atomic_write(out_dir / name, content)
+    atomic_write(out_dir / "config.json", config)
+
+
+def _copied_names(origin: Path, skip: Collection[str]) -> list[str]:
+    """Files beside the weights that an export takes along."""
+    return sorted(
+        file.name
+        for file in origin.iterdir()
+        if file.suffix in _COPIED_SUFFIXES
+        and file.name not in (*skip, "config.json")
+        and not file.name.endswith(".index.json")
+        and not file.is_dir()
+    )
 
 
 def _config_like(config: PretrainedConfig, file: Path) -> bytes:
     """`file`'s bytes; where `config` says otherwise than the file (overrides), the file with these fields changed."""
-    original = file.read_bytes()
-    values = json.loads(original)
+    original = read_model_file(file.parent, file.name, _COPIED_BYTES)
+    values = parse_object(original)
     before = type(config).from_dict(copy.deepcopy(values)).to_dict()
     incidental = ("_name_or_path", "transformers_version")
     changed = {k: v for k, v in config.to_dict().items() if k not in incidental and before.get(k) != v}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 from storage.crc import checksum
 from storage.disk import prepare_file, write_file
 from storage.errors import UserError
-from storage.layout import part_numel_even, part_ranges
+from storage.layout import ALIGN_NUMEL, part_numel_even, part_ranges
+from storage.untrusted import is_whole, parse_object, read_regular
 
 FILE_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"
@@ -25,6 +27,7 @@ _FORMAT = "penstock-state"
 _VERSION = 2
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _RESERVED = ("", ".", "..", "scratch", "checkpoints")
+_CRC = re.compile("[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Manifest:
         path = root / FILE_NAME
         backup = read_backup(root)
         try:
-            manifest = _decode(path.read_bytes())
+            manifest = _decode(read_regular(path))
         except FileNotFoundError as error:
             if backup is None:
                 raise UserError(
@@ -151,10 +154,10 @@ class Manifest:
                     "start a new run, or mount it"
                 ) from error
             raise UserError(f"{path}: the file is missing; {_hint(root, backup)}") from error
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-            raise UserError(
-                f"{path}: not a readable manifest ({type(error).__name__}: {error}); {_hint(root, backup)}"
-            ) from error
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {_hint(root, backup)}") from error
+        except ValueError as error:
+            raise UserError(f"{path}: not a readable manifest ({error}); {_hint(root, backup)}") from error
         if backup is not None and backup.store == manifest.store and backup.generation > manifest.generation:
             raise UserError(
                 f"{path}: holds generation {manifest.generation}, but generation {backup.generation} was committed: "
@@ -169,25 +172,74 @@ def has_backup(root: Path) -> bool:
 
 
 def _decode(data: bytes) -> Manifest:
-    content = json.loads(data)
-    if content["format"] != _FORMAT:
-        raise ValueError(f"format is {content['format']!r}, not {_FORMAT!r}")
-    if content["version"] != _VERSION:
-        raise ValueError(f"version {content['version']} is not the version {_VERSION} that this Penstock reads")
-    stored, found = content.pop("crc32c"), _own_checksum(content)
+    """The manifest of a file's content. ValueError for anything that `Manifest.encode` does not write."""
+    content = parse_object(data)
+    if content.get("format") != _FORMAT:
+        raise ValueError(f"format is {content.get('format')!r}, not {_FORMAT!r}")
+    if content.get("version") != _VERSION:
+        raise ValueError(f"version {content.get('version')} is not the version {_VERSION} that this Penstock reads")
+    stored, found = content.pop("crc32c", None), _own_checksum(content)
     if stored != found:
         raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file says {stored}")
-    fields = ("buffer", "kind", "numel", "dtype", "part_numel")
-    arrays = {}
-    for item in content["arrays"]:
-        spec = ArraySpec(**{name: item[name] for name in fields})
-        crcs = tuple(int(crc, 16) for crc in item["crc32c"])
-        if item["slot"] not in (0, 1) or not item["drives"] or len(crcs) != len(spec.parts()):
-            raise ValueError(f"array {spec.buffer}/{spec.kind} has a bad slot, drive or checksum")
-        arrays[spec] = Stored(item["slot"], tuple(item["drives"]), crcs)
-    drives = tuple(DriveRecord(**item) for item in content["drives"])
-    meta = dict(content["meta"])
-    return Manifest(content["store"], int(content["generation"]), arrays, drives, meta, content["checkpoint"])
+    # The checksum finds accidents; whoever writes a manifest can write that as well.
+    _require(_is_text(content.get("store")), "store is no name")
+    _require(is_whole(content.get("generation")) and content["generation"] >= 1, "generation is no number from 1 on")
+    _require(content.get("checkpoint") is None or _is_text(content["checkpoint"]), "checkpoint is no name")
+    _require(isinstance(content.get("meta"), dict), "meta is no object")
+    drives = tuple(_drive(item) for item in _list_of(content, "drives"))
+    known = {drive.id for drive in drives}
+    _require(len(known) == len(drives), "a drive is there twice")
+    arrays = dict(_array(item, known) for item in _list_of(content, "arrays"))
+    _require(len(arrays) == len(content["arrays"]), "an array is there twice")
+    return Manifest(content["store"], content["generation"], arrays, drives, content["meta"], content.get("checkpoint"))
+
+
+def _require(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(what)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+def _is_crc(value: object) -> bool:
+    return isinstance(value, str) and _CRC.fullmatch(value) is not None
+
+
+def _list_of(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    items = content.get(name)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"{name} is no list of objects")
+    return items
+
+
+def _drive(item: dict[str, Any]) -> DriveRecord:
+    _require(item.keys() == {"id", "path", "active"}, "a drive needs id, path and active, and nothing else")
+    _require(_is_text(item["id"]) and _is_text(item["path"]), "a drive's id or path is no text")
+    _require(isinstance(item["active"], bool), "a drive's active is neither true nor false")
+    return DriveRecord(**item)
+
+
+def _array(item: dict[str, Any], drives: set[str]) -> tuple[ArraySpec, Stored]:
+    names, sizes = ("buffer", "kind"), ("numel", "part_numel")
+    for name in names:
+        value = item.get(name)
+        plain = isinstance(value, str) and value not in _RESERVED and not set(value) & {"/", "\0"}
+        _require(plain and not str(value).startswith("."), f"an array's {name} is no name of a folder")
+    where = f"array {item['buffer']}/{item['kind']}"
+    _require(isinstance(item.get("dtype"), str) and item["dtype"] in _ITEM_BYTES, f"{where} has an unknown dtype")
+    for name in sizes:
+        _require(is_whole(item.get(name)) and item[name] >= 1, f"{where}: {name} is no size")
+    _require(item["part_numel"] % ALIGN_NUMEL == 0, f"{where}: part_numel is no multiple of {ALIGN_NUMEL}")
+    crcs, on = item.get("crc32c"), item.get("drives")
+    parts = -(-item["numel"] // part_numel_even(item["numel"], item["part_numel"]))
+    sound = isinstance(crcs, list) and len(crcs) == parts and all(map(_is_crc, crcs))
+    listed = isinstance(on, list) and len(on) > 0 and all(isinstance(drive, str) and drive in drives for drive in on)
+    slotted = is_whole(item.get("slot")) and item["slot"] in (0, 1)
+    _require(slotted and listed and sound, f"{where} has a bad slot, drive or checksum")
+    spec = ArraySpec(**{name: item[name] for name in (*names, "numel", "dtype", "part_numel")})
+    return spec, Stored(item["slot"], tuple(item["drives"]), tuple(int(crc, 16) for crc in item["crc32c"]))
 
 
 def _own_checksum(content: dict[str, Any]) -> str:
@@ -198,8 +250,8 @@ def _own_checksum(content: dict[str, Any]) -> str:
 def read_backup(root: Path) -> Manifest | None:
     """The copy of a manifest in folder `root`; None where there is none that can be read."""
     try:
-        return _decode((root / BACKUP_NAME).read_bytes())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError):
+        return _decode(read_regular(root / BACKUP_NAME))
+    except (OSError, ValueError):
         return None
 
 

@@ -18,6 +18,8 @@ import torch
 
 from storage.disk import atomic_write, disk_error, fsync_dir, fsync_file, require_free, require_writable
 from storage.errors import UserError
+from storage.model_folder import has_model_file, is_plain_name, open_model_file, read_model_file
+from storage.untrusted import is_whole, one_line, parse_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -43,6 +45,7 @@ _DTYPES = {
 }
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class CheckpointReader:
     """The tensors of a folder that holds model.safetensors, or shards and their index.
 
     Every shard's presence, header and size are checked here, before the first tensor is read: UserError names the file,
-    and for a truncated one the expected and the real size.
+    and for a truncated one the expected and the real size. The folder may come from anybody: shards are regular files
+    in it, and their tensors fill them without overlaps and gaps.
     """
 
     def __init__(self, folder: Path):
@@ -68,7 +72,7 @@ class CheckpointReader:
         self.folder = Path(folder)
         weight_map = self._weight_map()
         shards = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
-        missing = [name for name in shards if not (self.folder / name).is_file()]
+        missing = [name for name in shards if not has_model_file(self.folder, name)]
         if missing:
             raise UserError(
                 f"{self.folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}; "
@@ -76,7 +80,7 @@ class CheckpointReader:
             )
         self._entries: dict[str, _Entry] = {}
         for shard in shards:
-            for name, entry in _read_header(self.folder / shard).items():
+            for name, entry in _read_header(self.folder, shard).items():
                 if name not in self._entries or weight_map.get(name) == shard:
                     self._entries[name] = entry
         for name, shard in weight_map.items():
@@ -105,7 +109,7 @@ class CheckpointReader:
         assert out.numel() == math.prod(entry.shape), (name, tuple(out.shape), entry.shape)
         data, offset = _bytes_of(out), entry.start
         try:
-            fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_model_file(self.folder, entry.path.name)
             try:
                 while data:
                     count = os.preadv(fd, [data], offset)
@@ -120,15 +124,19 @@ class CheckpointReader:
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard name from the index; empty for a folder with one unsharded file."""
         path = self.folder / INDEX_NAME
-        if not path.is_file():
-            if not (self.folder / SINGLE_NAME).is_file():
+        if not has_model_file(self.folder, INDEX_NAME):
+            if not has_model_file(self.folder, SINGLE_NAME):
                 raise UserError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; give a model folder")
             return {}
+        content = read_model_file(self.folder, INDEX_NAME, _MAX_HEADER_BYTES)
         try:
-            weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
-            if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+            weight_map = parse_object(content, unique=True).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError("weight_map is empty or not a map of names")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            for name, shard in weight_map.items():
+                if not is_plain_name(shard) or not shard.endswith(".safetensors"):
+                    raise ValueError(f"shard {one_line(shard)!r} of '{name}' is not the name of a *.safetensors file")
+        except ValueError as error:
             raise UserError(f"{path}: not a readable index ({error}); copy or download it again") from error
         return weight_map
 
@@ -279,11 +287,12 @@ def _write_header(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -
     }
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
     """The tensors of one file, checked against its size; UserError naming the file."""
+    path = folder / shard
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open(open_model_file(folder, shard), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             data_start = 8 + header_bytes
             if size < 8 or (data_start > size and header_bytes <= _MAX_HEADER_BYTES):
@@ -293,31 +302,49 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 )
             if header_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"the header claims {header_bytes:,} bytes")
-            header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        entries = {name: _entry(path, data_start, item) for name, item in header.items()}
+            header = parse_object(file.read(header_bytes), unique=True)
+        if not isinstance(header.pop("__metadata__", {}), dict):
+            raise ValueError("__metadata__ is no object")
+        entries = {name: _entry(path, data_start, name, item) for name, item in header.items()}
+        expected = _require_filled(entries, data_start)
     except OSError as error:
         raise disk_error(error, path, "reading the header") from error
     except UserError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not a safetensors file ({error}); copy or download it again") from error
-    expected = max((entry.start + entry.nbytes for entry in entries.values()), default=data_start)
     if size != expected:
         state = "truncated" if size < expected else "longer than its header says"
         raise UserError(f"{path}: {state}: expected {expected:,} bytes, found {size:,}; copy or download it again")
     return entries
 
 
-def _entry(path: Path, data_start: int, item: dict[str, Any]) -> _Entry:
-    start, stop = item["data_offsets"]
-    if item["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {item['dtype']} is unknown")
-    entry = _Entry(path, _DTYPES[item["dtype"]], tuple(item["shape"]), data_start + start, stop - start)
-    if (
-        start < 0
-        or any(size < 0 for size in entry.shape)
-        or entry.nbytes != math.prod(entry.shape) * entry.dtype.itemsize
-    ):
-        raise ValueError(f"a tensor of shape {item['shape']} and dtype {item['dtype']} has {entry.nbytes} bytes")
+def _require_filled(entries: dict[str, _Entry], data_start: int) -> int:
+    """The end of the last tensor. ValueError where tensors overlap or leave gaps, which the format forbids."""
+    end, before = data_start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != end:
+            what = "overlaps" if entry.start < end else "leaves a gap after"
+            raise ValueError(f"tensor '{name}' {what} {before}")
+        end, before = entry.start + entry.nbytes, f"'{name}'"
+    return end
+
+
+def _entry(path: Path, data_start: int, name: str, item: Any) -> _Entry:
+    """Where a tensor of the header lies. ValueError for anything but a known dtype, a shape and offsets that agree."""
+    if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor '{name}' needs dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"dtype {one_line(dtype)} of tensor '{name}' is unknown")
+    for what, values in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(values, list) or not all(is_whole(value) and value >= 0 for value in values):
+            raise ValueError(f"{what} {one_line(values)} of tensor '{name}' is not a list of sizes")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**60:
+        raise ValueError(f"shape {one_line(shape)} of tensor '{name}' is more than any tensor has")
+    if len(offsets) != 2:
+        raise ValueError(f"data_offsets {one_line(offsets)} of tensor '{name}' are not a start and an end")
+    entry = _Entry(path, _DTYPES[dtype], tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
+    if entry.nbytes != math.prod(shape) * entry.dtype.itemsize:
+        raise ValueError(f"tensor '{name}' of shape {shape} and dtype {dtype} has {entry.nbytes} bytes")
     return entry

@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from storage.errors import UserError
+
 MOST_DEPTH = 100
 """Levels of nesting; our own files and those of models have fewer than ten."""
 MOST_BYTES = 1 << 30
@@ -21,25 +23,25 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 """All but tab and newline that moves a cursor, begins an escape, turns text around, or is no character."""
 
 
-def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> Any:
+def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> Any:
     """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds half a character.
 
-    Half a character: a lone surrogate escape, which no file or terminal takes.
+    Half a character: a lone surrogate escape, which no file or terminal takes. `unique`: refuse names given twice.
     """
     if len(content) > most_bytes:
         raise ValueError(f"{len(content):,} bytes are more than the {most_bytes:,} that are read")
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
         _check(value, 0)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
     return value
 
 
-def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> dict[str, Any]:
     """The same for a JSON object; ValueError where it is anything else."""
-    value = parse_json(content, most_bytes=most_bytes)
+    value = parse_json(content, most_bytes=most_bytes, unique=unique)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is wanted, not {_kind(value)}")
     return value
@@ -66,6 +68,15 @@ def printable_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(key): printable_value(item) for key, item in value.items()}
     return [printable_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"'{twice}' is there twice")
+    return found
 
 
 def _check(value: Any, depth: int) -> None:
@@ -174,6 +185,14 @@ def read_regular(path: Path, *, below: Path | None = None, most_bytes: int = MOS
     return content
 
 
+def real_path(path: Path) -> Path:
+    """`path` made absolute, its ~ and links followed. UserError for a loop of links and what can be no path."""
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop or an unknown ~user, a zero byte
+        raise UserError(f"{one_line(path)}: is no path ({one_line(error)}); name another") from None
+
+
 def is_real_folder(path: Path) -> bool:
     """Whether `path` is a folder and no link to one."""
     try:
@@ -185,3 +204,9 @@ def is_real_folder(path: Path) -> bool:
 def printable(text: object) -> str:
     """`text` as it may be shown on a terminal: every control character, and what turns text around, becomes U+FFFD."""
     return _CONTROL.sub("\ufffd", str(text))
+
+
+def one_line(text: object, most: int = 500) -> str:
+    """`text` (of another library's error, say) in one line of at most `most` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= most else line[:most] + "..."

@@ -33,6 +33,7 @@ from app.run_files import JsonLines
 from app.rundir import RunDir
 from engine.limits import machine_memory
 from storage.errors import UserError
+from storage.untrusted import real_path
 
 PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15
@@ -87,7 +88,7 @@ def bench_plan(
     Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
     reason, and does not stop the others. Raises UserError for a folder that is not there.
     """
-    scratch_root = (folder or Path.cwd()).expanduser().resolve()
+    scratch_root = real_path(folder or Path.cwd())
     for path in (scratch_root, save.parent if save is not None else None):
         if path is not None and not path.is_dir():
             raise UserError(f"{path}: no such folder; make it first")

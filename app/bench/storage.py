@@ -40,6 +40,7 @@ from storage.layout import ALIGN_NUMEL
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
 from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
+from storage.untrusted import real_path
 
 SIZE_BYTES = 2 << 30
 CHUNK_BYTES = 32 << 20
@@ -142,7 +143,7 @@ def _checked(paths: Sequence[Path]) -> list[Path]:
         raise UserError("bench storage: give at least one folder, one on each drive")
     folders: list[Path] = []
     for path in paths:
-        folder = path.expanduser().resolve()
+        folder = real_path(path)
         if not folder.is_dir():
             raise UserError(f"{path}: no such folder; give an existing folder on the drive to measure")
         if folder in folders:

@@ -22,6 +22,7 @@ from app.lanes import LANES
 from app.progress import bytes_text
 from engine.hardware import peak_flops
 from storage.errors import UserError
+from storage.untrusted import real_path
 
 _PROBE = """
 import json, os, platform, torch, transformers
@@ -59,7 +60,7 @@ def bench_suites(
     """
     cases = cases_of(names)
     started = time.monotonic()
-    scratch_root = (folder or Path.cwd()).expanduser().resolve()
+    scratch_root = real_path(folder or Path.cwd())
     for path in (scratch_root, trace_dir):
         if path is not None and not path.is_dir():
             raise UserError(f"{path}: no such folder; make it first")

@@ -32,12 +32,13 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
     max_leaves=12,
 )
+folders = texts.filter(bool)
 optional_sizes = st.none() | st.sampled_from(["24GiB", "1.5 TB", 2**40, 1])
 models = st.builds(
     ModelConfig,
     path=st.none() | texts,
     model_type=texts,
-    num_layers=st.none() | st.integers(1, 10**7),
+    num_layers=st.none() | st.integers(1, 4096),
     tie_embeddings=st.booleans(),
     overrides=st.dictionaries(texts, json_values, max_size=4),
 )
@@ -46,10 +47,12 @@ recipes = st.builds(
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     machine=texts,
     model=models,
-    data=st.builds(DataConfig, path=st.none() | texts, sequence_length=st.integers(2, 10**8), seed=st.integers()),
+    data=st.builds(
+        DataConfig, path=st.none() | texts, sequence_length=st.integers(2, 10**8), seed=st.integers(0, 2**63 - 1)
+    ),
     train=st.builds(TrainConfig, lr=numbers, eps=numbers, steps=st.integers(1, 10**12), clip_norm=st.none() | numbers),
     budgets=st.builds(BudgetConfig, gpu=optional_sizes, ram=optional_sizes, nvme=optional_sizes),
-    storage=st.builds(StorageConfig, nvme=st.none() | texts | st.lists(texts, min_size=1, max_size=6)),
+    storage=st.builds(StorageConfig, nvme=st.none() | folders | st.lists(folders, min_size=1, max_size=6)),
     after=st.builds(AfterConfig, export=st.just(True), sample_prompt=st.none() | texts),
 )
 

@@ -1,0 +1,67 @@
+"""Files of a model folder, which may come from anybody: plain names in it, regular files, no link but the hub cache's.
+
+The cache of the Hugging Face hub keeps models--OWNER--NAME/snapshots/REVISION/FILE as links to ../../blobs/DIGEST of
+the same models-- folder. These are followed; nothing else is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from storage.disk import disk_error
+from storage.errors import UserError
+from storage.untrusted import RefusedFileError, open_regular
+
+_BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
+_ADVICE = "copy the file itself into the folder, or download the model again into a folder of its own"
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether `name` is the name of a file in a folder: no path, nothing that leads out."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\0"} and len(name) <= 255
+
+
+def open_model_file(folder: Path, name: str) -> int:
+    """A descriptor of regular file `name` of a model folder, for reading. OSError; UserError where it is refused.
+
+    Never waits, and never leads out of the folder.
+    """
+    assert is_plain_name(name), name
+    folder = folder.resolve()
+    try:
+        blob = _blob_of(folder, name)
+        if blob is not None:
+            return open_regular(blob, below=folder.parent.parent)
+        return open_regular(folder / name, below=folder)
+    except RefusedFileError as error:
+        raise UserError(f"{folder / name}: {error.strerror}; {_ADVICE}") from None
+
+
+def has_model_file(folder: Path, name: str) -> bool:
+    """Whether there is something of that name in a folder, whatever it is."""
+    return os.path.lexists(folder / name)
+
+
+def read_model_file(folder: Path, name: str, most_bytes: int) -> bytes:
+    """The content of a file of a model folder. UserError where it cannot be read or has more than `most_bytes`."""
+    try:
+        with open(open_model_file(folder, name), "rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise disk_error(error, folder / name, "reading it") from error
+    if len(content) > most_bytes:
+        raise UserError(f"{folder / name}: has more than the {most_bytes:,} bytes that are read; {_ADVICE}")
+    return content
+
+
+def _blob_of(folder: Path, name: str) -> Path | None:
+    """The file that a link of the hub's cache leads to; None for all else."""
+    if folder.parent.name != "snapshots" or not folder.parent.parent.name.startswith("models--"):
+        return None
+    try:
+        target = os.readlink(folder / name)
+    except OSError:
+        return None
+    return folder.parent.parent / "blobs" / Path(target).name if _BLOB.fullmatch(target) else None
