@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from app import control
+from app import control, memory_limit
 from app.recipe import Recipe, resolve_paths, to_json
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
 from storage.disk import atomic_write, require_writable
@@ -41,7 +41,7 @@ class CommandResult(NamedTuple):
 
 def command(arguments: list[str], root: Path | None = None) -> CommandResult:
     """Run a command of the command line in folder `root` (default: this one) and wait for its end."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*CLI, *arguments],
         cwd=root,
         env=_environment(),
@@ -50,7 +50,9 @@ def command(arguments: list[str], root: Path | None = None) -> CommandResult:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    return CommandResult(done.returncode, done.stdout.decode(errors="replace"))
+    memory_limit.unbound(process.pid)
+    output, _ = process.communicate()
+    return CommandResult(process.returncode, output.decode(errors="replace"))
 
 
 def start(recipe: Recipe, root: Path) -> Path:
@@ -122,6 +124,7 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
             )
     except OSError as error:
         raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
+    memory_limit.unbound(process.pid)
     _children.append(process)
     deadline = time.monotonic() + START_S
     while read_status(run_path).get("pid") != process.pid and time.monotonic() < deadline:
