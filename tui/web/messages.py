@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -85,7 +84,7 @@ def asked_size(width: str, height: str) -> tuple[int, int]:
 
 
 def _side(value: object, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # NaN
         raise MalformedError("'resize' takes two numbers")
     return int(min(max(value, least), most))
 
