@@ -155,9 +155,9 @@ async def test_other_machines_may_look(place: Path, tmp_path: Path) -> None:
             window(session, base) as socket,
         ):
             await shown(socket, b"quickstart")
-            for key in ("\\r", "\\t", "\\r"):  # open a recipe, whichever list has the focus
-                await socket.send_str(f'["stdin","{key}"]')
-            await shown(socket, b"read-only")
+            for text in ('["focus"]', '["stdin","\\r"]'):  # open the recipe under the cursor
+                await socket.send_str(text)
+            await shown(socket, b"takes no action")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
