@@ -21,7 +21,7 @@ from textual.drivers.web_driver import WebDriver
 from app import memory_limit
 
 MOST_MEMORY_BYTES = 4 << 30
-"""Of addresses; the application on a long run takes 1 GiB of them."""
+"""Of addresses; the application takes a quarter of a GiB of them at the largest size of a window."""
 _MOST_WAITING = 200
 _PR_SET_PDEATHSIG = 1
 
