@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from storage.errors import UserError
+from storage.untrusted import printable
 from tui.web.access import Access, is_remote
 from tui.web.server import WebServer
 from tui.web.window import environment
 
+_MOST_LINE = 400
 _PACKAGES = Path(__file__).resolve().parents[1]
 
 
@@ -37,13 +39,26 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
         read_only = access.is_remote if read_only is None else read_only
         os.chdir(root)
         os.environ.update(environment(str(_PACKAGES)))
-        logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(_OneLine())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
         print(_welcome(access, read_only), flush=True)
         command = [sys.executable, "-P", "-m", "tui.web.child", str(os.getpid()), "watch" if read_only else "act"]
         asyncio.run(_serve(WebServer(access, command), sockets))
     finally:
         for item in sockets:
             item.close()
+
+
+class _OneLine(logging.Formatter):
+    """Whatever a stranger sent: a line, without what steers a terminal, and without a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Logging's hook."""
+        text = record.getMessage()
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        return " ".join(printable(text).split())[:_MOST_LINE]
 
 
 async def _serve(server: WebServer, sockets: list[socket.socket]) -> None:

@@ -111,7 +111,15 @@ async def test_nobody_else_is_let_in(place: Path, tmp_path: Path) -> None:
         ):
             assert " 404 " in (await raw(server, f"GET {path} HTTP/1.1", *asking)).splitlines()[0]
         assert " 403 " in (await raw(server, "GET / HTTP/1.0", *asking[1:])).splitlines()[0]
-        assert " 400 " in (await raw(server, "\x00\xff\x1b[31m nonsense")).splitlines()[0]
+        for nonsense in (
+            ["\x00\xff\x1b[31m nonsense"],
+            ["GET http://[::1 HTTP/1.1"],
+            ["GET / HTTP/1.1", asking[0], "Transfer-Encoding: chunked", "", "\x1b[31mzzz"],
+        ):
+            assert " 400 " in (await raw(server, *nonsense)).splitlines()[0]
+        await raw(server, "GET /a%0ab%1b[31m HTTP/1.1", asking[0])
+        assert any("refused" in line and "a\\nb" in line for line in server.log)
+        assert all(line.isprintable() for line in server.log)
         assert not server.windows()
         assert not any("opened" in line for line in server.log)
         assert not any(token in line for line in server.log[1:])
