@@ -22,7 +22,8 @@ from storage.errors import UserError
 PYTHON_PATH = Path(__file__).resolve().parents[1]
 """Where a process finds `app`, whatever folder it is started in."""
 
-CLI = (sys.executable, "-m", "app.cli")
+CLI = (sys.executable, "-P", "-m", "app.cli")
+"""-P: a folder named app, or torch, where the user works or beside a run is not taken for the package."""
 
 START_S = 30.0
 """How long a started run may take to say something before it counts as started anyway: a loaded machine."""
