@@ -35,8 +35,9 @@ def pause_or_stop(run_path: Path, want: Literal["pause", "stop"]) -> str:
     if not is_live(run_path):
         state = read_info(run_path).state
         raise UserError(f"{run_path}: is not running ({state}); `penstock runs` lists those that are")
+    is_paused = read_status(run_path).get("state") == "paused"  # before: a quick run has paused when this was written
     ask(run_path, want)
-    if read_status(run_path).get("state") == "paused":
+    if is_paused:
         return "it is paused already" if want == "pause" else "it stops; its last step is committed"
     done = "pauses" if want == "pause" else "stops"
     return f"it {done} once the step under way is done and committed"

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from app import control
+from app import control, memory_limit
 from app.recipe import Recipe, resolve_paths, to_run_json
 from app.run_files import open_read, remove_own
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
@@ -24,7 +24,8 @@ from storage.untrusted import RefusedFileError, open_regular
 PYTHON_PATH = Path(__file__).resolve().parents[1]
 """Where a process finds `app`, whatever folder it is started in."""
 
-CLI = (sys.executable, "-m", "app.cli")
+CLI = (sys.executable, "-P", "-m", "app.cli")
+"""-P: a folder named app, or torch, where the user works or beside a run is not taken for the package."""
 
 START_S = 30.0
 """How long a started run may take to say something before it counts as started anyway: a loaded machine."""
@@ -46,7 +47,7 @@ class CommandResult(NamedTuple):
 
 def command(arguments: list[str], root: Path | None = None) -> CommandResult:
     """Run a command of the command line in folder `root` (default: this one) and wait for its end."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*CLI, *arguments],
         cwd=root,
         env=_environment(),
@@ -55,7 +56,9 @@ def command(arguments: list[str], root: Path | None = None) -> CommandResult:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    return CommandResult(done.returncode, done.stdout.decode(errors="replace"))
+    memory_limit.unbound(process.pid)
+    output, _ = process.communicate()
+    return CommandResult(process.returncode, output.decode(errors="replace"))
 
 
 def start(recipe: Recipe, root: Path) -> Path:
@@ -129,6 +132,7 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
         if isinstance(error, RefusedFileError):
             raise disk_error(error, log, "writing the run's output") from None
         raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
+    memory_limit.unbound(process.pid)
     _children.append(process)
     deadline = time.monotonic() + START_S
     while read_status(run_path).get("pid") != process.pid and time.monotonic() < deadline:

@@ -26,6 +26,8 @@ class Action:
     """One sentence."""
     footer: bool = False
     """Whether the footer has room for it; eight a screen at most."""
+    acts: bool = False
+    """Whether it does more than show: writes files, works on runs, executes recipes. Refused in a read-only window."""
 
     @property
     def shown_keys(self) -> list[str]:
@@ -59,11 +61,19 @@ ACTIONS: tuple[Action, ...] = (
     # ------------------------------------------------------------------ home
     Action("home", "open", "enter", "Open", "Watch the run, or configure the recipe, under the cursor.", footer=True),
     Action("home", "search", "slash", "Search", "Filter recipes and runs by any word they show.", footer=True),
-    Action("home", "configure", "c", "Configure", "Configure the recipe, or the run's as a new run.", footer=True),
+    Action(
+        "home",
+        "configure",
+        "c",
+        "Configure",
+        "Configure the recipe, or the run's as a new run.",
+        footer=True,
+        acts=True,
+    ),
     Action("home", "mark", "space", "Mark", "Mark the run for comparing.", footer=True),
     Action("home", "compare", "m", "Compare", "Compare the marked runs.", footer=True),
     Action("home", "timeline", "t", "Timeline", "The last step of the run, op by op."),
-    Action("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run."),
+    Action("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run.", acts=True),
     Action("home", "switch", "tab", "Recipes/runs", "Go to the other list."),
     # ------------------------------------------------------------------ configure
     Action("configure", "edit", "enter", "Edit", "Type the field's value; a choice goes to its next one."),
@@ -80,8 +90,10 @@ ACTIONS: tuple[Action, ...] = (
     Action("configure", "best", "b", "Helps most", "Take the change that helps most."),
     Action("configure", "machine", "m", "Machine", "Plan for this machine or another.", footer=True),
     Action("configure", "differences", "d", "Changes", "What is not as the recipe had it."),
-    Action("configure", "save", "ctrl+s", "Save", "Write the recipe to a file of your own.", footer=True),
-    Action("configure", "launch", "l,ctrl+l", "Launch", "Start this run here, after a question.", footer=True),
+    Action("configure", "save", "ctrl+s", "Save", "Write the recipe to a file of your own.", footer=True, acts=True),
+    Action(
+        "configure", "launch", "l,ctrl+l", "Launch", "Start this run here, after a question.", footer=True, acts=True
+    ),
     Action("configure", "replan", "f5", "Plan again", "Ask the planner once more."),
     Action("configure", "back", "escape", "Back", "Leave; unsaved changes are asked about."),
     Action(
@@ -106,11 +118,24 @@ ACTIONS: tuple[Action, ...] = (
         "Checkpoint",
         "Keep the next step's state under a name, after a question.",
         footer=True,
+        acts=True,
     ),
-    Action("run", "pause", "P", "Pause", "Hold the run at the end of its step, committed, after a question."),
-    Action("run", "resume", "R", "Resume", "Go on with a paused, stopped, failed or crashed run.", footer=True),
-    Action("run", "stop", "S", "Stop", "End the run at the end of its step, committed, after a question.", footer=True),
-    Action("run", "export", "e", "Export", "Write a Hugging Face folder, after a question.", footer=True),
+    Action(
+        "run", "pause", "P", "Pause", "Hold the run at the end of its step, committed, after a question.", acts=True
+    ),
+    Action(
+        "run", "resume", "R", "Resume", "Go on with a paused, stopped, failed or crashed run.", footer=True, acts=True
+    ),
+    Action(
+        "run",
+        "stop",
+        "S",
+        "Stop",
+        "End the run at the end of its step, committed, after a question.",
+        footer=True,
+        acts=True,
+    ),
+    Action("run", "export", "e", "Export", "Write a Hugging Face folder, after a question.", footer=True, acts=True),
     Action("run", "axis", "x", "Axis", "Loss over steps, tokens or time."),
     Action("run", "pane_loss", "1", "Loss", "Go to the loss; again: it alone, and back."),
     Action("run", "pane_lanes", "2", "Lanes", "Go to the lanes; again: they alone, and back."),
@@ -133,8 +158,12 @@ ACTIONS: tuple[Action, ...] = (
     Action("timeline", "choose_step", "g", "Go to step", "Show the step of a number, or the last one."),
     Action("timeline", "search", "slash", "Find", "List ops by any words of op, block, lane or chunk.", footer=True),
     Action("timeline", "predicted", "p", "Plan", "Show the planned step beneath each lane.", footer=True),
-    Action("timeline", "export", "x", "Export", "Write this step as a trace for ui.perfetto.dev.", footer=True),
-    Action("timeline", "export_run", "X", "Export run", "Write the whole run as a trace for ui.perfetto.dev."),
+    Action(
+        "timeline", "export", "x", "Export", "Write this step as a trace for ui.perfetto.dev.", footer=True, acts=True
+    ),
+    Action(
+        "timeline", "export_run", "X", "Export run", "Write the whole run as a trace for ui.perfetto.dev.", acts=True
+    ),
     Action("timeline", "next_span", "full_stop,n", "Next op", "Select the next op of the lane, or the next one found."),
     Action("timeline", "previous_span", "comma,N", "Op before", "Select the op before, or the one found before."),
     Action("timeline", "blocker", "b", "Blocker", "Select the op after which this one could begin."),

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from textual.app import App, SystemCommand
+from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
+from storage.untrusted import printable
 from tui.actions import Action, actions, bindings
 from tui.glyphs import ASCII, UNICODE, AsciiFilter, Glyphs, PrintableFilter
+from tui.paths import written_path
 from tui.screens.base import PenstockScreen
 from tui.theme import THEMES
 
@@ -30,7 +33,10 @@ def terminal_glyphs() -> Glyphs:
 
 
 class PenstockApp(App[None]):
-    """Parameters: `root`, the folder with runs/ and the user's recipes/; `run`, a run to open at once."""
+    """Parameters: `root`, the folder with runs/ and the user's recipes/; `run`, a run to open at once.
+
+    `read_only`: show runs and take no action. `served`: shown in a browser, where files are written below `root` alone.
+    """
 
     TITLE = "penstock"
     CSS_PATH = "app.tcss"
@@ -44,8 +50,13 @@ class PenstockApp(App[None]):
         *,
         glyphs: Glyphs | None = None,
         clock: Callable[[], float] = time.time,
+        read_only: bool = False,
+        served: bool = False,
+        driver_class: type[Driver] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=driver_class)
+        self.read_only = read_only
+        self.served = served
         self.root = root.resolve()
         self.glyphs = glyphs or terminal_glyphs()
         self.clock = clock
@@ -97,7 +108,9 @@ class PenstockApp(App[None]):
         self.push_screen(TimelineScreen(run_path, step))
 
     def open_configure(self, recipe_path: Path) -> None:
-        """Configure a recipe: a .py file, or the recipe.json of a run."""
+        """Configure a recipe: a .py file, or the recipe.json of a run. It executes the file, and plans."""
+        if self.refuses():
+            return
         from tui.screens.configure import ConfigureScreen
 
         self.push_screen(ConfigureScreen(recipe_path))
@@ -122,6 +135,22 @@ class PenstockApp(App[None]):
         except RuntimeError:
             if self.is_running:
                 raise
+
+    # ------------------------------------------------------------------ what it may do
+
+    def refuses(self) -> bool:
+        """Whether no action is taken here, which it says then."""
+        if self.read_only:
+            self.notify("read-only: this shows runs and takes no action", severity="warning")
+        return self.read_only
+
+    def target(self, typed: str) -> Path:
+        """Where a file or folder is to be written that was typed as `typed`. Raises UserError."""
+        return written_path(self.root, typed, inside=self.served)
+
+    def notify(self, message: str, **kwargs: Any) -> None:
+        """Textual's, but what files and users wrote is never taken for markup."""
+        super().notify(printable(message), **(kwargs | {"markup": False}))
 
     # ------------------------------------------------------------------ questions
 

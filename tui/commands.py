@@ -22,11 +22,22 @@ def watch(run: RunArgument) -> None:
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; default this machine alone.")] = "localhost",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    allow_remote: Annotated[
+        bool,
+        typer.Option(
+            "--allow-remote",
+            help="Let --host be an address that other machines reach: whoever learns the printed address is let in.",
+        ),
+    ] = False,
+    read_only: Annotated[
+        bool | None,
+        typer.Option(help="Show runs and take no action; default where other machines reach it.", show_default=False),
+    ] = None,
 ) -> None:
-    """Show the terminal application in browsers: whoever reaches the port controls the runs."""
+    """Show the terminal application in browsers: to whoever opens the address that it prints."""
     from tui.serve import serve_browsers
 
-    serve_browsers(Path.cwd(), host, port)
+    serve_browsers(Path.cwd(), host, port, allow_remote=allow_remote, read_only=read_only)
 
 
 @bench_cli.command("tui", epilog="Example: penstock bench tui --minutes 10 --save docs/results/tui.md")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,8 +10,7 @@ BAD_INPUT = 2
 
 def open_app(root: Path, run: Path | None = None) -> int:
     """Run the application in this terminal until it is closed; the exit code."""
-    served = "TEXTUAL_DRIVER" in os.environ  # a browser is the terminal
-    if not served and not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
         print("error: the terminal application needs a terminal; `penstock --help` lists the commands", file=sys.stderr)
         return BAD_INPUT
     from tui.app import PenstockApp

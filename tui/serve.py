@@ -2,33 +2,128 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
 import os
-import shlex
+import signal
 import socket
 import sys
 from pathlib import Path
-
-from textual_serve.server import Server
+from typing import NamedTuple
 
 from storage.errors import UserError
+from storage.untrusted import printable
+from tui.web.access import Access, is_remote
+from tui.web.server import WebServer
+from tui.web.window import environment
+
+_MOST_LINE = 400
+_PACKAGES = Path(__file__).resolve().parents[1]
 
 
-def serve_browsers(root: Path, host: str, port: int) -> None:
-    """Serve until interrupted. Raises UserError where the port cannot be had."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read_only: bool | None) -> None:
+    """Serve until interrupted; `read_only` None: where other machines may reach it.
+
+    Raises UserError where the port cannot be had, and for an address that others reach without `allow_remote`.
+    """
+    places = _resolve(host, port)
+    if is_remote(place.address for place in places) and not allow_remote:
+        raise UserError(
+            f"--host {host}: other machines would reach it, over plain http: whoever learns the address can run "
+            "recipes, which are Python code, as you. Leave --host out and use an SSH tunnel, or add --allow-remote"
+        )
+    sockets = _listen(places, host, port)
+    try:
+        access = Access(host, tuple(item.getsockname()[0] for item in sockets), sockets[0].getsockname()[1])
+        read_only = access.is_remote if read_only is None else read_only
+        os.chdir(root)
+        os.environ.update(environment(str(_PACKAGES)))
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(_OneLine())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+        print(_welcome(access, read_only), flush=True)
+        command = [sys.executable, "-P", "-m", "tui.web.child", str(os.getpid()), "watch" if read_only else "act"]
+        asyncio.run(_serve(WebServer(access, command), sockets))
+    finally:
+        for item in sockets:
+            item.close()
+
+
+class _OneLine(logging.Formatter):
+    """Whatever a stranger sent: a line, without what steers a terminal, and without a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Logging's hook."""
+        text = record.getMessage()
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        return " ".join(printable(text).split())[:_MOST_LINE]
+
+
+async def _serve(server: WebServer, sockets: list[socket.socket]) -> None:
+    until = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, until.set)
+    await server.run(sockets, until)
+
+
+class _Place(NamedTuple):
+    """Where to listen."""
+
+    family: socket.AddressFamily
+    address: str
+    scope: tuple[int, ...]
+    """Of IPv6: flow and interface."""
+
+
+def _resolve(host: str, port: int) -> list[_Place]:
+    """What `host` is. Raises UserError."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--host {host}: is no address of this machine ({error})") from None
+    return list(dict.fromkeys(_Place(family, str(name[0]), tuple(name[2:])) for family, _, _, _, name in found))
+
+
+def _listen(places: list[_Place], host: str, port: int) -> list[socket.socket]:
+    """Sockets on all places that this machine has; port 0 is one that is free. Raises UserError."""
+    sockets: list[socket.socket] = []
+    trouble: Exception | None = None
+    for place in places:
         try:
-            probe.bind((host, port))
+            item = socket.socket(place.family)
+        except OSError as error:
+            trouble = error
+            continue
+        try:
+            item.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if place.family == socket.AF_INET6:
+                item.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            item.bind((place.address, sockets[0].getsockname()[1] if sockets else port, *place.scope))
+            item.listen()
         except (OSError, OverflowError) as error:
-            raise UserError(f"--port {port}: cannot listen on {host}:{port} ({error}); choose another") from None
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    os.chdir(root)
-    server = Server(
-        f"{shlex.quote(sys.executable)} -m tui.main",
-        host=host,
-        port=port,
-        title="Penstock",
-        templates_path=Path(__file__).parent / "templates",
+            item.close()
+            trouble = error
+            if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+                continue  # `localhost` is ::1, too, on machines that have none
+            break
+        sockets.append(item)
+    else:
+        if sockets:
+            return sockets
+    for item in sockets:
+        item.close()
+    raise UserError(f"--port {port}: cannot listen on {host}:{port} ({trouble}); choose another")
+
+
+def _welcome(access: Access, read_only: bool) -> str:
+    lines = [f"Penstock is shown at {access.url}?token={access.token}"]
+    if access.is_remote:
+        lines.append("Other machines reach it, over plain http: whoever reads that traffic is let in, too.")
+    lines.append(
+        "It shows runs and takes no action (--no-read-only lets it)."
+        if read_only
+        else "Whoever has this address can start and stop runs, and run recipes, which are Python code, as you."
     )
-    server.serve()
+    return "\n".join([*lines, "Ctrl+C ends it; runs go on."])

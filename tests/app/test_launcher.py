@@ -37,6 +37,16 @@ def fake_cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launcher._children.clear()
 
 
+def test_packages_that_lie_about_where_it_is_called_are_not_ours(tmp_path: Path) -> None:
+    for name in ("app", "typer", "json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('executed', 'w').close()")
+    (tmp_path / "app" / "cli.py").write_text("")
+    result = launcher.command(["--help"], tmp_path)
+    assert (result.code, "resume" in result.output) == (0, True)
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.usefixtures("fake_cli")
 def test_a_run_is_started_paused_resumed_and_stopped(tmp_path: Path) -> None:
     run = launcher.start(LONG, tmp_path)

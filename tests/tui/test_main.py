@@ -1,26 +1,20 @@
-"""The `penstock` command as a user starts it: in a terminal, without one, and in a browser's place."""
+"""The `penstock` command as a user starts it: in a terminal, and without one."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import pty
 import select
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
 
-import aiohttp
-import pytest
 import real_runs
 
 PENSTOCK = [sys.executable, "-m", "tui.main"]
@@ -132,81 +126,3 @@ def test_watch_opens_the_run(root: Path) -> None:
     terminal.until("finished")
     terminal.press("q")
     assert terminal.end() == 0
-
-
-# ---------------------------------------------------------------------- in browsers
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of `penstock serve`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [*PENSTOCK, "serve", "--host", "127.0.0.1", "--port", str(port)],
-        cwd=folder,
-        env=real_runs.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=20)
-
-
-async def _first_frame(address: str) -> bytes:
-    """What a browser's window is sent until Home is on it."""
-    found = b""
-    async with aiohttp.ClientSession() as session, session.ws_connect(f"{address}/ws?width=100&height=30") as ws:
-        while b"quickstart" not in found:
-            message = await ws.receive(timeout=30)
-            assert message.type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT), message
-            found += message.data if isinstance(message.data, bytes) else message.data.encode()
-        await ws.send_str(json.dumps(["stdin", "q"]))
-    return found
-
-
-async def test_browsers_get_home_and_load_nothing_from_elsewhere(root: Path) -> None:
-    with served(root) as address:
-        async with aiohttp.ClientSession() as session:
-            page = await (await session.get(address)).text()
-            assert "Penstock" in page
-            assert "//fonts." not in page
-            for path in (
-                "static/js/textual.js",
-                "static/css/xterm.css",
-                "static/fonts/RobotoMono-VariableFont_wght.ttf",
-            ):
-                assert path in page
-                assert (await session.get(f"{address}/{path}")).status == 200
-        frames = await asyncio.gather(_first_frame(address), _first_frame(address))  # two windows at once
-        assert all(b"recipes" in frame for frame in frames)
-
-
-def test_a_port_that_is_taken_is_one_message(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        done = run(tmp_path, "serve", "--host", "127.0.0.1", "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 2
-    assert "choose another" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("port", ["99999", "-1"])
-def test_a_port_that_is_none_is_one_message(tmp_path: Path, port: str) -> None:
-    done = run(tmp_path, "serve", "--port", port)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr

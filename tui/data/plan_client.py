@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import app
+from app import memory_limit
 from app.recipe import Recipe, to_dict
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
@@ -174,6 +175,7 @@ class PlanClient:
             )
         except OSError as error:
             return str(error)
+        memory_limit.unbound(process.pid)
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None

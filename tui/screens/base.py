@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual.screen import Screen
 
-from tui.actions import bindings
+from tui.actions import ACTIONS, bindings
 
 if TYPE_CHECKING:
     from tui.app import PenstockApp
 
 POLL_S = 0.1
+
+
+def _unless_read_only(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """An action that a read-only application refuses, from wherever it is called."""
+
+    @wraps(handler)
+    def refusing(screen: PenstockScreen, *args: Any) -> Any:
+        if screen.penstock.refuses():
+            return None
+        return handler(screen, *args)
+
+    return refusing
 
 
 class PenstockScreen(Screen[None]):
@@ -25,6 +38,18 @@ class PenstockScreen(Screen[None]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.BINDINGS = [*bindings(cls.SCOPE)]
+        for action in ACTIONS:
+            if action.scope == cls.SCOPE and action.acts:
+                setattr(cls, f"action_{action.id}", _unless_read_only(getattr(cls, f"action_{action.id}")))
+        acting = {action.id for action in ACTIONS if action.scope == cls.SCOPE and action.acts}
+        check = cls.check_action
+
+        def check_action(screen: PenstockScreen, action: str, parameters: tuple[object, ...]) -> bool | None:
+            if action in acting and screen.is_attached and screen.penstock.read_only:
+                return False
+            return check(screen, action, parameters)
+
+        cls.check_action = check_action  # type: ignore[method-assign, assignment]
         super().__init_subclass__(**kwargs)
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -321,9 +322,13 @@ class ConfigureScreen(PenstockScreen):
         answer = await self.penstock.ask_text("Save as", "A Python file, run by `penstock train FILE`:", default)
         if answer is None:
             return False
-        path = self.penstock.root / Path(answer).expanduser()
-        overwrite = path.exists() and await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it")
-        if path.exists() and not overwrite:
+        try:
+            path = self.penstock.target(answer)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+            return False
+        overwrite = os.path.lexists(path)
+        if overwrite and not await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it"):
             return False
         keys = [item.key for item in self.draft.differences]
         doc = f"{self._base_name}, {'with other ' + ', '.join(keys) if keys else 'unchanged'}."

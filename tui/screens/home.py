@@ -161,7 +161,7 @@ class HomeScreen(PenstockScreen):
             about.update(_run_text(chosen, dark, self.penstock.glyphs.eighths, pane.size.width - 4))
         elif chosen is not None:
             pane.border_title = Text(chosen.name)
-            about.update(_recipe_text(chosen, dark))
+            about.update(_recipe_text(chosen, dark, execute=not self.penstock.read_only))
         else:
             pane.border_title = ""
             about.update("nothing here yet: a recipe is configured with enter" if not self._words else "nothing found")
@@ -394,9 +394,10 @@ def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
     return text
 
 
-def _recipe_text(recipe: RecipeEntry, dark: bool) -> Text:
+def _recipe_text(recipe: RecipeEntry, dark: bool, *, execute: bool) -> Text:
+    """`execute`: with what only the recipe's own code can say."""
     text = Text(recipe.problem or recipe.text)
-    if recipe.problem is None:
+    if recipe.problem is None and execute:
         try:
             found = describe(recipe)
         except UserError as error:

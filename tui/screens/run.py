@@ -14,6 +14,7 @@ from textual.binding import Binding
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Input
 
+from storage.errors import UserError
 from tui.data.blocks import BlockPlace
 from tui.data.run_data import RunData
 from tui.screens.base import PenstockScreen
@@ -432,14 +433,19 @@ class RunScreen(PenstockScreen):
         name = await self.penstock.ask_text("Save a checkpoint", text, f"at-step-{step}")
         if name is not None:
             self.notify("the run keeps it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
-            await self._command(["checkpoint", str(self.data.path), name])
+            await self._command(["checkpoint", "--", str(self.data.path), name])
 
     async def _export(self) -> None:
         text = "A folder to write in Hugging Face's format; it must not exist yet, or be empty."
         out = await self.penstock.ask_text("Export", text, str(self.data.path / "export"))
         if out is not None:
-            self.notify(f"writing {out}", title="Export")
-            await self._command(["export", str(self.data.path), str(Path(out).expanduser())])
+            try:
+                path = self.penstock.target(out)
+            except UserError as error:
+                self.notify(str(error), severity="error")
+                return
+            self.notify(f"writing {path}", title="Export")
+            await self._command(["export", "--", str(self.data.path), str(path)])
 
     async def _resume(self) -> None:
         if self.data.state == "paused":
@@ -463,11 +469,10 @@ class RunScreen(PenstockScreen):
 def _command(args: list[str], root: Path) -> tuple[bool, str]:
     """Run a command of the command line; whether it went well, and what it said at its end."""
     from app.launcher import command
-    from storage.errors import UserError
 
     try:
         result = command(args, root)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ValueError) as error:  # ValueError: a NUL in a name
         return False, str(error)
     lines = [line for line in result.output.strip().splitlines() if line.strip()]
     return result.code == 0, "\n".join(lines[-4:])
@@ -476,7 +481,6 @@ def _command(args: list[str], root: Path) -> tuple[bool, str]:
 def _resume(path: Path) -> tuple[bool, str]:
     """Start a process that trains on."""
     from app.launcher import resume
-    from storage.errors import UserError
 
     try:
         resume(path)

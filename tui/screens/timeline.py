@@ -399,9 +399,12 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         answer = await self.penstock.ask_text("Export", f"Write {what.replace('-', ' ')} for ui.perfetto.dev to", value)
         if answer is None:
             return
-        out = Path(answer).expanduser()
-        out = out if out.is_absolute() else self.penstock.root / out
-        if out.exists() and not await self.penstock.ask("Replace", f"{out} exists", yes="Replace"):
+        try:
+            out = self.penstock.target(answer)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+            return
+        if os.path.lexists(out) and not await self.penstock.ask("Replace", f"{out} exists", yes="Replace"):
             return
         self.run_worker(lambda: self._write(step, out), thread=True, group="export", exit_on_error=False)
 

@@ -1,0 +1,167 @@
+"""What the application does not do: anything in a read-only window, and write outside the folder in a browser."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from storage.errors import UserError
+from tui.actions import ACTIONS
+from tui.app import PenstockApp
+from tui.paths import written_path
+from tui.screens.configure import ConfigureScreen
+from tui.screens.confirm import TextDialog
+
+ACTING = {(action.scope, action.id) for action in ACTIONS if action.acts}
+
+
+def contents(root: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a folder."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if "__pycache__" not in path.parts:
+            stat = path.lstat()
+            found[str(path)] = (stat.st_mtime_ns, stat.st_size)
+    return found
+
+
+async def press_everything(pilot: Pilot[None], scope: str) -> None:
+    """Every key of a screen that acts, and the answers that would confirm it."""
+    screen = pilot.app.screen
+    for action in ACTIONS:
+        if action.scope == scope and action.acts:
+            for key in action.keys.split(","):
+                await pilot.press(key)
+                await pilot.pause()
+                assert pilot.app.screen is screen, (action.id, pilot.app.screen)
+            getattr(screen, f"action_{action.id}")()  # by whatever other way
+            await pilot.pause()
+            assert pilot.app.screen is screen, (action.id, pilot.app.screen)
+
+
+def test_what_acts_is_marked_in_the_table() -> None:
+    assert {
+        ("home", "configure"),
+        ("home", "resume"),
+        ("configure", "save"),
+        ("configure", "launch"),
+        ("run", "save_checkpoint"),
+        ("run", "pause"),
+        ("run", "resume"),
+        ("run", "stop"),
+        ("run", "export"),
+        ("timeline", "export"),
+        ("timeline", "export_run"),
+    } == ACTING
+
+
+async def test_a_read_only_application_takes_no_action(root: Path) -> None:
+    before = contents(root)
+    app = PenstockApp(root, read_only=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await press_everything(pilot, "home")
+        app.open_configure(root / "recipes" / "tiny.py")
+        await pilot.pause()
+        assert not isinstance(app.screen, ConfigureScreen)
+        app.open_run(root / "runs" / "crashed")
+        await pilot.pause(0.5)
+        await press_everything(pilot, "run")
+        app.open_timeline(root / "runs" / "first")
+        await pilot.pause(0.5)
+        await press_everything(pilot, "timeline")
+        offered = {(action.scope, action.id) for action in app.offered(app.screen)}
+        assert offered
+        assert not offered & ACTING
+        shown = {binding.binding.action for binding in app.screen.active_bindings.values()}
+        assert "next_step" in shown
+        assert "export" not in shown
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+async def test_a_read_only_application_executes_no_recipe(tmp_path: Path, read_only: bool) -> None:
+    (tmp_path / "recipes").mkdir()
+    marker = tmp_path / "executed"
+    code = f'from app.recipe import Recipe\nopen({str(marker)!r}, "w").close()\nrecipe = Recipe(name="a")\n'
+    (tmp_path / "recipes" / "a.py").write_text(f'"""First of all."""\n{code}')
+    app = PenstockApp(tmp_path, read_only=read_only)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause(0.5)
+        for key in ("enter", "c", "tab", "enter", "c"):
+            await pilot.press(key)
+            await pilot.pause()
+        await pilot.pause(0.2)
+    assert marker.exists() != read_only
+
+
+# ---------------------------------------------------------------------- where files are written
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder to serve, with ways out of it: links to a folder and to a file outside."""
+    folder = tmp_path / "place"
+    (folder / "recipes").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "victim.py").write_text("kept")
+    (folder / "way").symlink_to(tmp_path / "outside")
+    (folder / "recipes" / "linked.py").symlink_to(tmp_path / "outside" / "victim.py")
+    (folder / "recipes" / "dangling.py").symlink_to(tmp_path / "outside" / "new.py")
+    return folder
+
+
+OUTSIDE = [
+    "../outside/victim.py",
+    "recipes/../../outside/victim.py",
+    "way/victim.py",
+    "way/../outside/new.py",
+    "way/deeper/new.py",
+    "recipes/linked.py",
+    "recipes/dangling.py",
+    "/etc/penstock.py",
+    "~/victim.py",
+]
+NO_PATH = ["recipes/a\0b.py", "~nobody-of-that-name/a.py", "recipes/\ud800.py", "recipes/" + "a" * 300 + ".py"]
+
+
+@pytest.mark.parametrize("typed", [*OUTSIDE, *NO_PATH])
+async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path, typed: str) -> None:
+    (place / "recipes" / "tiny.py").write_text('from app.recipe import Recipe\nrecipe = Recipe(name="tiny")\n')
+    before = contents(place.parent)
+    app = PenstockApp(place, served=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.open_configure(place / "recipes" / "tiny.py")
+        await pilot.pause()
+        await pilot.press("ctrl+s")
+        await pilot.pause()
+        assert isinstance(app.screen, TextDialog)
+        app.screen.dismiss(typed)
+        await pilot.pause(0.2)
+        assert isinstance(app.screen, ConfigureScreen)  # no question whether to replace
+        assert any(note.severity == "error" for note in app._notifications)
+    assert contents(place.parent) == before
+
+
+def test_below_the_folder_and_in_a_terminal_users_write_where_they_like(place: Path) -> None:
+    for typed in ("recipes/new.py", "deeper/than/that/new.py", "recipes/../new.py", str(place / "new.py")):
+        assert os.path.realpath(written_path(place, typed, inside=True)).startswith(f"{place}/")
+    for typed in OUTSIDE:
+        written_path(place, typed, inside=False)
+    for typed in NO_PATH:
+        with pytest.raises(UserError):
+            written_path(place, typed, inside=False)
+
+
+async def test_what_files_say_is_no_markup_in_notices(tmp_path: Path) -> None:
+    app = PenstockApp(tmp_path)
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.notify("recipes/[/x].py and [@click=app.quit]here[/] \x1b[31m")
+        await pilot.pause()
+        (note,) = app._notifications
+        assert not note.markup
+        assert "\x1b" not in note.message
+        assert "[/x].py" in note.message

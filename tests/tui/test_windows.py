@@ -1,0 +1,221 @@
+"""The server of `penstock serve` with applications that do what none should, and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from web_client import browser, is_gone, until, window
+
+from tui.web import server as web_server
+from tui.web import window as web_window
+from tui.web.access import Access
+from tui.web.server import MOST_CONNECTIONS, MOST_WINDOWS, WebServer
+
+BEGIN = """
+import os, signal, sys, time
+def put(kind, data):
+    rest = kind + len(data).to_bytes(4, "big") + data
+    while rest:
+        rest = rest[os.write(1, rest):]
+os.write(1, b"__GANGLION__\\n")
+put(b"D", b"hello %d" % os.getpid())
+"""
+QUIET = "while os.read(0, 4096): pass"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(60)"
+BABBLING = "os.write(1, b'Z' + b'\\xff' * 1000)\nwhile os.read(0, 4096): pass"
+FLOOD = """
+while True:
+    put(b"D", b"x" * 1_000_000)
+    os.write(2, b"said")
+    with open(sys.argv[1], "ab") as file:
+        file.write(b".")
+"""
+FILES = r"""
+put(b"M", b'{"type": "deliver_file_start", "key": "k1", "path": "/tmp/a b\\r\\nX: y.svg"}')
+asked = 0
+while data := os.read(0, 4096):
+    if b"deliver_chunk_request" in data:
+        from textual._binary_encode import dump
+        put(b"P", dump(("deliver_chunk", "k1", [b"first ", b"second", b""][asked])))
+        asked += 1
+"""
+
+
+@asynccontextmanager
+async def serving(code: str, *arguments: str) -> AsyncIterator[str]:
+    """A server, in this process, of an application that is `code`: its address with the token."""
+    item = socket.socket()
+    item.bind(("127.0.0.1", 0))
+    item.listen()
+    access = Access("127.0.0.1", ("127.0.0.1",), item.getsockname()[1])
+    until_then = asyncio.Event()
+    command = [sys.executable, "-c", BEGIN + code, *arguments]
+    running = asyncio.create_task(WebServer(access, command).run([item], until_then))
+    try:
+        yield f"{access.url}?token={access.token}"
+    finally:
+        until_then.set()
+        await running
+
+
+async def hello(ws: aiohttp.ClientWebSocketResponse) -> int:
+    """The application's process."""
+    frame = await ws.receive(timeout=60)
+    assert frame.type is aiohttp.WSMsgType.BINARY, frame
+    return int(frame.data.split()[1])
+
+
+async def end(ws: aiohttp.ClientWebSocketResponse) -> tuple[int | None, str]:
+    """How the server closes it."""
+    while (frame := await ws.receive(timeout=60)).type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
+        pass
+    return (frame.data, frame.extra or "") if frame.type is aiohttp.WSMsgType.CLOSE else (None, "")
+
+
+def base_of(url: str) -> str:
+    return url.partition("/?")[0]
+
+
+async def test_so_many_windows_and_no_more() -> None:
+    async with serving(QUIET) as url, browser(url) as session:
+        open_windows = [await window(session, base_of(url)) for _ in range(MOST_WINDOWS)]
+        pids = [await hello(ws) for ws in open_windows]
+        async with window(session, base_of(url)) as refused:
+            code, reason = await end(refused)
+            assert code == 1013
+            assert "8 windows are open" in reason
+        assert len(psutil.Process().children()) == MOST_WINDOWS
+        await open_windows[0].close()
+        await until(lambda: is_gone(pids[0]))
+        await until(lambda: len(psutil.Process().children()) == MOST_WINDOWS - 1)
+        again = None
+        async with asyncio.timeout(60):
+            while again is None:  # until the server has seen that end, too
+                ws = await window(session, base_of(url))
+                frame = await ws.receive()
+                again = ws if frame.type is aiohttp.WSMsgType.BINARY else None
+        open_windows.append(again)
+        for ws in open_windows:
+            await ws.close()
+    assert all(is_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("code", [DEAF, QUIET])
+async def test_an_application_ends_with_its_window_even_if_it_does_not_want_to(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_window, "_QUIT_S", 0.2)
+    monkeypatch.setattr(web_window, "_TERMINATE_S", 0.2)
+    async with serving(code) as url, browser(url) as session:
+        async with window(session, base_of(url)) as ws:
+            pid = await hello(ws)
+        await until(lambda: is_gone(pid))
+        async with window(session, base_of(url)) as ws:  # with the server, too
+            pid = await hello(ws)
+            url = ""
+    assert url == ""
+    await until(lambda: is_gone(pid))
+
+
+async def test_an_application_that_takes_no_input_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_QUIT_S", "_TERMINATE_S", "_TAKE_S"):
+        monkeypatch.setattr(web_window, name, 0.2)
+    async with serving(DEAF) as url, browser(url) as session, window(session, base_of(url)) as ws:
+        pid = await hello(ws)
+        for _ in range(4):
+            await ws.send_json(["stdin", "a" * 100_000])
+        assert (await end(ws))[0] == 1001
+        await until(lambda: is_gone(pid))
+
+
+async def test_what_makes_no_sense_from_an_application_ends_its_window_alone() -> None:
+    async with serving(BABBLING) as url, browser(url) as session:
+        async with window(session, base_of(url)) as ws:
+            pid = await hello(ws)
+            assert (await end(ws))[0] == 1001
+        await until(lambda: is_gone(pid))
+        assert (await session.get(base_of(url))).status == 200
+
+
+async def test_a_client_that_only_talks_nonsense_is_closed() -> None:
+    async with serving(QUIET) as url, browser(url) as session, window(session, base_of(url)) as ws:
+        pid = await hello(ws)
+        for _ in range(50):
+            await ws.send_str("[]")
+        assert (await end(ws))[0] == 1001
+        await until(lambda: is_gone(pid))
+
+
+async def test_a_message_that_is_too_long_closes_the_window() -> None:
+    async with serving(QUIET) as url, browser(url) as session, window(session, base_of(url)) as ws:
+        pid = await hello(ws)
+        with suppress(aiohttp.ClientError, ConnectionError):  # it may be cut off in the middle of it
+            await ws.send_str("[" * (5 << 20))
+            assert (await end(ws))[0] in (1009, None)  # too big
+        await until(lambda: is_gone(pid))
+
+
+async def test_what_a_client_does_not_read_stays_with_the_application(tmp_path: Path) -> None:
+    written = tmp_path / "megabytes"
+    async with serving(FLOOD, str(written)) as url, browser(url) as session:
+        ws = await window(session, base_of(url))
+        await hello(ws)
+        assert ws._conn is not None
+        assert ws._conn.transport is not None
+        ws._conn.transport.pause_reading()  # type: ignore[attr-defined]
+        before, same = -1, 0
+        while same < 20:
+            await asyncio.sleep(0.05)
+            size = written.stat().st_size if written.exists() else 0
+            assert size < 100, "nobody waits for the client"
+            before, same = size, same + 1 if size == before else 0
+        (child,) = psutil.Process().children()
+        ws._conn.transport.abort()
+        await until(lambda: is_gone(child.pid))
+
+
+async def test_a_file_reaches_the_browser_once_and_its_name_breaks_no_header() -> None:
+    async with serving(FILES) as url, browser(url) as session, window(session, base_of(url)) as ws:
+        await hello(ws)
+        assert (await ws.receive_json(timeout=60)) == ["deliver_file_start", "k1"]
+        async with aiohttp.ClientSession() as stranger:
+            assert (await stranger.get(f"{base_of(url)}/download/k1")).status == 403
+        answer = await session.get(f"{base_of(url)}/download/k1")
+        assert await answer.read() == b"first second"
+        assert answer.headers["Content-Disposition"] == 'attachment; filename="a_b__X__y.svg"'
+        assert answer.content_type == "application/octet-stream"
+        assert "X" not in answer.headers
+        assert (await session.get(f"{base_of(url)}/download/k1")).status == 404
+
+
+async def test_connections_that_ask_for_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "_FIRST_REQUEST_S", 0.2)
+    async with serving(QUIET) as url:
+        port = int(base_of(url).rpartition(":")[2])
+        silent: Sequence[asyncio.StreamWriter] = []
+        try:
+            silent = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(MOST_CONNECTIONS)]
+            for writer in silent:
+                writer.write(b"GET / HTTP/1.1\r\n")
+
+            async def let_in() -> bool:
+                try:
+                    async with browser(url):
+                        return True
+                except aiohttp.ClientError:
+                    return False
+
+            async with asyncio.timeout(60):
+                while not await let_in():
+                    await asyncio.sleep(0.05)
+        finally:
+            for writer in silent:
+                writer.close()

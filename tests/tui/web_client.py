@@ -1,0 +1,125 @@
+"""`penstock serve` as a process, and a browser's part played by a client, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import real_runs
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    """As it was printed."""
+    log_file: Path
+
+    @property
+    def base(self) -> str:
+        """The address without path and token."""
+        return self.url.partition("/?")[0]
+
+    @property
+    def port(self) -> int:
+        return int(self.base.rpartition(":")[2])
+
+    @property
+    def log(self) -> list[str]:
+        return self.log_file.read_text().splitlines()
+
+    def windows(self) -> list[psutil.Process]:
+        """The applications that it has started and that have not ended."""
+        return psutil.Process(self.process.pid).children()
+
+
+@contextmanager
+def served(folder: Path, log_file: Path, *arguments: str) -> Iterator[Served]:
+    """`penstock serve` on a free port."""
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tui.main", "serve", "--port", "0", *arguments],
+            cwd=folder,
+            env=real_runs.environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_for(lambda: "Ctrl+C" in log_file.read_text() or process.poll() is not None)
+        found = re.search(r"http://\S+", log_file.read_text())
+        assert found is not None, log_file.read_text()
+        yield Served(process, found[0], log_file)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=WAIT_S) == 0
+        assert "Traceback" not in log_file.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def browser(url: str) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session that has opened the printed address, and so has the cookie."""
+    jar = aiohttp.CookieJar(unsafe=True)  # of addresses, too
+    async with aiohttp.ClientSession(cookie_jar=jar) as session:
+        answer = await session.get(url)
+        assert answer.status == 200
+        yield session
+
+
+def window(
+    session: aiohttp.ClientSession, base: str, size: str = "?width=100&height=30"
+) -> aiohttp.client._WSRequestContextManager:
+    return session.ws_connect(f"{base}/ws{size}", origin=base, max_msg_size=0)
+
+
+async def shown(socket: aiohttp.ClientWebSocketResponse, text: bytes) -> bytes:
+    """What is sent until `text` is in it."""
+    found = b""
+    async with asyncio.timeout(WAIT_S):
+        while text not in found:
+            frame = await socket.receive()
+            assert frame.type is aiohttp.WSMsgType.BINARY, frame
+            found += frame.data
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, if only to be waited for."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

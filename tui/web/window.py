@@ -1,0 +1,227 @@
+"""One browser window: a process of the application, and what goes between it and the browser's websocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from aiohttp import WSMsgType, web
+from textual_serve._binary_encode import load as unpack
+
+from storage.untrusted import parse_object, printable
+from tui.web.messages import MalformedError, meta, read_message
+
+log = logging.getLogger("penstock.serve")
+
+_FIRST_BYTES = b"__GANGLION__\n"
+_MOST_PACKET_BYTES = 64 << 20
+"""The largest frame of the largest terminal takes 25 MB."""
+_MOST_MALFORMED = 20
+_MOST_DOWNLOADS = 8
+_CHUNK_BYTES = 1 << 16
+_SAID_BYTES = 4096
+"""Of the end of what the process says of its own end."""
+_TAKE_S = 10.0
+"""An application that has taken no input, or given no part of a file, for so long is ended."""
+_QUIT_S = 3.0
+_TERMINATE_S = 2.0
+_CLOSE_S = 3.0
+_LAST_WORDS_S = 0.5
+
+
+class Window:
+    """Made for a websocket that is prepared; `run` lasts as long as the window."""
+
+    def __init__(self, socket: web.WebSocketResponse, command: Sequence[str], name: str) -> None:
+        self.name = name
+        """For the log."""
+        self._socket = socket
+        self._command = command
+        self._downloads: dict[str, str] = {}
+        self._chunks: dict[str, asyncio.Queue[bytes]] = {}
+        self._said = b""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Until the browser or the application ends it, which ends the other."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        log.info("%s: opened, process %d", self.name, process.pid)
+        saying = asyncio.create_task(self._listen())
+        work = [asyncio.create_task(self._from_application()), asyncio.create_task(self._from_browser())]
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (error := task.exception()) is not None:
+                    log.warning("%s: %s", self.name, printable(error) or type(error).__name__)
+        finally:
+            await asyncio.shield(self._end(process, [*work, saying]))
+
+    async def _end(self, process: asyncio.subprocess.Process, tasks: list[asyncio.Task[None]]) -> None:
+        """Ask the process to end, then make it."""
+        for task in tasks[:-1]:
+            task.cancel()
+        await asyncio.gather(*tasks[:-1], return_exceptions=True)
+        drain = asyncio.create_task(_read_all(process))  # an application that waits for its reader cannot end
+        with contextlib.suppress(OSError, RuntimeError):
+            assert process.stdin is not None
+            process.stdin.write(meta({"type": "quit"}))
+            process.stdin.close()
+        for wait_s, act in ((_QUIT_S, process.terminate), (_TERMINATE_S, process.kill), (_TERMINATE_S, None)):
+            try:
+                await asyncio.wait_for(process.wait(), wait_s)
+                break
+            except TimeoutError:
+                if act is not None:
+                    log.warning("%s: process %d does not end; it is made to", self.name, process.pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        act()
+        await asyncio.wait([tasks[-1]], timeout=_LAST_WORDS_S)
+        tasks[-1].cancel()
+        drain.cancel()
+        await asyncio.gather(tasks[-1], drain, return_exceptions=True)
+        if self._said.strip():
+            last = self._said.decode(errors="replace").strip().splitlines()[-1]
+            log.warning("%s: the application said: %s", self.name, printable(last))
+        log.info("%s: closed", self.name)
+
+    async def close(self, why: str) -> None:
+        """Close the websocket, which ends the window."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._socket.close(code=1001, message=why.encode()), _CLOSE_S)
+
+    # ------------------------------------------------------------------ from the browser
+
+    async def _from_browser(self) -> None:
+        malformed = 0
+        async for frame in self._socket:
+            if frame.type is WSMsgType.ERROR:
+                raise ConnectionError(f"the connection failed: {frame.data}")
+            try:
+                if frame.type is not WSMsgType.TEXT:
+                    raise MalformedError("a binary frame")
+                message = read_message(frame.data)
+            except MalformedError as error:
+                log.warning("%s: a message was ignored: %s", self.name, error)
+                malformed += 1
+                if malformed == _MOST_MALFORMED:
+                    raise ConnectionError(f"{malformed} messages made no sense; the window is closed") from None
+                continue
+            if message.answer is not None:
+                await self._socket.send_str(message.answer)
+            for packet in message.packets:
+                await self._send(packet)
+            await asyncio.sleep(message.pause_s)
+
+    async def _send(self, packet: bytes) -> None:
+        """Raises where the application does not take it."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(packet)
+        try:
+            await asyncio.wait_for(self._process.stdin.drain(), _TAKE_S)
+        except TimeoutError:
+            raise ConnectionError(f"the application has taken no input for {_TAKE_S:.0f} s") from None
+
+    # ------------------------------------------------------------------ from the application
+
+    async def _from_application(self) -> None:
+        assert self._process is not None
+        stream = self._process.stdout
+        assert stream is not None
+        try:
+            if await stream.readexactly(len(_FIRST_BYTES)) != _FIRST_BYTES:
+                raise ValueError("the application's first words are not understood")
+            while True:
+                head = await stream.readexactly(5)
+                size = int.from_bytes(head[1:], "big")
+                if size > _MOST_PACKET_BYTES:
+                    raise ValueError(f"a packet of {size:,} bytes from the application")
+                payload = await stream.readexactly(size)
+                if head[:1] == b"D":
+                    await self._socket.send_bytes(payload)
+                elif head[:1] == b"P":
+                    self._take_chunk(payload)
+                elif head[:1] == b"M" and not await self._take_meta(payload):
+                    return
+        except asyncio.IncompleteReadError:
+            return
+
+    async def _take_meta(self, payload: bytes) -> bool:
+        """False where the application says that it ends. Addresses to open are not passed on."""
+        value = parse_object(payload)
+        if value.get("type") == "exit":
+            return False
+        key = value.get("key")
+        if (
+            value.get("type") == "deliver_file_start"
+            and isinstance(key, str)
+            and len(self._downloads) < _MOST_DOWNLOADS
+        ):
+            self._downloads[key] = _plain_name(str(value.get("path", "")))
+            await self._socket.send_json(["deliver_file_start", key])
+        return True
+
+    def _take_chunk(self, payload: bytes) -> None:
+        packed: Any = unpack(payload)
+        kind, key, chunk = packed
+        if kind == "deliver_chunk" and key in self._chunks:
+            self._chunks[key].put_nowait(chunk.encode() if isinstance(chunk, str) else chunk)
+
+    async def _listen(self) -> None:
+        """Keep the end of what the process says."""
+        assert self._process is not None
+        assert self._process.stderr is not None
+        while data := await self._process.stderr.read(_CHUNK_BYTES):
+            self._said = (self._said + data)[-_SAID_BYTES:]
+
+    # ------------------------------------------------------------------ files for the browser
+
+    def take_download(self, key: str) -> str | None:
+        """The name of a file that the application has for the browser, once; None where there is none."""
+        return self._downloads.pop(key, None)
+
+    async def download(self, key: str) -> AsyncGenerator[bytes, None]:
+        """The file's pieces. Raises TimeoutError where they stay away."""
+        self._chunks[key] = asyncio.Queue()
+        try:
+            while True:
+                await self._send(meta({"type": "deliver_chunk_request", "key": key, "size": _CHUNK_BYTES}))
+                chunk = await asyncio.wait_for(self._chunks[key].get(), _TAKE_S)
+                if not chunk:
+                    return
+                yield chunk
+        finally:
+            del self._chunks[key]
+
+
+async def _read_all(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    while await process.stdout.read(_CHUNK_BYTES):
+        pass
+
+
+def _plain_name(path: str) -> str:
+    """A file name that a header takes as it is."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", PurePath(path).name)[-100:] or "file"
+
+
+def environment(packages: str) -> dict[str, str]:
+    """Of the application's processes; `packages` is the folder that ours are in."""
+    paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TEXTUAL_COLOR_SYSTEM": "truecolor",
+        "TERM_PROGRAM": "textual",
+    }
