@@ -91,7 +91,7 @@ class PenstockApp(App[None]):
         markup: bool = False,
     ) -> None:
         """Textual's, but that no text is taken for markup: most have names of files and models in them."""
-        super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)
+        super().notify(printable(message), title=title, severity=severity, timeout=timeout, markup=False)
 
     # ------------------------------------------------------------------ screens
 
@@ -147,10 +147,6 @@ class PenstockApp(App[None]):
     def target(self, typed: str) -> Path:
         """Where a file or folder is to be written that was typed as `typed`. Raises UserError."""
         return written_path(self.root, typed, inside=self.served)
-
-    def notify(self, message: str, **kwargs: Any) -> None:
-        """Textual's, but what files and users wrote is never taken for markup."""
-        super().notify(printable(message), **(kwargs | {"markup": False}))
 
     # ------------------------------------------------------------------ questions
 

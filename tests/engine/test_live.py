@@ -94,7 +94,7 @@ def test_a_pause_changes_no_bit(tmp_path: Path, budgets: str) -> None:
     assert not result.stopped
     assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
     made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "pausing" / "state")}
-    assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5}
+    assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5, "good-000005": 5}
 
 
 def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path) -> None:
