@@ -179,8 +179,8 @@ class BufferPlan:
 
     def piece(self, index: int, pieces: int) -> tuple[int, int]:
         """First element and end of piece `index` of `pieces` of about equal length, each of whole pages."""
-        size = -(-self.numel // pieces // ALIGNMENT) * ALIGNMENT
-        return min(self.numel, index * size), min(self.numel, (index + 1) * size)
+        pages = -(-self.numel // ALIGNMENT)
+        return pages * index // pieces * ALIGNMENT, min(self.numel, pages * (index + 1) // pieces * ALIGNMENT)
 
     @property
     def update_numel(self) -> int:

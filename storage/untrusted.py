@@ -207,6 +207,6 @@ def printable(text: object) -> str:
 
 
 def one_line(text: object, most: int = 500) -> str:
-    """`text` (of another library's error, say) in one line of at most `most` characters."""
-    line = " ".join(str(text).split())
+    """`text` (of another library's error, say), printable, in one line of at most `most` characters."""
+    line = printable(" ".join(str(text).split()))
     return line if len(line) <= most else line[:most] + "..."
