@@ -145,11 +145,6 @@ def catalogue() -> list[Bad]:
     return found
 
 
-def hanging() -> set[str]:
-    """Names of the inputs that nobody is to run yet: they wait for ever."""
-    return {bad.name for bad in _runs() if "run.lock a pipe" in bad.name}
-
-
 # ---------------------------------------------------------------- what is given
 
 
@@ -696,8 +691,6 @@ def write_page(page: Path) -> int:
     rows: dict[str, list[tuple[Bad, Outcome]]] = {}
     failed = 0
     for bad in catalogue():
-        if bad.name in hanging():
-            continue
         with tempfile.TemporaryDirectory() as folder:
             found = run(bad, Path(folder))
         rows.setdefault(bad.family, []).append((bad, found))

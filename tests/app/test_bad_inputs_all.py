@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bad_inputs import Bad, catalogue, faults, hanging, run
+from bad_inputs import Bad, catalogue, faults, run
 
 INPUTS = catalogue()
-HANGS = "app.rundir.is_live opens a pipe and waits for its other end"
 
 
 def test_the_catalogue_is_large() -> None:
@@ -16,8 +15,7 @@ def test_the_catalogue_is_large() -> None:
 
 
 def _case(bad: Bad) -> object:
-    marks = [pytest.mark.xfail(run=False, reason=HANGS)] if bad.name in hanging() else []
-    return pytest.param(bad, id=f"{bad.family}: {bad.name}".encode("unicode_escape").decode(), marks=marks)
+    return pytest.param(bad, id=f"{bad.family}: {bad.name}".encode("unicode_escape").decode())
 
 
 @pytest.mark.parametrize("bad", [_case(bad) for bad in INPUTS])

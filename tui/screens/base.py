@@ -38,10 +38,10 @@ class PenstockScreen(Screen[None]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.BINDINGS = [*bindings(cls.SCOPE)]
-        for action in ACTIONS:
-            if action.scope == cls.SCOPE and action.acts:
-                setattr(cls, f"action_{action.id}", _unless_read_only(getattr(cls, f"action_{action.id}")))
         acting = {action.id for action in ACTIONS if action.scope == cls.SCOPE and action.acts}
+        for handler in (f"action_{id}" for id in acting):
+            if hasattr(cls, handler):
+                setattr(cls, handler, _unless_read_only(getattr(cls, handler)))
         check = cls.check_action
 
         def check_action(screen: PenstockScreen, action: str, parameters: tuple[object, ...]) -> bool | None:
