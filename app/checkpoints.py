@@ -98,13 +98,14 @@ def make_checkpoint(run_path: Path, name: str) -> int:
     if is_live(run_path):
         return _ask(run_path, name)
     from engine.folders import drive_folders, state_folder
+    from storage.manifest import step_of
     from storage.nvme import NvmeStore
 
     with RunDir.open(run_path) as run:
         drives = drive_folders(run.path, run.recipe.storage)
         with closing(NvmeStore.open(state_folder(run.path), drives=drives)) as store:
             store.checkpoint(name)
-            return int(store.meta["step"])
+            return step_of(store.meta) or 0
 
 
 def make_for_export(run_path: Path) -> str:

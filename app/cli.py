@@ -200,7 +200,8 @@ def checkpoint(
     path = find_run(run)
     if name is None:
         for info in list_checkpoints_of(path):
-            typer.echo(printable(f"{info.name}  step {info.meta['step']:,}, generation {info.generation}"))
+            step = "unknown" if info.step is None else f"{info.step:,}"
+            typer.echo(printable(f"{info.name}  step {step}, generation {info.generation}"))
     elif delete:
         delete_checkpoint_of(path, name)
         typer.echo(f"checkpoint {name} deleted")

@@ -239,7 +239,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     if checkpoint is not None:
         from storage.checkpoints import read_checkpoint
 
-        step = read_checkpoint(run.path / "state", checkpoint).meta["step"]
+        step = read_checkpoint(run.path / "state", checkpoint).step or 0
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
     control.forget(run.path)

@@ -43,7 +43,7 @@ from engine.prepare import (
 from engine.preparing import Checklist
 from engine.reservations import Reservation
 from engine.search import Found
-from engine.session import CONSTANTS_FILE, Compute, Session, run_identity, run_meta
+from engine.session import CONSTANTS_FILE, Compute, Session, require_record, run_identity, run_meta
 from engine.state import fill_store, state_arrays
 from engine.tuning import Tuning
 from storage.errors import UserError
@@ -138,9 +138,11 @@ def open_session(
                 root, budget_bytes=nvme_budget, drives=drives, readers=readers, on_thread_start=on_drive
             )
             undo.callback(store.close)
+            require_record(store)
             _require_same_state(store, found.plan)
             if checkpoint is not None:
                 store.restore(checkpoint)
+                require_record(store)
             if store.meta["recipe"] != identity["recipe"]:
                 observer.on_message(
                     f"generation {store.generation} was trained with another model, data or train section of the "

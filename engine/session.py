@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.model import ModelSpec
 from engine.ops import Op
 from engine.optimizer import AdamW
-from engine.plan import LAST_GOOD, Plan
+from engine.plan import LAST_GOOD, Choice, Plan
 from engine.prepare import (
     LOGITS_BYTES,
     compute_dtype,
@@ -51,6 +51,7 @@ from engine.state import load_memory, scratch_arrays
 from storage.checkpoints import read_checkpoint, resolve_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore, Traffic
+from storage.untrusted import is_whole
 
 CONSTANTS_FILE = "constants.safetensors"
 """Persistent buffers of the model, which are not trained; beside the generations."""
@@ -346,3 +347,20 @@ def run_identity(model: ModelConfig, data: DataConfig, train: TrainConfig) -> di
 def run_meta(step: int, tokens: int, cursor: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     """The manifest's record of a run at the end of `step`."""
     return {"step": step, "tokens": tokens, "cursor": cursor, **identity}
+
+
+def require_record(store: NvmeStore) -> None:
+    """Raise UserError unless the generation's record is one of `run_meta`, of a session's plan if it has one."""
+    meta = store.meta
+    plan = meta.get("plan", {})
+    kinds = {field.name: type(field.default) for field in fields(Choice)} | {"compiled": bool, "adamw": str}
+    whole = [meta.get("step"), meta.get("tokens"), *([plan.get("chunk_tokens")] if plan else [])]
+    if (
+        not all(is_whole(value) and value >= 0 for value in whole)
+        or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
+        or not all(type(value) is kinds.get(name) for name, value in plan.items() if name != "chunk_tokens")
+    ):
+        raise UserError(
+            f"{store.root / 'manifest.json'}: does not say where the run was, or another version of Penstock wrote it; "
+            "go on with that version, or take a checkpoint"
+        )

@@ -35,7 +35,7 @@ from storage.drives import (
     write_identity,
 )
 from storage.errors import UserError
-from storage.manifest import ArraySpec, Manifest, Stored
+from storage.manifest import ArraySpec, Manifest, Stored, step_of
 from storage.ownership import owned
 
 CONSTANTS_NAME = "constants.safetensors"
@@ -55,6 +55,11 @@ class CheckpointInfo:
     generation: int
     meta: dict[str, Any]
     """As in the generation: step, data cursor, versions."""
+
+    @property
+    def step(self) -> int | None:
+        """The run's step, where the record has one."""
+        return step_of(self.meta)
 
 
 def checkpoint_folder(root: Path, name: str) -> Path:

@@ -102,6 +102,11 @@ class Manifest:
     checkpoint: str | None = None
     """Name of the checkpoint; None for a store."""
 
+    @property
+    def step(self) -> int | None:
+        """The run's step, where the engine's record has one."""
+        return step_of(self.meta)
+
     def prepare(self, root: Path) -> Path:
         """Write and sync the file that `disk.publish` makes root/manifest.json; OSError leaves the old one alone."""
         return prepare_file(root / FILE_NAME, self.encode())
@@ -164,6 +169,12 @@ class Manifest:
                 f"an older manifest was put in its place; {_hint(root, backup)}"
             )
         return manifest
+
+
+def step_of(meta: Mapping[str, Any]) -> int | None:
+    """The step in an engine's record; None where it has none."""
+    step = meta.get("step")
+    return step if isinstance(step, int) and is_whole(step) else None
 
 
 def has_backup(root: Path) -> bool:

@@ -24,15 +24,16 @@ from typing import Any
 import torch
 
 from storage import checkpoints, chunk, drives, manifest, ownership
-from storage.arrays import Array, make_folders, remove_arrays, sweep_strays
-from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable, sweep_temporaries
-from storage.drives import CHECKPOINTS, READ_THREADS, SCRATCH, Drive, DriveSet, Locks, OnThreadStart, Traffic
+from storage.arrays import Array, make_folders, remove_arrays
+from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable
+from storage.drives import READ_THREADS, SCRATCH, Drive, DriveSet, Locks, OnThreadStart, Traffic
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest
 from storage.readers import DirectReader, Readers
 from storage.room import Room
 from storage.scrub import read_chunk_file, scrub
 from storage.spill import Spill
+from storage.tidy import sweep, tidy
 
 __all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 
@@ -179,7 +180,7 @@ class NvmeStore:
                 root, locks, current, found, active, budget_bytes, readers, on_thread_start, read_only=read_only
             )
             if not read_only:
-                store._sweep()
+                sweep(root, store._drives, store._arrays.values())
                 if any(array.layout != array.target for array in store._arrays.values()):
                     store._room.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 current.back_up({drive.folder for drive in store._drives} - {root})
@@ -440,30 +441,6 @@ class NvmeStore:
         if self._broken:
             raise UserError(f"{self.root}: {self._broken}, so this state cannot be trusted; resume the run")
 
-    def _sweep(self) -> None:
-        """Remove what a process that ended badly left behind, on drives that are this store's own."""
-        sweep_temporaries(self.root / manifest.FILE_NAME)
-        sweep_temporaries(self.root / manifest.BACKUP_NAME)
-        for drive in self._drives:
-            sweep_temporaries(drive.folder / drives.IDENTITY_NAME)
-            sweep_temporaries(drive.folder / manifest.BACKUP_NAME)
-            shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
-        checkpoints.sweep_incomplete(self.root, [drive.folder for drive in self._drives])
-        if len(self._drives) > 1:
-            self._tidy(self._arrays.values())
-
-    def _tidy(self, arrays: Iterable[Array]) -> None:
-        """Remove chunk files where an older striping put them, and all of ours from drives no longer used."""
-        for array in arrays:
-            sweep_strays(array, self._drives)
-        used = {drive for array in self._arrays.values() for drive in array.layout}
-        for folder in self._drives.retire(used):
-            remove_arrays(folder)
-            shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-            if not (folder / CHECKPOINTS).exists() and folder != self.root:
-                for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
-                    (folder / name).unlink(missing_ok=True)
-
     def _settle(self) -> None:
         """Give the arrays their folders on every active drive, and every drive its identity, durably."""
         make_folders(self._arrays.values(), self._drives.active)
@@ -509,7 +486,7 @@ class NvmeStore:
             self._manifest = successor
         successor.back_up({self.root, *(drive.folder for drive in self._drives)})
         if moved:
-            self._tidy(moved)
+            tidy(self.root, self._drives, self._arrays.values(), moved)
 
 
 # The parameter `drives` of create and open hides the module.

@@ -146,8 +146,7 @@ def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> No
 
 
 def _named(content: Manifest) -> str:
-    step = content.meta.get("step")
-    return f"{content.generation}" + (f" (step {step})" if isinstance(step, int) else "")
+    return f"{content.generation}" + ("" if content.step is None else f" (step {content.step})")
 
 
 def unlisted(root: Path, folders: Iterable[Path]) -> list[str]:

@@ -1,0 +1,39 @@
+"""Removes from a store's own drives what belongs to no generation and no checkpoint of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from storage import drives, manifest
+from storage.arrays import Array, remove_arrays, sweep_strays
+from storage.checkpoints import sweep_incomplete
+from storage.disk import sweep_temporaries
+from storage.drives import CHECKPOINTS, SCRATCH, DriveSet
+
+
+def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:
+    """Remove what a process that ended badly left behind. The drives must have been taken over (ownership)."""
+    sweep_temporaries(root / manifest.FILE_NAME)
+    sweep_temporaries(root / manifest.BACKUP_NAME)
+    for drive in drive_set:
+        sweep_temporaries(drive.folder / drives.IDENTITY_NAME)
+        sweep_temporaries(drive.folder / manifest.BACKUP_NAME)
+        shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
+    sweep_incomplete(root, [drive.folder for drive in drive_set])
+    if len(drive_set) > 1:
+        tidy(root, drive_set, arrays, arrays)
+
+
+def tidy(root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Collection[Array]) -> None:
+    """Remove chunk files where an older striping put those of `moved`, and all of ours from drives no longer used."""
+    for array in moved:
+        sweep_strays(array, drive_set)
+    used = {drive for array in arrays for drive in array.layout}
+    for folder in drive_set.retire(used):
+        remove_arrays(folder)
+        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        if not (folder / CHECKPOINTS).exists() and folder != root:
+            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+                (folder / name).unlink(missing_ok=True)
