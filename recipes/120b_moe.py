@@ -2,7 +2,7 @@
 
 GPU    96 GB
 RAM    480 GB
-NVMe   3.8 TB: two generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
+NVMe   3.8 TB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/gpt-oss-120b-bf16 (Hugging Face folder with bfloat16 weights), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 

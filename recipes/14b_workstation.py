@@ -2,7 +2,7 @@
 
 GPU    24 GB
 RAM    128 GB
-NVMe   500 GB: two generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
+NVMe   500 GB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/Qwen2.5-14B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 """

@@ -2,7 +2,7 @@
 
 GPU    141 GB
 RAM    1.5 TB
-NVMe   1 TB: two generations of the state, and the export
+NVMe   1 TB: two or three generations of the state, and the export
 Model  models/Qwen2.5-32B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 

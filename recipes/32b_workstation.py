@@ -2,7 +2,7 @@
 
 GPU    24 GB
 RAM    128 GB
-NVMe   1.1 TB: two generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
+NVMe   1.1 TB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/Qwen2.5-32B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 

@@ -2,7 +2,7 @@
 
 GPU    96 GB
 RAM    480 GB; with less, more is written to NVMe
-NVMe   240 GB: two generations of the state, and the export; more where activations do not fit in RAM
+NVMe   240 GB: two or three generations of the state, and the export; more where activations do not fit in RAM
 Model  models/Qwen2.5-7B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 

@@ -2,7 +2,7 @@
 
 GPU    80 GB, which does not hold the 112 GB of state
 RAM    512 GB
-NVMe   250 GB: two generations of the state, and the export
+NVMe   250 GB: two or three generations of the state, and the export
 Model  models/Llama-3.1-8B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 """
