@@ -43,14 +43,14 @@ def copy_state(root: Path, drives: Sequence[Path]) -> int:
     locks = Locks()
     try:
         locks.take(root)
+        current = Manifest.read(root)
+        ownership.require_newest(current, root, locate(current, root, []).values())
         ids: dict[str, Path] = {}
         total = 0
         # The state itself comes last: as long as it is another's, nothing is trained here.
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
             content = Manifest.read(path.parent)
             found = locate(content, path.parent, [])
-            if content.checkpoint is None:
-                ownership.require_newest(content, root, found.values())
             foreign = _foreign(found.values(), root)
             if not foreign:
                 continue
