@@ -136,6 +136,9 @@ class Session:
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name, step, why not) of checkpoints asked for, as they are made."""
         self._watch = LossWatch(storage.keep_good, store.meta.get("loss_mean"))
+        self._loss_was_good = True
+        self.notes: list[str] = []
+        """What is to be told of the steps so far; whoever tells it empties the list."""
         self._proved: set[int] = set()
         """Steps of generations, committed or about to be, whose following step had a good loss."""
         self._retention = Retention(
@@ -276,7 +279,13 @@ class Session:
 
     def observe(self, step: int, loss: float) -> None:
         """Take the loss of a step that has ended: it says whether the generation before it is good."""
-        good = self._watch.is_good(loss)
+        before = self._loss_was_good
+        good = self._loss_was_good = self._watch.is_good(loss)
+        if before and not good:
+            self.notes.append(
+                f"step {step}: the loss, {loss:.4g}, is more than {self.storage.keep_good} times its running mean "
+                f"(storage.keep_good): no generation is taken for good until it is not. {self.way_back()}"
+            )
         self._records[step]["loss_mean"] = self._watch.mean
         due = self.commit_due(step - 1)  # looked at before what it becomes
         committed = int(self.store.meta["step"])

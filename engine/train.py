@@ -188,8 +188,9 @@ def _run(session: Session, observer: Observer) -> TrainResult:
                 # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).
                 gc.freeze()
                 gc.disable()
-            for message in session.fallbacks.take():
+            for message in (*session.fallbacks.take(), *session.notes):
                 observer.on_message(message)
+            session.notes.clear()
             for name in observer.checkpoint_requests():
                 session.request_checkpoint(name)
             _report_checkpoints(session, observer)

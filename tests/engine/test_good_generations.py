@@ -31,7 +31,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(folder: Path, *, resume: bool = False, checkpoint: str | None = None, **changes: Any) -> tiny.Silent:
+def run(folder: Path, *, resume: bool = False, checkpoint: str | None = None, **changes: Any) -> Told:
     observer = Told()
     settings: dict[str, Any] = {
         "model": tiny.model(),
@@ -50,6 +50,10 @@ class Told(tiny.Silent):
     def __init__(self) -> None:
         super().__init__()
         self.checkpoints: list[tuple[str, int, str | None]] = []
+        self.messages: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         self.checkpoints.append((name, step, error))
@@ -166,6 +170,16 @@ def test_a_generation_that_a_bad_loss_follows_is_not_the_good_one(
     run(tmp_path)
     proved = [k for k in range(6) if k + 1 not in bad]
     assert good(tmp_path) == [f"good-{k:06}" for k in proved[-1:]]
+
+
+def test_a_loss_that_leaps_is_told_once(tmp_path: Path) -> None:
+    """A rate that ruins the model without any number that is not finite."""
+    observer = run(tmp_path, train=tiny.training(steps=6, lr=30.0, lr_schedule="constant"))
+    assert [text for text in observer.messages if "running mean" in text] == [
+        text for text in observer.messages if "is of step 0: resume with --checkpoint last-good" in text
+    ]
+    assert sum("running mean" in text for text in observer.messages) == 1
+    assert good(tmp_path) == ["good-000000"]
 
 
 def test_without_keep_good_none_is_kept(tmp_path: Path) -> None:
