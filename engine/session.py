@@ -284,7 +284,8 @@ class Session:
         if before and not good:
             self.notes.append(
                 f"step {step}: the loss, {loss:.4g}, is more than {self.storage.keep_good} times its running mean "
-                f"(storage.keep_good): no generation is taken for good until it is not. {self.way_back()}"
+                "(storage.keep_good): no generation is taken for good until it is not. To go back: "
+                "penstock resume RUN --checkpoint last-good, with a lower train.lr"
             )
         self._records[step]["loss_mean"] = self._watch.mean
         due = self.commit_due(step - 1)  # looked at before what it becomes
