@@ -123,6 +123,8 @@ def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:
 
     Raises UserError when `out` cannot be written.
     """
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; name a file for the trace")
     written = _Trace(spans, name)
     try:
         publish(prepare_file(out, written.pieces()), out)

@@ -71,25 +71,7 @@ def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]
     for command, rest in commands.items():
         for name, content in texts.items():
             found[f"recipe.json {name}, {command}"] = ([command, *rest], _write("recipe.json", content))
-    for command in ("lanes", "trace"):
-        for name, content in texts.items():
-            if name not in ("empty", "torn"):
-                found[f"spans.jsonl {name}, {command}"] = ([command], _write("spans.jsonl", content + b"\n"))
-        changes: dict[str, dict[str, Any]] = {
-            "a step that is a text": {"step": "1"},
-            "a step that is a list": {"step": [1]},
-            "a time that is a text": {"end_s": "1"},
-            "a time that is NaN": {"end_s": float("nan")},
-            "a time that is null": {"start_s": None},
-            "bytes that are a float": {"bytes": 1.5},
-            "a lane that is a list": {"lane": []},
-            "a lane that is null": {"lane": None},
-            "waits of texts": {"waited": ["a"]},
-            "waits that are a number": {"waited": 5},
-        }
-        for name, change in changes.items():
-            line = json.dumps(SPAN | change).encode() + b"\n"
-            found[f"spans.jsonl: {name}, {command}"] = ([command], _write("spans.jsonl", line * 3))
+    for command in ("lanes", "trace"):  # damaged lines they pass over and count
         found[f"spans.jsonl gone, {command}"] = ([command], lambda path: (path / "spans.jsonl").unlink())
         found[f"spans.jsonl a folder, {command}"] = ([command], _folder("spans.jsonl"))
     for command, rest in (commands | {"checkpoint": ["now"]}).items():
