@@ -36,7 +36,7 @@ from storage.drives import (
 )
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest, Stored, step_of
-from storage.ownership import owned
+from storage.ownership import owned, require_plain
 
 CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
@@ -219,6 +219,7 @@ def delete_checkpoint(root: Path, name: str) -> None:
     try:
         if not Locks.held_here(root):
             locks.take(root)
+        require_plain([root / CHECKPOINTS])
         locks.take(folder)
         bases = _bases(root, name)
         if not bases.issuperset(_recorded(folder)):

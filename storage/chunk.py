@@ -99,7 +99,7 @@ def _open_own(path: Path, flags: int, file_bytes: int) -> int:
 
     A longer file is cut to `file_bytes`: what would stay behind the checksum would make the chunk unreadable.
     """
-    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o644)
     try:
         status = os.fstat(fd)
@@ -185,7 +185,7 @@ def require_expected(stored: int, expected: int | None) -> None:
 
 def _open_chunk(path: Path, form: ChunkFormat, *, direct: bool) -> int:
     """Open chunk file `path` for reading, direct where its file system allows, and check its size."""
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
             fd = os.open(path, flags | (os.O_DIRECT if direct else 0))

@@ -22,7 +22,7 @@ from storage.disk import atomic_write, disk_error, fsync_ancestors, lock_folder,
 from storage.errors import UserError
 from storage.filesystem import check_folder
 from storage.manifest import DriveRecord, Manifest
-from storage.untrusted import parse_object
+from storage.untrusted import parse_object, read_regular
 
 IDENTITY_NAME = "drive.json"
 SCRATCH = "scratch"
@@ -168,7 +168,7 @@ def read_identity(folder: Path) -> Identity | None:
     """What `folder` says that it is; None where it says nothing or is not there. UserError when it is unreadable."""
     path = folder / IDENTITY_NAME
     try:
-        content = parse_object(path.read_bytes())
+        content = parse_object(read_regular(path, most_bytes=1 << 20))
         store, drive, root = (str(content[name]) for name in ("store", "drive", "root"))
         inode, version = (int(content.get(name, default)) for name, default in (("inode", 0), ("version", 1)))
         return Identity(store, drive, root, content["checkpoint"], inode, version)

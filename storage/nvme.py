@@ -115,6 +115,7 @@ class NvmeStore:
                 require_writable(folder)
                 locks.take(folder)
                 ownership.claim(folder, None, root)
+                ownership.require_plain([folder])
             store_id = uuid.uuid4().hex
             ids = {uuid.uuid4().hex: folder for folder in folders}
             empty = Manifest(store_id, 0, {}, (), {})
@@ -174,6 +175,8 @@ class NvmeStore:
                     require_writable(folder)
                     found[id] = folder
                     active.append(id)
+            if not read_only:
+                ownership.require_plain({root, *found.values()})
             for folder in found.values():
                 locks.take(folder)
             store = NvmeStore(

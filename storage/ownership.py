@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from storage import manifest
+from storage.disk import disk_error
 from storage.drives import CHECKPOINTS, SCRATCH, Identity, read_identity
 from storage.errors import UserError
 from storage.manifest import Manifest
@@ -72,6 +73,28 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
         if not is_same(Path(identity.root), root) and not folder.resolve().is_relative_to(root.resolve()):
             said[identity.root] = f"{root}: has come here from {identity.root}, and takes over its state on {folder}"
     return list(said.values())
+
+
+def require_plain(folders: Iterable[Path]) -> None:
+    """UserError where anything below the drives' `folders` is neither a file nor a folder: a link leads elsewhere.
+
+    Whoever writes and removes below them does so in them alone.
+    """
+    left = [str(folder) for folder in folders]
+    while left:
+        folder = left.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    elif not entry.is_file(follow_symlinks=False):
+                        what = "a link" if entry.is_symlink() else "no file and no folder"
+                        raise UserError(
+                            f"{entry.path}: is {what}, and state has neither; remove it; storage.nvme names drives"
+                        )
+        except OSError as error:
+            raise disk_error(error, Path(folder), "looking for links") from error
 
 
 def owner(folder: Path, identity: Identity, root: Path) -> Path | None:

@@ -1,0 +1,94 @@
+"""A run directory from somebody else, whose state holds links, pipes and folders of others: nothing follows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from nvme_state import SPECS, advance, assert_holds
+
+from storage.checkpoints import delete_checkpoint
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+PLACES = [
+    "layers.0",
+    "layers.0/master",
+    "layers.0/master/0",
+    "layers.0/master/0/c.0.0",
+    "layers.0/master/1/c.1.0",
+    "layers.0/weights/0/zarr.json",
+    "checkpoints",
+    "checkpoints/one",
+    "checkpoints/one/layers.0/master",
+    "scratch",
+    "drive.json",
+]
+
+
+def link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def pipe(path: Path, target: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.fixture
+def thesis(tmp_path: Path) -> Path:
+    """A folder of the user's, which looks like part of a state."""
+    folder = tmp_path / "thesis"
+    for name in ("0", "1", "master/0", "one/layers.0/master/0", "spill"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "c.0.0").write_text("years of work")
+        (folder / name / "drive.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("obstacle", [link, pipe])
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_in_a_state_leads_elsewhere(
+    tmp_path: Path, thesis: Path, place: str, obstacle: Callable[[Path, Path], None]
+) -> None:
+    root = tmp_path / "state"
+    with closing(NvmeStore.create(root, SPECS, budget_bytes=None)) as store:
+        advance(store, 1, 2)
+        store.checkpoint("one")
+    path = root / place
+    is_file = path.is_file()
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    target = thesis / "0/c.0.0" if is_file else thesis
+    obstacle(path, target)
+    before = {file: file.read_bytes() for file in thesis.rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match=rf"{path}|{root}"):
+        NvmeStore.open(root)
+    with contextlib.suppress(UserError):  # it may go where nothing of it leads elsewhere
+        delete_checkpoint(root, "one")
+    with contextlib.suppress(UserError), closing(NvmeStore.open(root, read_only=True)) as store:
+        store.verify()
+        assert_holds(store, 2)
+    assert {file: file.read_bytes() for file in thesis.rglob("*") if file.is_file()} == before
+    path.unlink()
+
+
+def test_a_checkpoint_that_is_another_runs(tmp_path: Path) -> None:
+    """A link in the place of a checkpoint's folder: deleting it would delete the other run's."""
+    for name in ("mine", "other"):
+        with closing(NvmeStore.create(tmp_path / name, SPECS, budget_bytes=None)) as store:
+            advance(store, 1)
+            store.checkpoint("one")
+    shutil.rmtree(tmp_path / "mine/checkpoints/one")
+    (tmp_path / "mine/checkpoints/one").symlink_to(tmp_path / "other/checkpoints/one")
+    with pytest.raises(UserError, match="mine/checkpoints/one: is a link, and state has neither"):
+        delete_checkpoint(tmp_path / "mine", "one")
+    with closing(NvmeStore.open(tmp_path / "other/checkpoints/one")) as store:
+        assert_holds(store, 1)
+        store.verify()
