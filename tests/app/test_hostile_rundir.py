@@ -469,4 +469,6 @@ def test_a_run_directory_whose_name_is_no_text(tmp_path: Path, capsys: pytest.Ca
     assert (info.name, info.state, info.step) == ("r\ufffd\ufffd]0;t\ufffd", "failed", 1)
     assert str(info.error).endswith("r\ufffd\ufffd]0;t\ufffd: failed")
     assert main(["pause", str(run)]) == 2
-    assert "r\ufffd\ufffd]0;t\ufffd: is not running (failed)" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "is not UTF-8 text" in told
+    assert "\x1b" not in told
