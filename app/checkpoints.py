@@ -161,10 +161,10 @@ def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
 
 def checkpoint_named(run_path: Path, name: str | None) -> str | None:
     """The checkpoint of a run that `name` means, which may be `last-good`. Raises UserError where there is none."""
-    from storage.checkpoints import read_checkpoint, resolve_checkpoint
-
     if name is None:
         return None
+    from storage.checkpoints import read_checkpoint, resolve_checkpoint  # loads torch: seconds
+
     name = resolve_checkpoint(run_path / "state", name)
     read_checkpoint(run_path / "state", name)
     return name

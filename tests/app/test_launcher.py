@@ -165,7 +165,7 @@ def test_signals_stop_a_paused_run_and_a_stop_ends_it(tmp_path: Path) -> None:
 
 def test_a_pause_that_has_not_come_yet_is_called_off(tmp_path: Path) -> None:
     cli, run = Cli(tmp_path), tmp_path / "out"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=3", "--run-dir", "out", FAKE_STEP_S="3")
+    process = cli.start("train", "tiny.py", "--set", "train.steps=3", "--run-dir", "out", FAKE_STEP_S="1")
     wait_until(lambda: read_info(run).state == "running")
     assert "pauses once" in cli.run("pause", "out").stdout
     assert "goes on" in cli.run("resume", "out").stdout
