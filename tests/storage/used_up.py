@@ -1,0 +1,47 @@
+"""Ways to run out of something for real, in this process, and what is said of each."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+def no_memory() -> None:
+    """Python asks for more than there are addresses."""
+    bytearray(1 << 62)
+
+
+def no_tensor() -> None:
+    """And torch."""
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def no_thread() -> None:
+    """A thread whose stack is larger than the address space cannot be started."""
+    before = threading.stack_size(1 << 47)
+    try:
+        threading.Thread(target=int).start()
+    finally:
+        threading.stack_size(before)
+
+
+def no_file() -> None:
+    """All numbers that a file could have are taken."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
+    "memory": (no_memory, "memory is used up"),
+    "memory of torch": (no_tensor, "memory is used up"),
+    "threads": (no_thread, "no more threads can be started"),
+    "open files": (no_file, "no more files can be opened"),
+}
