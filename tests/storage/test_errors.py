@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ def test_what_is_used_up_is_a_message(name: str) -> None:
 
 @pytest.mark.parametrize(
     "cause",
-    [lambda: open("/no/such/file"), lambda: torch.ones(2) + torch.ones(3), lambda: threading.Lock().release()],
+    [lambda: os.stat("/no/such/file"), lambda: torch.ones(2) + torch.ones(3), lambda: threading.Lock().release()],
 )
 def test_other_errors_are_none(cause: Callable[[], object]) -> None:
     with pytest.raises((OSError, RuntimeError)) as caught:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,14 +30,21 @@ def no_thread() -> None:
         threading.stack_size(before)
 
 
-def no_file() -> None:
-    """All numbers that a file could have are taken."""
+@contextmanager
+def files_used_up() -> Iterator[None]:
+    """All numbers that a file of this process could have are taken."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def no_file() -> None:
+    """A file more."""
+    with files_used_up():
+        os.close(os.open(os.devnull, os.O_RDONLY))
 
 
 SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
