@@ -15,6 +15,7 @@ import pytest
 from cli_process import FAKE_RUN, REPOSITORY, Cli, wait_until
 
 from app import control
+from app.checkpoints import make_checkpoint
 from app.rundir import STALE_S, read_info, state_of
 from storage.errors import UserError
 
@@ -267,6 +268,23 @@ def test_a_stopped_process_is_stale_takes_requests_and_goes_on(cli: Cli) -> None
     _, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
     assert steps(run) == list(range(1, 31))
+
+
+def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) -> None:
+    run = cli.folder / "out"
+    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", "out", FAKE_STEP_S="0.5")
+    wait_until(lambda: (run / "metrics.jsonl").exists())
+    exports = [cli.start("export", "out", f"export{number}") for number in range(3)]
+    for export in exports:
+        _, err = export.communicate(timeout=30)
+        assert export.returncode == 0, err
+    process.send_signal(signal.SIGSTOP)  # it takes no request now
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    (run / "requests" / "one.request").touch()
+    with pytest.raises(UserError, match="'one' is asked for already"):
+        make_checkpoint(run, "one")
+    process.kill()
+    process.communicate()
 
 
 def test_nohup_outlives_the_terminal(cli: Cli) -> None:
