@@ -111,7 +111,8 @@ def make_checkpoint(run_path: Path, name: str) -> int:
 def make_for_export(run_path: Path) -> str:
     """Make a checkpoint of a running run that an export can read; its name."""
     taken = {name for name, _ in checkpoint_steps(run_path)}
-    stem = f"export-{datetime.now():%Y%m%d-%H%M%S}"
+    # Two exports in one second are two checkpoints: each is answered for a name that nobody else asks for.
+    stem = f"export-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     name = next(n for n in itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2))) if n not in taken)
     _ask(run_path, name)
     return name
@@ -121,6 +122,8 @@ def _ask(run_path: Path, name: str) -> int:
     require_own(run_path)
     folder = run_path / "requests"
     request, answer = folder / f"{name}.request", folder / f"{name}.answer"
+    if os.path.lexists(request):
+        raise UserError(f"{run_path}: checkpoint '{name}' is asked for already; wait for it, or choose another name")
     try:
         folder.mkdir(exist_ok=True)
         remove_own(answer)

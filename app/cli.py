@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from app.streams import open_standard_streams, print_failure
-from storage.errors import UserError
+from storage.errors import UserError, used_up
 from storage.untrusted import RefusedFileError, printable
 
 BAD_INPUT = 2
@@ -471,8 +471,8 @@ _LINE_CHARS = 2000
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A UserError is one message on stderr and exit code 2.
 
-    So are memory that is used up, and what the system refuses of a file that it names. All else is a mistake of ours
-    and gives its traceback.
+    So are memory, threads or open files that are used up, and what the system refuses of a file that it names. All else
+    is a mistake of ours and gives its traceback.
     """
     # Set before transformers is imported: nothing is downloaded that nobody asked for.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -486,10 +486,12 @@ def main(arguments: list[str] | None = None) -> int:
         code = end.code if isinstance(end.code, int) else 0
     except UserError as error:
         return _refuse(error)
-    except MemoryError:
-        return _refuse("memory is used up; give smaller sizes, or stop what else is running")
-    except OSError as error:
-        if error.filename is None or (error.errno not in _PLACES and not isinstance(error, RefusedFileError)):
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if (known := used_up(error)) is not None:
+            return _refuse(known)
+        if not isinstance(error, OSError) or error.filename is None:
+            raise
+        if error.errno not in _PLACES and not isinstance(error, RefusedFileError):
             raise
         return _refuse(f"{error.filename}: {error.strerror}; choose another place, or free this one")
     failure = print_failure()

@@ -27,7 +27,7 @@ from app.rundir import RunDir, read_info
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.folders import drive_folders
 from engine.preparing import Checklist
-from storage.errors import UserError
+from storage.errors import UserError, used_up
 
 if TYPE_CHECKING:
     from engine.train import TrainResult
@@ -276,9 +276,9 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             log.close("stopped")
             return
         except BaseException as error:
-            known = isinstance(error, UserError)
-            log.message(str(error) if known else traceback.format_exc(), "error")
-            log.close("failed", str(error) if known else f"{type(error).__name__}: {error}")
+            known = error if isinstance(error, UserError) else used_up(error)
+            log.message(str(known) if known else traceback.format_exc(), "error")
+            log.close("failed", str(known) if known else f"{type(error).__name__}: {error}")
             raise
         finally:
             display.close()

@@ -139,8 +139,12 @@ class Executor:
             threading.Thread(target=contexts[lane].run, args=(self._run, lane), name=lane, daemon=True)
             for lane in LANES
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ the main thread's side
 

@@ -1,4 +1,4 @@
-"""What failed on the GPU, said to the user: out of memory in spite of the plan, or the GPU itself."""
+"""What failed in a step and is no mistake of ours, said to the user: the GPU, or something that is used up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.ops import WHOLE, Op
 from engine.plan import Plan
-from storage.errors import UserError
+from storage.errors import UserError, used_up
 
 
 class DivergedError(UserError):
@@ -23,7 +23,8 @@ _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
 
 
 def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None:
-    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is not the GPU's.
+    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is not the GPU's,
+    and nothing is used up.
 
     What is on disk is untouched by either; the caller says which generation that is.
     """
@@ -37,7 +38,8 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
             "earlier op may be the cause. If the GPU is gone or hangs (nvidia-smi; Xid in the kernel's log), resume on "
             "another one"
         )
-    return None
+    reason = used_up(error)
+    return None if reason is None else UserError(f"in {where}: {reason}")
 
 
 def _out_of_memory(text: str, where: str, plan: Plan) -> str:

@@ -10,7 +10,6 @@ that fails all the same, the arena says so.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -20,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from storage.errors import used_up
 from storage.filesystem import mount_of
 
 if TYPE_CHECKING:
@@ -308,8 +308,14 @@ def _quota_left(device: str, kind: int, owner: int) -> int | None:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        yield from filter(None, path.read_text(errors="replace").splitlines())
+    """None where the kernel has no such file; OSError where it may have one, and no file can be opened any more."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        if used_up(error) is not None:
+            raise
+        return
+    yield from filter(None, text.splitlines())
 
 
 def _number(path: Path) -> int | None:

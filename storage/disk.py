@@ -58,6 +58,8 @@ _HINTS = {
     errno.EDQUOT: "free some space: your quota on this disk is used up",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.ENOENT: "the folder is gone: is the drive still mounted?",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
     errno.EROFS: "the file system is mounted read-only: look into the kernel's log and check the disk",
 }
 

@@ -1,5 +1,10 @@
 """Errors that are the user's to fix, raised by every package and shown as one message by the command line."""
 
+from __future__ import annotations
+
+import errno
+import re
+
 
 class UserError(ValueError):
     """Bad input: a recipe, model folder, data set, disk or budget that cannot be used.
@@ -18,3 +23,23 @@ class BudgetError(UserError):
     def __init__(self, message: str, *, tier: str | None = None, need_bytes: int = 0, budget_bytes: int = 0) -> None:
         super().__init__(message)
         self.tier, self.need_bytes, self.budget_bytes = tier, need_bytes, budget_bytes
+
+
+_NO_MEMORY = re.compile(r"an't allocate memory|annot allocate memory|failed to map segment|std::bad_alloc")
+_NO_THREAD = "can't start new thread"
+
+
+def used_up(error: BaseException) -> UserError | None:
+    """`error` as a message for the user where this process has no memory, threads or open files left; else None.
+
+    Python, torch and the system's loader say it in several ways, anywhere.
+    """
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.EMFILE, errno.ENFILE):
+        return UserError("no more files can be opened; raise the limit on open files (ulimit -n)")
+    if isinstance(error, RuntimeError) and str(error).startswith(_NO_THREAD):
+        return UserError("no more threads can be started; raise the limit on them (ulimit -u, pids.max), or on memory")
+    said = isinstance(error, (RuntimeError, ImportError)) and _NO_MEMORY.search(str(error))
+    if said or isinstance(error, MemoryError) or code == errno.ENOMEM:
+        return UserError("memory is used up; give smaller sizes, or stop what else is running")
+    return None

@@ -1,8 +1,8 @@
 """Runs the real command line with a stand-in for engine.train: `python fake_run.py train RECIPE ...`.
 
 The stand-in trains nothing: it sleeps through its steps, commits a step number and reports as the engine does.
-FAKE_PREPARE_S and FAKE_STEP_S set the seconds before the first step and of a step; FAKE_FAIL_AT=step:user or step:bug
-makes a step fail.
+FAKE_PREPARE_S and FAKE_STEP_S set the seconds before the first step and of a step; FAKE_FAIL_AT=step:user, step:bug
+or step:threads makes a step fail.
 With FAKE_SCRIPT=1 the first argument is a recipe to run as a script.
 """
 
@@ -56,7 +56,9 @@ def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint:
         time.sleep(step_s)
         end = time.monotonic() - begin
         if step == int(fail_at):
-            raise UserError("loss is NaN in step 3, chunk 1") if fail_how == "user" else RuntimeError("a bug")
+            if fail_how == "user":
+                raise UserError("loss is NaN in step 3, chunk 1")
+            raise RuntimeError("can't start new thread" if fail_how == "threads" else "a bug")
         spans = [
             Span("h2d", "weights", "layers.0", -1, start, (start + end) / 2, 4096, step, 2 * step - 2),
             Span("compute", "forward", "layers.0", 0, start, end, 0, step, 2 * step - 1, (2 * step - 2,)),

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from cli_process import FAKE_RUN, REPOSITORY, Cli, wait_until
 
-from app.rundir import read_info
+from app import control
+from app.checkpoints import make_checkpoint
+from app.rundir import STALE_S, read_info, state_of
+from storage.errors import UserError
 
 COMMANDS = [
     "train",
@@ -247,6 +250,65 @@ def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
     assert process.returncode == 130
     assert "aborted" in err
     assert status(run)["state"] == "stopped"
+
+
+def test_a_stopped_process_is_stale_takes_requests_and_goes_on(cli: Cli) -> None:
+    run = cli.folder / "out"
+    process = cli.start("train", "tiny.py", "--set", "train.steps=30", "--run-dir", "out", FAKE_STEP_S="0.05")
+    wait_until(lambda: status(run).get("state") == "running")
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    assert state_of(run, status(run), time.time() + STALE_S + 1) == "stale"
+    with pytest.raises(UserError, match=f"in use by process {process.pid}"):
+        control.go_on(run)
+    control.pause_or_stop(run, "pause")
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: status(run).get("state") == "paused")
+    assert control.go_on(run)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert steps(run) == list(range(1, 31))
+
+
+def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) -> None:
+    run = cli.folder / "out"
+    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", "out", FAKE_STEP_S="0.5")
+    wait_until(lambda: (run / "metrics.jsonl").exists())
+    exports = [cli.start("export", "out", f"export{number}") for number in range(3)]
+    for export in exports:
+        _, err = export.communicate(timeout=30)
+        assert export.returncode == 0, err
+    process.send_signal(signal.SIGSTOP)  # it takes no request now
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    (run / "requests" / "one.request").touch()
+    with pytest.raises(UserError, match="'one' is asked for already"):
+        make_checkpoint(run, "one")
+    process.kill()
+    process.communicate()
+
+
+def test_nohup_outlives_the_terminal(cli: Cli) -> None:
+    run = cli.folder / "out"
+    command = ["nohup", sys.executable, str(FAKE_RUN), "train", "tiny.py", "--run-dir", "out"]
+    with open(os.devnull, "w") as nowhere:
+        process = subprocess.Popen(
+            command,
+            cwd=cli.folder,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "FAKE_PREPARE_S": "0.2", "FAKE_STEP_S": "0.2"},
+            stdout=nowhere,
+            stderr=nowhere,
+        )
+    wait_until(lambda: status(run).get("state") == "running")
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(20) == 0
+    assert status(run)["state"] == "finished"
+
+
+def test_threads_that_are_used_up_are_told(cli: Cli) -> None:
+    done = cli.run("train", "tiny.py", "--run-dir", "out", FAKE_FAIL_AT="2:threads")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no more threads can be started")
+    assert str(status(cli.folder / "out")["error"]).startswith("no more threads")
 
 
 def test_a_killed_run_is_crashed_and_resumes(cli: Cli) -> None:

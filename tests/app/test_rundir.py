@@ -90,7 +90,13 @@ def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(tmp_path: Pa
         assert process.stdout.readline() == b"held\n"
         assert is_live(path)
         assert read_info(path).state == "running"
-        for attempt in (lambda: RunDir.open(path), lambda: RunDir.create(Recipe(name="x"), path)):
+        (tmp_path / "link").symlink_to(tmp_path)
+        elsewhere = tmp_path / "link" / "run"
+        for attempt in (
+            lambda: RunDir.open(path),
+            lambda: RunDir.open(elsewhere),
+            lambda: RunDir.create(Recipe(name="x"), path),
+        ):
             with pytest.raises(UserError, match=f"in use by process {process.pid};.*kill {process.pid}"):
                 attempt()
     finally:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from used_up import files_used_up
 
 from engine.limits import (
     DISK_RESERVE,
@@ -255,3 +256,10 @@ def test_disk(tmp_path: Path) -> None:
     assert 0 <= found <= free
     assert found >= free // 2 - 64 * 2**20  # others write here meanwhile
     assert free - found <= DISK_RESERVE[2] + 64 * 2**20
+
+
+def test_that_no_file_can_be_opened_is_no_machine_without_memory() -> None:
+    """A limit that cannot be read is not taken for none."""
+    groups = memory_groups()
+    with files_used_up(), pytest.raises(OSError, match="Too many open files"):
+        free_memory(groups=groups)

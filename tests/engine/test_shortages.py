@@ -1,0 +1,66 @@
+"""No memory, threads or open files left in the middle of a step: one message with op and generation, nothing lost."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_train import train_run
+from used_up import SHORTAGES, no_thread
+
+from engine.executor import Executor
+from engine.ops import LANES, Op
+from engine.runtime import Runtime
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return trained(tmp_path_factory.mktemp("straight"), resume=False)
+
+
+def trained(folder: Path, *, resume: bool) -> str:
+    train_run(folder, tiny.Silent(), resume=resume, storage=tiny.storage(checkpoint_every=1))
+    with closing(NvmeStore.open(folder / "state")) as store:
+        return tiny.digest(store)
+
+
+@pytest.mark.parametrize(("name", "moment"), [(name, 60 + 90 * i) for i, name in enumerate(SHORTAGES)])
+def test_a_step_in_which_something_is_used_up(tmp_path: Path, straight: str, name: str, moment: int) -> None:
+    cause, message = SHORTAGES[name]
+    perform, lock, seen = Runtime.perform, threading.Lock(), 0
+
+    def short(self: Runtime, op: Op) -> Any:
+        nonlocal seen
+        with lock:
+            seen += 1
+            if seen == moment:
+                cause()
+        return perform(self, op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "perform", short)
+        with pytest.raises(UserError, match=rf"in op \w+ of block .*: {message}.*Generation \d+ \(step \d\) is intact"):
+            trained(tmp_path, resume=False)
+    assert trained(tmp_path, resume=True) == straight
+
+
+@pytest.mark.parametrize("lane", [LANES[0], LANES[-1]])
+def test_a_lane_whose_thread_cannot_be_started_leaves_none_behind(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before = threading.Thread.start, threading.active_count()
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == lane:
+            no_thread()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Executor(lambda op: None, torch.device("cpu"))
+    assert threading.active_count() == before

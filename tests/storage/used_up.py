@@ -1,0 +1,55 @@
+"""Ways to run out of something for real, in this process, and what is said of each."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def no_memory() -> None:
+    """Python asks for more than there are addresses."""
+    bytearray(1 << 62)
+
+
+def no_tensor() -> None:
+    """And torch."""
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def no_thread() -> None:
+    """A thread whose stack is larger than the address space cannot be started."""
+    before = threading.stack_size(1 << 47)
+    try:
+        threading.Thread(target=int).start()
+    finally:
+        threading.stack_size(before)
+
+
+@contextmanager
+def files_used_up() -> Iterator[None]:
+    """All numbers that a file of this process could have are taken."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def no_file() -> None:
+    """A file more."""
+    with files_used_up():
+        os.close(os.open(os.devnull, os.O_RDONLY))
+
+
+SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
+    "memory": (no_memory, "memory is used up"),
+    "memory of torch": (no_tensor, "memory is used up"),
+    "threads": (no_thread, "no more threads can be started"),
+    "open files": (no_file, "no more files can be opened"),
+}
