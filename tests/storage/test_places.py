@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from nvme_state import SPECS, advance, assert_holds
 from powercut import CHANGING
 
@@ -111,10 +113,13 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("limit", [100, 5000, 9000])
 def test_a_limit_on_file_sizes_is_named(tmp_path: Path, workspace: Path, limit: int) -> None:
-    """Direct I/O calls it an invalid argument. Below a chunk file, and below the manifest."""
+    """Direct I/O, for which the second source is aligned, calls it an invalid argument."""
     for folder in (tmp_path / "here", workspace / "memory"):
         with closing(NvmeStore.create(folder, SPECS, budget_bytes=None)) as store:
             advance(store, 1)
+            for source in (torch.zeros(4096), torch.frombuffer(mmap.mmap(-1, 4096 * 4), dtype=torch.float32)):
+                with largest_file(limit), pytest.raises(UserError, match=rf"{folder}.*ulimit -f"):
+                    store.write("layers.0", "master", 0, source).result()
             with largest_file(limit), pytest.raises(UserError, match=rf"{folder}.*ulimit -f"):
                 advance(store, 2)
         with closing(NvmeStore.open(folder)) as store:
