@@ -236,7 +236,7 @@ def scrub_run(run_path: Path) -> str:
     from storage.nvme import NvmeStore
 
     started, size, failures = time.perf_counter(), 0, []
-    with RunDir.open(run_path) as run:
+    with RunDir.open(run_path, read_only=True) as run:
         root = state_folder(run.path)
         drives = drive_folders(run.path, run.recipe.storage)
         names = checkpoint_names(root)

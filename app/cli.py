@@ -13,7 +13,7 @@ import typer
 
 from app.streams import open_standard_streams, print_failure
 from storage.errors import UserError, used_up
-from storage.untrusted import RefusedFileError, printable
+from storage.untrusted import RefusedFileError, printable, shell
 
 BAD_INPUT = 2
 REFUSED = 1
@@ -151,7 +151,9 @@ def resume(
     path = find_run(run)
     checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
-        raise UserError(f"{path}: is running; stop it first (`penstock stop {path}`), then resume it changed")
+        raise UserError(
+            f"{path}: is running; stop it first (`{shell('penstock', 'stop', path)}`), then resume it changed"
+        )
     if control.go_on(path):
         typer.echo(printable(f"{path.name}: goes on"))
         return
@@ -298,10 +300,11 @@ def export(
         name = make_for_export(path)
         export_run(path, read_recipe(path), out_dir, name)
         typer.echo(
-            printable(f"checkpoint {name} stays; once the run is over: penstock checkpoint {path} {name} --delete")
+            printable(f"checkpoint {name} stays; once the run is over: ")
+            + shell("penstock", "checkpoint", path, name, "--delete")
         )
     else:
-        with RunDir.open(path) as directory:
+        with RunDir.open(path, read_only=True) as directory:
             export_run(path, directory.recipe, out_dir)
     typer.echo(printable(f"exported to {out_dir}"))
 
@@ -489,9 +492,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if (known := used_up(error)) is not None:
             return _refuse(known)
-        if not isinstance(error, OSError) or error.filename is None:
+        if not isinstance(error, OSError):
             raise
-        if error.errno not in _PLACES and not isinstance(error, RefusedFileError):
+        if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):  # tempfile's
+            return _refuse(f"{error.strerror}; free one of them, or set TMPDIR to a folder that can be written")
+        if error.filename is None or (error.errno not in _PLACES and not isinstance(error, RefusedFileError)):
             raise
         return _refuse(f"{error.filename}: {error.strerror}; choose another place, or free this one")
     failure = print_failure()

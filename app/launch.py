@@ -28,6 +28,7 @@ from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetr
 from engine.folders import drive_folders
 from engine.preparing import Checklist
 from storage.errors import UserError, used_up
+from storage.untrusted import shell
 
 if TYPE_CHECKING:
     from engine.train import TrainResult
@@ -264,7 +265,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         observer = _RunObserver(run, log, display, signals)
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)
-            go_on = f"stopped after step {result.steps}; go on with: penstock resume {run.path}"
+            go_on = f"stopped after step {result.steps}; go on with: {shell('penstock', 'resume', run.path)}"
             log.message(go_on if result.stopped else f"finished after step {result.steps}")
             log.drain()
             log.check()
@@ -272,7 +273,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             run.write_summary(summary)
             log.close("stopped" if result.stopped else "finished")
         except StopRequested:
-            tell(f"stopped before the first step; go on with: penstock resume {run.path}")
+            tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
             log.close("stopped")
             return
         except BaseException as error:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from app import control, memory_limit
 from app.recipe import Recipe, resolve_paths, to_run_json
-from app.run_files import open_read, remove_own
+from app.run_files import open_append, open_read, remove_own
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
 from storage.disk import atomic_write, disk_error, require_writable
 from storage.errors import UserError
-from storage.untrusted import RefusedFileError, open_regular
+from storage.untrusted import RefusedFileError
 
 PYTHON_PATH = Path(__file__).resolve().parents[1]
 """Where a process finds `app`, whatever folder it is started in."""
@@ -117,7 +117,7 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
     _children[:] = [child for child in _children if child.poll() is None]
     log = run_path / "output.log"
     try:
-        with open(open_regular(log, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
+        with open(open_append(log), "ab") as output:
             begin = output.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 [*CLI, *arguments],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.events import Span
+from storage.disk import prepare_file, publish
 from storage.errors import UserError
 from storage.untrusted import is_whole, open_regular, parse_printable, printable_value, read_regular, refuse
 
@@ -30,6 +31,7 @@ _MOST = 1e30
 _TAIL_BYTES = 1 << 16
 _LONG_TAIL_BYTES = 1 << 22
 """Looked through where the tail holds no line."""
+_COPY_BYTES = 1 << 20
 _OBJECT_BYTES = 1 << 20
 """Far more than the small files of a run hold."""
 
@@ -221,6 +223,20 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
     """`value` as a line, or lines, of JSON that `parse_printable` takes: names of files may be no text at all."""
     text = json.dumps(value, indent=indent)
     return (text if "\\ud" not in text else json.dumps(printable_value(value), indent=indent)) + "\n"
+
+
+def open_append(path: Path) -> int:
+    """A descriptor that appends to regular file `path`, made where it is missing.
+
+    One with other hard links, as a backup's is, is left to them and replaced by a copy. OSError.
+    """
+    fd = open_regular(path, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    if os.fstat(fd).st_nlink == 1:
+        return fd
+    os.close(fd)
+    with open_read(path) as old:
+        publish(prepare_file(path, iter(lambda: old.read(_COPY_BYTES), b"")), path)
+    return open_regular(path, flags=os.O_WRONLY | os.O_APPEND)
 
 
 def remove_own(path: Path) -> None:

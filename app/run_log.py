@@ -17,7 +17,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
 
-from app.run_files import JsonLines, json_text, open_read, parse_line, read_tail, span_of, whole, whole_lines
+from app.run_files import (
+    JsonLines,
+    json_text,
+    open_append,
+    open_read,
+    parse_line,
+    read_tail,
+    remove_own,
+    span_of,
+    whole,
+    whole_lines,
+)
 from app.rundir import State, spans_text
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
 from storage.disk import disk_error, prepare_file, publish
@@ -221,21 +232,26 @@ class RunLog:
                 # A validation is of the step before the one that this process begins with.
                 self._drop_steps("metrics.jsonl", item.step + (name == "validation.jsonl"))
                 self._drop_steps("validation.jsonl", item.step)
-            file = self._files.get(name) or self._open(name)
+            file = self._file(name)
             file.write(json_text(_finite(dataclasses.asdict(item))))
         elif isinstance(item, _Message):
-            file = self._files.get("log.jsonl") or self._open("log.jsonl", cut=True)
+            file = self._file("log.jsonl", cut=True)
             file.write(json_text(item._asdict()))
         else:
-            file = self._files.get("spans.jsonl") or self._open("spans.jsonl")
+            file = self._file("spans.jsonl")
             file.write(spans_text(item, self._offset_s, self._offset_id))
         file.flush()
 
-    def _open(self, name: str, *, cut: bool = False) -> TextIO:
-        path = self._path / name
-        if cut:
+    def _file(self, name: str, *, cut: bool = False) -> TextIO:
+        """The open file; another one where a backup has it by a hard link since, which is to stay as it is."""
+        path, file = self._path / name, self._files.get(name)
+        if file is not None and os.fstat(file.fileno()).st_nlink <= 1:
+            return file
+        if file is not None:
+            file.close()
+        elif cut:
             cut_torn_line(path)
-        file = self._files[name] = os.fdopen(open_regular(path, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
+        file = self._files[name] = os.fdopen(open_append(path), "a")
         return file
 
     def _drop_steps(self, name: str, first_step: int) -> None:
@@ -256,8 +272,8 @@ class RunLog:
             status = self._status | {"heartbeat": time.time()}
             if preparing := self._preparing:
                 status["preparing"] = [self._item(*word) for word in preparing]
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(open_regular(temporary, flags=flags), "w") as file:
+            remove_own(temporary)  # left by a killed process, and a backup's since
+            with open(open_regular(temporary, flags=os.O_WRONLY | os.O_CREAT), "w") as file:
                 file.write(json_text(status))
             os.replace(temporary, self._path / "status.json")
         except OSError as error:
@@ -340,11 +356,10 @@ def continue_spans(path: Path) -> tuple[float, int]:
 
 def cut_torn_line(path: Path) -> None:
     """Cut off what follows the last newline of a file of lines, if there is one and it is torn. OSError."""
-    try:
-        fd = open_regular(path, flags=os.O_RDWR)
-    except FileNotFoundError:
+    if not _is_torn(path):
         return
-    with open(fd, "rb+") as file:
+    os.close(open_append(path))  # its own from here on
+    with open(open_regular(path, flags=os.O_RDWR), "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:  # back to the last newline
             start = max(0, end - _TORN_BYTES)

@@ -6,7 +6,9 @@ of a running run.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import fcntl
 import json
 import os
@@ -21,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 from app.recipe import Recipe, from_run_json, to_run_json
 from app.run_files import examine_object, json_text, number, read_last, read_object, read_tail, remove_own, whole
 from engine.events import Span
-from storage.disk import atomic_write, disk_error, require_writable
+from storage.disk import atomic_write, disk_error, prepare_file, publish, require_writable
 from storage.errors import UserError
-from storage.untrusted import open_regular, printable, read_regular
+from storage.untrusted import open_regular, printable, read_regular, shell
 
 State = Literal["preparing", "running", "paused", "finished", "stopped", "failed"]
 
@@ -73,36 +75,78 @@ def _span_line(span: Span, offset_s: float, offset_id: int) -> str:
 class RunLock:
     """Exclusive use of a run directory, held until `release` or the end of the process, however it ends."""
 
-    def __init__(self, run_path: Path) -> None:
-        """Take the lock. Raises UserError naming the process that holds it."""
-        lock_path = run_path / "run.lock"
-        try:
-            self._fd = open_regular(lock_path, flags=os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise disk_error(error, lock_path, "locking the run") from None
+    def __init__(self, run_path: Path, *, read_only: bool = False) -> None:
+        """Take the lock. Raises UserError naming the process that holds it.
+
+        `read_only`: a directory that cannot be written will do; where it has no run.lock, nothing keeps others away.
+        """
+        self._fd, self._path = -1, run_path
         deadline = time.monotonic() + 0.5  # a reader that tests the lock holds it for a moment
+        try:
+            folder = os.open(run_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # One process at a time looks whether the file has other links, and replaces it.
+                self._take(folder, deadline)
+                self._open(folder, deadline, read_only)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            self.release()
+            raise disk_error(error, run_path / "run.lock", "locking the run") from None
+
+    def _open(self, folder: int, deadline: float, read_only: bool) -> None:
+        path, inode = self._path / "run.lock", os.fstat(folder).st_ino
+        try:
+            self._fd = open_regular(path, flags=os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if not read_only or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = open_regular(path)
+                if not _is_anothers(self._fd, inode):
+                    self._take(self._fd, deadline)
+            return
+        if not _is_anothers(self._fd, inode):
+            self._take(self._fd, deadline)
+        if os.fstat(self._fd).st_nlink > 1:  # a backup's file too, which is left to it
+            temporary = prepare_file(path, b"")
+            os.close(self._fd)
+            self._fd = open_regular(temporary, flags=os.O_RDWR)
+            self._take(self._fd, deadline)
+            publish(temporary, path)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()} {inode}\n".encode(), 0)
+
+    def _take(self, fd: int, deadline: float) -> None:
         while True:
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    pid = os.pread(self._fd, 32, 0).strip()
-                    os.close(self._fd)
-                    if not pid.isdigit():
-                        raise UserError(f"{run_path}: in use by another process; wait for it, or stop it") from None
-                    raise UserError(
-                        f"{run_path}: in use by process {int(pid)}; wait for it, or stop it with `kill {int(pid)}`"
-                    ) from None
+                    pid = None if self._fd < 0 else _holder(self._fd)[0]
+                    self.release()
+                    who, stop = (f"process {pid}", f" with `kill {pid}`") if pid else ("another process", "")
+                    raise UserError(f"{self._path}: in use by {who}; wait for it, or stop it{stop}") from None
                 time.sleep(0.02)
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Give the directory free."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _holder(fd: int) -> tuple[int | None, int | None]:
+    """The process that took the lock last, and the inode of its run directory, as its file says; None: it does not."""
+    words = os.pread(fd, 64, 0).split()
+    pid, inode = [int(word) if word.isdigit() else None for word in (*words, b"", b"")[:2]]
+    return pid, inode
+
+
+def _is_anothers(fd: int, inode: int) -> bool:
+    """Whether lock file `fd` is another run directory's than that of `inode`: a backup may have it by a hard link."""
+    other = _holder(fd)[1]
+    return os.fstat(fd).st_nlink > 1 and other is not None and other != inode
 
 
 def is_live(run_path: Path) -> bool:
@@ -114,7 +158,7 @@ def is_live(run_path: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return not _is_anothers(fd, os.stat(run_path).st_ino)
     finally:
         os.close(fd)
     return False
@@ -182,7 +226,7 @@ class RunDir:
         try:
             if os.path.lexists(path / "metrics.jsonl"):
                 raise UserError(
-                    f"run directory {path}: already holds a run; go on with `penstock resume {path}`, "
+                    f"run directory {path}: already holds a run; go on with `{shell('penstock', 'resume', path)}`, "
                     "or choose another --run-dir"
                 )
             for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
@@ -196,11 +240,14 @@ class RunDir:
         return cls(path.resolve(), recipe, lock)
 
     @classmethod
-    def open(cls, path: Path) -> RunDir:
-        """Lock the directory of an existing run. Raises UserError when it is no run or is in use."""
+    def open(cls, path: Path, *, read_only: bool = False) -> RunDir:
+        """Lock the directory of an existing run. Raises UserError when it is no run or is in use.
+
+        `read_only`: nothing will be written to it, so that it may be on a read-only disk or another user's.
+        """
         recipe = read_recipe(path)
         require_own(path)
-        return cls(path.resolve(), recipe, RunLock(path))
+        return cls(path.resolve(), recipe, RunLock(path, read_only=read_only))
 
     def change_recipe(self, recipe: Recipe) -> None:
         """Take `recipe` for this process; `save_recipe` makes it the run's own."""
@@ -267,6 +314,8 @@ def find_run(run: str, root: Path = Path("runs")) -> Path:
         try:
             if (path / "recipe.json").is_file():
                 return path
+        except PermissionError:
+            raise UserError(f"{path}: this user may not look into it; work as the user whose run it is") from None
         except (OSError, ValueError):  # no name that a file can have
             continue
     names = [info.name for info in list_runs(root)]
@@ -349,7 +398,7 @@ def why_gone(path: Path, status: dict[str, Any]) -> str:
     for line in reversed(read_tail(path / "log.jsonl")):
         if line.get("level") == "error" and (number(line.get("time")) or 0.0) >= started:
             return f"its last word, which its status lacks: {str(line.get('text')).strip()}"
-    go_on = f"go on with: penstock resume {printable(path)}"
+    go_on = f"go on with: {shell('penstock', 'resume', path)}"
     try:
         room = os.statvfs(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What failed in a step and is no mistake of ours, said to the user: the GPU, or something that is used up."""
+"""What failed in a step and is no mistake of ours, said to the user: the GPU, a compiler, or what is used up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.ops import WHOLE, Op
 from engine.plan import Plan
 from storage.errors import UserError, used_up
+from storage.untrusted import one_line
 
 
 class DivergedError(UserError):
@@ -19,12 +20,12 @@ class DivergedError(UserError):
 _CUDA = re.compile(
     r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error|Triton Error \[CUDA\]|cudaError|CUFILE_"
 )
+_FULL = re.compile(r"[^\n]*(?:No space left on device|Disk quota exceeded)[^\n]*")
 _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
 
 
 def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None:
-    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is not the GPU's,
-    and nothing is used up.
+    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is a mistake of ours.
 
     What is on disk is untouched by either; the caller says which generation that is.
     """
@@ -37,6 +38,11 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
             f"the GPU failed in {where}: {text.strip().partition(chr(10))[0]}. Errors on the GPU come up late, so an "
             "earlier op may be the cause. If the GPU is gone or hangs (nvidia-smi; Xid in the kernel's log), resume on "
             "another one"
+        )
+    if not isinstance(error, OSError) and (full := _FULL.search(text)) is not None:  # a compiler's own words
+        return UserError(
+            f"torch.compile has no room for its files in {where}: {one_line(full[0])}; free some space there, set "
+            "TMPDIR to a folder with room, or use train.compile=off"
         )
     reason = used_up(error)
     return None if reason is None else UserError(f"in {where}: {reason}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.config import StorageConfig
-from storage.disk import fsync_dir, require_writable
+from storage.disk import disk_error, fsync_dir, require_writable
 from storage.errors import UserError
 from storage.untrusted import is_real_folder
 
@@ -18,7 +18,7 @@ from storage.untrusted import is_real_folder
 def build_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails.
 
-    Raises UserError when it cannot be made, or what is no folder of ours, a link say, is in its place.
+    Raises UserError when it cannot be made or filled, or what is no folder of ours, a link say, is in its place.
     """
     temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -32,6 +32,8 @@ def build_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(folder)
         os.replace(temporary, folder)
         fsync_dir(folder.parent)
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or temporary), f"making {folder.name}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -44,7 +44,7 @@ _UNFINISHED = ".unfinished"
 """File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
 LAST_GOOD = re.compile(r"good-(\d{6,})")
 """Names of the checkpoints of which the newest is also called last-good."""
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,9 @@ class CheckpointInfo:
 def checkpoint_folder(root: Path, name: str) -> Path:
     """Folder of checkpoint `name` of the store in `root`, for NvmeStore.open. UserError where the name is none."""
     if not _NAME.fullmatch(name):
-        raise UserError(f"checkpoint name '{name}': use letters, digits, '.', '_' and '-', and do not begin with '.'")
+        raise UserError(
+            f"checkpoint name '{name}': use at most 200 letters, digits, '.', '_' and '-', and do not begin with '.'"
+        )
     return root / CHECKPOINTS / name
 
 
@@ -336,7 +338,9 @@ def _recorded(folder: Path) -> set[Path]:
 
 
 def _abandon(folder: Path, bases: Iterable[Path]) -> None:
-    (folder / manifest.FILE_NAME).unlink(missing_ok=True)
-    for path in {folder, *bases}:
-        with contextlib.suppress(OSError):
-            remove(path)
+    """Remove what was made, as far as the disk lets; where its manifest stays the rest does, as it may be listed."""
+    with contextlib.suppress(OSError):
+        (folder / manifest.FILE_NAME).unlink(missing_ok=True)
+        for path in {folder, *bases}:
+            with contextlib.suppress(OSError):
+                remove(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from storage import manifest, ownership
 from storage.chunk import ChunkFormat
-from storage.disk import disk_error, fsync_dir, link_or_copy, publish, require_writable
+from storage.disk import disk_error, fsync_ancestors, fsync_dir, link_or_copy, publish, require_writable
 from storage.drives import (
     CHECKPOINTS,
     WRITE_THREADS,
@@ -85,6 +85,7 @@ def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: P
         ownership.take_over([folder], root)
         locks.take(folder)
         write_identity(folder, Identity.of(store, id, root))
+        fsync_ancestors(folder)
         ids[id] = folder
     return ids
 
@@ -144,6 +145,7 @@ def _place(jobs: Mapping[Path, Path]) -> None:
 
     with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="copy-state") as threads:
         list(threads.map(one, jobs))
-    for folder in sorted({above for parent in parents for above in (parent, *list(parent.parents)[:4])}, reverse=True):
+    # Up to a drive's folder: checkpoints/NAME/BUFFER/KIND/SLOT.
+    for folder in sorted({above for parent in parents for above in (parent, *list(parent.parents)[:5])}, reverse=True):
         if os.access(folder, os.R_OK):
             fsync_dir(folder)

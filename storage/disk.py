@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import stat
 import tempfile
@@ -30,7 +31,10 @@ def require_writable(path: Path) -> None:
 
 def require_free(path: Path, nbytes: int, what: str) -> None:
     """Raise UserError unless the file system of existing folder `path` has `nbytes` free for `what`."""
-    free = shutil.disk_usage(path).free
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        raise disk_error(error, path, f"looking for room for {what}") from error
     if free < nbytes:
         raise UserError(
             f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some or choose another disk"
@@ -57,6 +61,8 @@ _HINTS = {
     errno.ENOSPC: "free some space on this disk",
     errno.EDQUOT: "free some space: your quota on this disk is used up",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EACCES: "work as the user who may write there, or change the permissions",
+    errno.EPERM: "work as the user who may write there, or change the permissions",
     errno.ENOENT: "the folder is gone: is the drive still mounted?",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
@@ -68,7 +74,10 @@ def disk_error(error: OSError, path: Path, doing: str) -> UserError:
     """The UserError for an operating system error met at `path` while `doing` something ("writing 4,096 bytes")."""
     if isinstance(error, RefusedFileError):
         return UserError(f"{error.filename}: {doing} failed: {error.strerror}; move it away")
-    hint = _HINTS.get(error.errno or 0, "check the disk and the kernel's log")
+    code = error.errno or 0
+    if code == errno.EINVAL and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        code = errno.EFBIG  # what direct I/O makes of that limit
+    hint = _HINTS.get(code, "check the disk and the kernel's log")
     return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
 
 

@@ -137,9 +137,12 @@ class Locks:
         return folder.resolve() in cls._here
 
     def take(self, folder: Path) -> None:
-        """Hold existing `folder`; UserError when another process has it."""
+        """Hold existing `folder`; UserError when another process has it, or it is held under another path (a mount)."""
         folder = folder.resolve()
         if folder not in self._held:
+            for other in self._held:
+                if os.path.samefile(folder, other):
+                    raise UserError(f"storage.nvme: {folder} and {other} are one folder; name each drive once")
             self._held[folder] = lock_folder(folder)
             self._here.add(folder)
 
@@ -332,7 +335,7 @@ class DriveSet:
         for top in {self.root, *(drive.folder for drive in tuple(self))}:
             for folder, _, names in os.walk(top):
                 for name in names if Path(folder) not in without else ():
-                    with contextlib.suppress(FileNotFoundError):  # a commit in another thread renames its manifest
+                    with contextlib.suppress(OSError):  # a commit in another thread renames its manifest
                         status = os.stat(os.path.join(folder, name))
                         sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
         return sum(sizes.values())
@@ -348,7 +351,10 @@ def require_room(needs: Mapping[Path, int], what: str) -> None:
     """UserError unless every device has free what the folders on it need for `what`, in bytes, plus 5 %."""
     groups: dict[int, list[Path]] = defaultdict(list)
     for folder in needs:
-        groups[folder.stat().st_dev].append(folder)
+        try:
+            groups[folder.stat().st_dev].append(folder)
+        except OSError as error:
+            raise disk_error(error, folder, f"looking for room for {what}") from error
     for folders in groups.values():
         also = "" if len(folders) == 1 else f" (with {', '.join(str(folder) for folder in folders[1:])})"
         require_free(folders[0], int(sum(needs[folder] for folder in folders) * FREE_MARGIN), what + also)

@@ -18,6 +18,7 @@ from storage.disk import disk_error
 from storage.drives import CHECKPOINTS, SCRATCH, Identity, read_identity
 from storage.errors import UserError
 from storage.manifest import Manifest
+from storage.untrusted import shell
 
 
 def claim(folder: Path, store: str | None, root: Path) -> str | None:
@@ -164,7 +165,7 @@ def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> No
         raise UserError(
             f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {folder} holds generation "
             f"{_named(newer)}: this is an older copy of the run directory. To go on from the newer generation: "
-            f"cp {folder / manifest.BACKUP_NAME} {root / manifest.FILE_NAME}. Nothing was changed"
+            f"{shell('cp', folder / manifest.BACKUP_NAME, root / manifest.FILE_NAME)}. Nothing was changed"
         )
 
 
@@ -177,12 +178,14 @@ def unlisted(root: Path, folders: Iterable[Path]) -> list[str]:
     said = []
     for folder in folders:
         for base in sorted((folder / CHECKPOINTS).glob("*")):
-            if (root / CHECKPOINTS / base.name / manifest.FILE_NAME).exists() or not manifest.has_backup(base):
+            place = root / CHECKPOINTS / base.name
+            if (place / manifest.FILE_NAME).exists() or not manifest.has_backup(base):
                 continue
             said.append(
                 f"{base}: is a checkpoint that {root} does not list, as an older copy of the run directory does not; "
-                f"to list it: mkdir -p {root / CHECKPOINTS / base.name} && cp {base / manifest.BACKUP_NAME} "
-                f"{root / CHECKPOINTS / base.name / manifest.FILE_NAME}; where nobody wants it, remove the folder"
+                f"to list it: {shell('mkdir', '-p', place)} && "
+                f"{shell('cp', base / manifest.BACKUP_NAME, place / manifest.FILE_NAME)}; where nobody wants it, "
+                "remove the folder"
             )
     return said
 

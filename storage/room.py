@@ -54,7 +54,7 @@ class Room:
             for slot in () if array.scratch else (0, 1):
                 for part in range(len(array.parts)):
                     drive, path = array.chunk(array.target, slot, part)
-                    with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(OSError):
                         if path.stat().st_nlink == 1 and not (shared and slot == array.slot):
                             continue
                     needs[drive.folder] += array.form.file_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -204,6 +205,11 @@ def is_real_folder(path: Path) -> bool:
 def printable(text: object) -> str:
     """`text` as it may be shown on a terminal: every control character, and what turns text around, becomes U+FFFD."""
     return _CONTROL.sub("\ufffd", str(text))
+
+
+def shell(*words: str | Path) -> str:
+    """A command to type, whatever the names in it hold, printable."""
+    return printable(shlex.join(map(str, words)))
 
 
 def one_line(text: object, most: int = 500) -> str:

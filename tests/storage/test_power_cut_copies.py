@@ -1,0 +1,106 @@
+"""A power cut while a copied run directory is given a state of its own, uses it and deletes from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvme_state import SPECS, advance, assert_holds
+from powercut import Disk
+
+from storage import copying
+from storage.checkpoints import checkpoint_names, delete_checkpoint
+from storage.copying import copy_state
+from storage.errors import UserError
+from storage.nvme import NvmeStore
+
+
+def sync_all(top: Path) -> None:
+    for path in (top, *top.rglob("*")):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+class Copies:
+    """Run `one` on drive `a`, and its copy `two`, which is to have its state on drive `b`; what each must hold."""
+
+    def __init__(self, top: Path, workspace: Path, patch: pytest.MonkeyPatch, *, seed: int, share: float) -> None:
+        self.top = top
+        with closing(NvmeStore.create(top / "one", SPECS, budget_bytes=None, drives=[top / "a"])) as store:
+            advance(store, 1)
+            store.checkpoint("kept")
+            advance(store, 2)
+        shutil.copytree(top / "one", top / "two")
+        self.steps, self.kept, self.promised = {2}, {True}, False
+        self.disk = Disk(top, workspace, patch, seed=seed, share=share)
+        sync_all(top)
+        self.disk.check = self.check
+
+    def check(self, image: Path) -> None:
+        """Both are whole: `one` as it was, `two` with one of the steps that it may hold."""
+        drives = [image / "a", image / "b"]
+        assert self.state(image / "one", drives[:1]) == 2
+        assert self.state(image / "one/checkpoints/kept", drives[:1]) == 1
+        own = drives[1:] if self.promised else drives
+        assert self.state(image / "two", own) in self.steps
+        listed = checkpoint_names(image / "two")
+        assert (listed == ["kept"]) in self.kept
+        for name in listed:
+            assert self.state(image / "two/checkpoints" / name, own) == 1
+        shutil.rmtree(image)
+
+    @staticmethod
+    def state(root: Path, drives: list[Path]) -> int:
+        there = [drive for drive in drives if drive.exists()]
+        with closing(NvmeStore.open(root, drives=there, read_only=True)) as store:
+            for drive in store._drives:
+                assert drive.folder in [folder / inner for folder in there for inner in ("", "checkpoints/kept")]
+            step = int(store.meta["step"])
+            assert_holds(store, step)
+            return step
+
+
+def test_power_cut_while_a_copy_gets_its_own_state(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    top, images = workspace / "disk", workspace / "images"
+    top.mkdir()
+    images.mkdir()
+    with monkeypatch.context() as patch:
+        copies = Copies(top, images, patch, seed=3, share=1 / 3)
+        assert copy_state(top / "two", [top / "b"]) > 0
+        copies.promised = True
+        copies.disk.cut()
+        assert copy_state(top / "two", [top / "b"]) == 0
+        with closing(NvmeStore.open(top / "two", drives=[top / "b"])) as store:
+            copies.steps = {2, 3}
+            advance(store, 3)
+            copies.steps = {3}
+            copies.disk.cut()
+        copies.kept = {True, False}
+        delete_checkpoint(top / "two", "kept")
+        copies.kept = {False}
+        copies.disk.cut()
+        copies.disk.close()
+    assert copies.disk.images > 100
+
+
+def test_the_model_finds_a_copy_that_is_not_synced(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    top, images = workspace / "disk", workspace / "images"
+    top.mkdir()
+    images.mkdir()
+
+    def forgotten(path: Any) -> None:
+        pass
+
+    with monkeypatch.context() as patch:
+        copies = Copies(top, images, patch, seed=0, share=0)
+        patch.setattr(copying, "fsync_dir", forgotten)
+        copy_state(top / "two", [top / "b"])
+        copies.promised = True
+        with pytest.raises((AssertionError, UserError)):
+            copies.disk.cut()
+        copies.disk.close()
