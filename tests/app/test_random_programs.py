@@ -37,7 +37,9 @@ from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint
 from app.recipe import Recipe, to_json
 from app.rundir import RunDir, read_recipe
 from engine.config import StorageConfig
+from engine.constants import write_constants
 from engine.folders import drive_folders, state_folder
+from engine.session import CONSTANTS_FILE
 from storage.checkpoints import checkpoint_folder, checkpoint_names
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest
@@ -251,6 +253,7 @@ class Programs(RuleBasedStateMachine):
 
         def act() -> None:
             with closing(NvmeStore.create(state_folder(path), SPECS, budget_bytes=None, drives=folders)) as store:
+                write_constants(store.root / CONSTANTS_FILE, {})
                 write_state(store, number)
 
         error = in_child(act, None)

@@ -322,7 +322,9 @@ class Files:
         self._cuda.watch.read_direct(out.data_ptr(), out.nbytes, 0)
         return self._moved(out, write=True)
 
-    def write(self, buffer: str, kind: str, part: int, data: Tensor) -> Future[None]:
+    def write(
+        self, buffer: str, kind: str, part: int, data: Tensor, *, check: Callable[[], None] | None = None
+    ) -> Future[None]:
         self._cuda.watch.read_direct(data.data_ptr(), 0, 0)
         return self._moved(data, write=False)
 
