@@ -145,7 +145,7 @@ def train(
             session.executor.close()  # a commit on its way ends first
             store = session.store
             raise UserError(
-                f"{reason}. Generation {store.generation} (step {store.meta['step']}) is intact: mend this, then resume"
+                f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {store.meta['step']}) is intact: mend this, then resume"
             ) from error
         result.gpu_memory = memory_use(session.device)
         if result.gpu_memory is not None:
