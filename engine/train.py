@@ -143,9 +143,10 @@ def train(
             if reason is None:
                 raise
             session.executor.close()  # a commit on its way ends first
-            store = session.store
+            store, step = session.store, session.store.meta["step"]
             raise UserError(
-                f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {store.meta['step']}) is intact: mend this, then resume"
+                f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {step}) is intact: mend this, then "
+                "resume"
             ) from error
         result.gpu_memory = memory_use(session.device)
         if result.gpu_memory is not None:
