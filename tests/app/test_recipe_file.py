@@ -32,11 +32,12 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
     max_leaves=12,
 )
-folders = texts.filter(bool)
+paths = texts.filter(lambda text: "\0" not in text)
+folders = paths.filter(bool)
 optional_sizes = st.none() | st.sampled_from(["24GiB", "1.5 TB", 2**40, 1])
 models = st.builds(
     ModelConfig,
-    path=st.none() | texts,
+    path=st.none() | paths,
     model_type=texts,
     num_layers=st.none() | st.integers(1, 4096),
     tie_embeddings=st.booleans(),
@@ -48,7 +49,7 @@ recipes = st.builds(
     machine=texts,
     model=models,
     data=st.builds(
-        DataConfig, path=st.none() | texts, sequence_length=st.integers(2, 10**8), seed=st.integers(0, 2**63 - 1)
+        DataConfig, path=st.none() | paths, sequence_length=st.integers(2, 10**8), seed=st.integers(0, 2**63 - 1)
     ),
     train=st.builds(TrainConfig, lr=numbers, eps=numbers, steps=st.integers(1, 10**12), clip_norm=st.none() | numbers),
     budgets=st.builds(BudgetConfig, gpu=optional_sizes, ram=optional_sizes, nvme=optional_sizes),

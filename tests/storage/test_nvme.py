@@ -399,16 +399,20 @@ def test_folder_not_writable(tmp_path: Path) -> None:
         NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
 
 
-def test_full_disk_in_write_keeps_the_generation(store: NvmeStore) -> None:
+def test_full_disk_in_write_keeps_the_generation(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all(store, 1)
     store.commit({})
     path = store.root / "embed/master/1/c.0.0"
-    path.symlink_to("/dev/full")
-    future = store.write("embed", "master", 0, content(EMBED, 2))
-    with pytest.raises(UserError, match=rf"{path}: writing 12,288 bytes failed: No space left.*free some space"):
-        future.result()
+
+    def full(fd: int, data: list[memoryview], offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        future = store.write("embed", "master", 0, content(EMBED, 2))
+        with pytest.raises(UserError, match=rf"{path}: writing 12,288 bytes failed: No space left.*free some space"):
+            future.result()
     assert_holds(store, 1)
-    path.unlink()
     write_all(store, 2)
     assert store.commit({}) == 2
     assert_holds(reopen(store), 2)
