@@ -231,11 +231,12 @@ def scrub_run(run_path: Path) -> str:
     Raises UserError listing every damaged file, or while the run is running.
     """
     from engine.folders import drive_folders, state_folder
-    from engine.verify import verify_run_files
+    from engine.verify import run_checks, verify_run_files
     from storage.checkpoints import checkpoint_folder, checkpoint_names
     from storage.nvme import NvmeStore
 
-    started, size, failures = time.perf_counter(), 0, []
+    failures: list[str] = []
+    started, size = time.perf_counter(), 0
     with RunDir.open(run_path, read_only=True) as run:
         root = state_folder(run.path)
         drives = drive_folders(run.path, run.recipe.storage)
@@ -245,11 +246,8 @@ def scrub_run(run_path: Path) -> str:
                 checks = [store.verify]
                 if folder == root:
                     checks.append(partial(verify_run_files, run.path, store.meta))
-                for check in checks:
-                    try:
-                        size += check()
-                    except UserError as error:
-                        failures.append(str(error))
+                read, found = run_checks(checks)
+                size, failures = size + read, [*failures, *found]
     if failures:
         raise UserError("\n".join(failures))
     took_s = time.perf_counter() - started

@@ -53,7 +53,7 @@ def number(value: object) -> float | None:
 
 def whole(value: object) -> int | None:
     """A JSON value as a whole number of at most 63 bits; None for anything else."""
-    return int(value) if is_whole(value) else None  # type: ignore[call-overload]
+    return value if is_whole(value) else None
 
 
 def span_of(line: dict[str, Any]) -> Span | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,18 @@ def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:
         (corpus, lambda: verify_corpus(corpus)),
         (state, lambda: verify_constants(state / CONSTANTS_FILE, meta.get("constants"))),
     ]
-    size, failures = 0, []
-    for folder, check in checks:
-        if folder.exists():
-            try:
-                size += check()
-            except UserError as error:
-                failures.append(str(error))
+    size, failures = run_checks(check for folder, check in checks if folder.exists())
     if failures:
         raise UserError("\n".join(failures))
     return size
+
+
+def run_checks(checks: Iterable[Callable[[], int]]) -> tuple[int, list[str]]:
+    """Carry out all checks; the bytes that they read, and what those say that raise UserError."""
+    size, failures = 0, []
+    for check in checks:
+        try:
+            size += check()
+        except UserError as error:
+            failures.append(str(error))
+    return size, failures

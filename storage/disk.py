@@ -131,9 +131,7 @@ def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
     try:
         try:
             for piece in (data,) if isinstance(data, bytes) else data:
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
+                _write(fd, piece)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -148,11 +146,15 @@ def write_file(path: Path, content: bytes) -> None:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
+        _write(fd, content)
     finally:
         os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def _create(path: Path) -> int:

@@ -174,7 +174,7 @@ class Manifest:
 def step_of(meta: Mapping[str, Any]) -> int | None:
     """The step in an engine's record; None where it has none."""
     step = meta.get("step")
-    return step if isinstance(step, int) and is_whole(step) else None
+    return step if is_whole(step) else None
 
 
 def has_backup(root: Path) -> bool:

@@ -12,7 +12,7 @@ import re
 import shlex
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from storage.errors import UserError
 
@@ -111,7 +111,7 @@ def _kind(value: object) -> str:
     return "a list" if isinstance(value, list) else "a text" if isinstance(value, str) else "a number"
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a JSON value is a whole number of at most 63 bits: no float, no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 

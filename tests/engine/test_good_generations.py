@@ -17,7 +17,7 @@ from engine.failures import DivergedError
 from engine.health import LARGEST, LossWatch, require_usable
 from engine.plan import LAST_GOOD
 from engine.retention import Retention
-from engine.train import train, train_step
+from engine.train import train_step
 from storage import checkpoints
 from storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_checkpoint
 from storage.drives import Locks
@@ -33,14 +33,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 def run(folder: Path, *, resume: bool = False, checkpoint: str | None = None, **changes: Any) -> Told:
     observer = Told()
-    settings: dict[str, Any] = {
-        "model": tiny.model(),
-        "data": tiny.data(),
-        "train": tiny.training(steps=6),
-        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": tiny.storage(checkpoint_every=1),
-    }
-    train(**(settings | changes), run_dir=folder, observer=observer, resume=resume, checkpoint=checkpoint)
+    tiny.train_run(folder, observer, resume=resume, checkpoint=checkpoint, **changes)
     return observer
 
 

@@ -11,7 +11,7 @@ import tiny
 
 from engine.retention import automatic_name
 from engine.session import Session
-from engine.train import train, train_step
+from engine.train import train_step
 from storage.checkpoints import list_checkpoints
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -84,14 +84,7 @@ def test_each_step_tells_what_it_moved(tmp_path: Path) -> None:
 
 
 def run_recipe(run_dir: Path, observer: Any, resume: bool, checkpoint: str | None = None, **changes: Any) -> Any:
-    settings: dict[str, Any] = {
-        "model": tiny.model(),
-        "data": tiny.data(),
-        "train": tiny.training(steps=6),
-        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": tiny.storage(checkpoint_every=1),
-    }
-    return train(**(settings | changes), run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint)
+    return tiny.train_run(run_dir, observer, resume=resume, checkpoint=checkpoint, **changes)
 
 
 def kept(run_dir: Path) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.train import train
 from storage.disk import publish
 from storage.errors import UserError
 from storage.manifest import FILE_NAME, Manifest
@@ -17,16 +16,7 @@ from storage.manifest import FILE_NAME, Manifest
 
 def run(folder: Path, *, resume: bool) -> tiny.Silent:
     observer = tiny.Silent(stop_after=None if resume else 2)
-    train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(steps=3),
-        budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        storage=tiny.storage(),
-        run_dir=folder,
-        observer=observer,
-        resume=resume,
-    )
+    tiny.train_run(folder, observer, resume=resume, train=tiny.training(steps=3), storage=tiny.storage())
     return observer
 
 

@@ -24,6 +24,7 @@ from engine.prepare import layouts, make_config, make_loader, make_validation, m
 from engine.search import dimensions
 from engine.session import Compute, Session, run_identity, run_meta
 from engine.state import fill_store, read_parameters, state_arrays
+from engine.train import train
 from storage.errors import BudgetError
 from storage.nvme import ArraySpec, NvmeStore
 from storage.readers import Readers, select_readers
@@ -113,6 +114,20 @@ def training(**changes: Any) -> TrainConfig:
 def storage(**changes: Any) -> StorageConfig:
     """Parts of two pages, so that even a tiny buffer has several."""
     return StorageConfig(**({"chunk_bytes": "16KiB", "checkpoint_every": 1000} | changes))
+
+
+def train_run(
+    run_dir: Path, observer: Silent, *, resume: bool = False, checkpoint: str | None = None, **changes: Any
+) -> Any:
+    """Train a tiny run, six steps with a generation each unless `changes` of its parts say otherwise."""
+    parts: dict[str, Any] = {
+        "model": model(),
+        "data": data(),
+        "train": training(steps=6),
+        "budgets": BudgetConfig(gpu="1GiB", ram="1GiB"),
+        "storage": storage(checkpoint_every=1),
+    }
+    return train(**(parts | changes), run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint)
 
 
 @cache
