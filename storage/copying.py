@@ -44,7 +44,7 @@ def copy_state(root: Path, drives: Sequence[Path]) -> int:
     try:
         locks.take(root)
         current = Manifest.read(root)
-        ownership.require_newest(current, root, locate(current, root, []).values())
+        ownership.find_drives(current, root, [], to_change=False)
         ids: dict[str, Path] = {}
         total = 0
         # The state itself comes last: as long as it is another's, nothing is trained here.

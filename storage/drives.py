@@ -196,6 +196,13 @@ def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Pa
     UserError when two given folders claim to be one drive, and when a drive that holds state of the generation is
     nowhere; others may be missing.
     """
+    found = present(current, root, given)
+    require_present(current, root, found)
+    return found
+
+
+def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Path]:
+    """As `locate`, for those drives that are there."""
     found: dict[str, Path] = {}
     for folder in given:
         candidates = [folder] if current.checkpoint is None else [folder, folder / CHECKPOINTS / current.checkpoint]
@@ -210,23 +217,27 @@ def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Pa
                     f"storage.nvme: {candidate} and {found[identity.drive]} are copies of one drive; name one of them"
                 )
             found[identity.drive] = candidate
-    needed = {drive for stored in current.arrays.values() for drive in stored.drives}
     for record in current.drives:
-        if record.id in found:
-            continue
         path = root / record.path  # a recorded absolute path stays what it is
-        identity = read_identity(path)
+        identity = read_identity(path) if record.id not in found else None
         expected = (current.store, record.id, current.checkpoint)
         if identity is not None and (identity.store, identity.drive, identity.checkpoint) == expected:
             found[record.id] = Path(os.path.normpath(path))
-        elif record.id in needed:
+    return found
+
+
+def require_present(current: Manifest, root: Path, found: Container[str]) -> None:
+    """UserError unless every drive that holds state of the generation is `found`."""
+    needed = {drive for stored in current.arrays.values() for drive in stored.drives}
+    for record in current.drives:
+        path = root / record.path
+        if record.id in needed and record.id not in found:
             what = f"checkpoint '{current.checkpoint}'" if current.checkpoint else f"generation {current.generation}"
             state = "it is not there" if not path.exists() else f"the folder lacks this drive's {IDENTITY_NAME}"
             raise UserError(
                 f"{os.path.normpath(path)}: this drive holds part of {what} (named by {root / 'manifest.json'}), and "
                 f"{state}: is it mounted? If it has moved, give its new place in storage.nvme"
             )
-    return found
 
 
 def record(drive_id: str, folder: Path, base: Path, root: Path, *, active: bool) -> DriveRecord:

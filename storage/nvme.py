@@ -159,13 +159,8 @@ class NvmeStore:
         try:
             locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
-            found = _locate(current, root, given)
+            found, said = ownership.find_drives(current, root, given, to_change=not read_only)
             active = [drive.id for drive in current.drives if drive.active and drive.id in found] or list(found)
-            said: list[str] = []
-            if not read_only:
-                said = ownership.take_over(found.values(), root)
-            if current.checkpoint is None:
-                ownership.require_newest(current, root, found.values())
             if not read_only:
                 require_writable(root)
             if given and not read_only:
@@ -494,7 +489,6 @@ class NvmeStore:
 
 # The parameter `drives` of create and open hides the module.
 _distinct = drives.distinct
-_locate = drives.locate
 _read_identity = drives.read_identity
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from storage import manifest
 from storage.disk import disk_error
-from storage.drives import CHECKPOINTS, SCRATCH, Identity, read_identity
+from storage.drives import CHECKPOINTS, SCRATCH, Identity, present, read_identity, require_present
 from storage.errors import UserError
 from storage.manifest import Manifest
 from storage.untrusted import shell
@@ -53,6 +53,22 @@ def _is_aborted_start(folder: Path, identity: Identity, root: Path) -> bool:
     if identity.version < 2 or manifest.has_backup(folder) or (folder / CHECKPOINTS).exists():
         return False
     return is_same(Path(identity.root), root) or is_same(folder, root)
+
+
+def find_drives(
+    current: Manifest, root: Path, given: Sequence[Path], *, to_change: bool
+) -> tuple[dict[str, Path], list[str]]:
+    """The drives of the store in `root`, by id, as `drives.locate` finds them, and what `take_over` has to say.
+
+    Whose they are, and whether they know a newer generation, comes before what is missing: an older run directory names
+    drives that have been given up since.
+    """
+    found = present(current, root, given)
+    said = take_over(found.values(), root) if to_change else []
+    if current.checkpoint is None:
+        require_newest(current, root, found.values())
+    require_present(current, root, found)
+    return found, said
 
 
 def take_over(folders: Iterable[Path], root: Path) -> list[str]:

@@ -189,6 +189,24 @@ def test_an_older_run_directory_put_back(tmp_path: Path, run: Path, drives: list
         assert_holds(store, 4)
 
 
+def test_an_older_run_directory_put_back_after_a_drive_was_given_up(
+    tmp_path: Path, run: Path, drives: list[Path]
+) -> None:
+    backup = shutil.copytree(run, tmp_path / "backup")
+    new = tmp_path / "new"
+    new.mkdir()
+    with closing(NvmeStore.open(run, drives=[new, drives[1]])) as store:
+        advance(store, 3)
+    assert not (drives[0] / "drive.json").exists()
+    shutil.rmtree(run)
+    shutil.copytree(backup, run)
+    with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .*3 \(step 3\)") as caught:
+        NvmeStore.open(run, drives=drives)
+    assert os.system(str(caught.value).partition("newer generation: ")[2].partition(". Nothing")[0]) == 0
+    with closing(NvmeStore.open(run, drives=drives)) as store:
+        assert_holds(store, 3)
+
+
 def test_a_name_that_an_unlisted_checkpoint_has_is_not_given_again(run: Path, drives: list[Path]) -> None:
     with closing(NvmeStore.open(run)) as store:
         store.checkpoint("two")
