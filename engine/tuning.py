@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from engine.calibrate import calibrate
 from engine.costs import Calibration
 from engine.data import MicroBatch
@@ -19,6 +17,7 @@ from engine.prepare import LOGITS_BYTES, layouts
 from engine.preparing import Checklist
 from engine.search import Found
 from engine.session import Compute
+from storage.errors import UserError
 
 COMPILE_S = 20.0
 """About what compiling a model's layers and its loss takes where none of it is in Inductor's cache."""
@@ -86,8 +85,12 @@ class Tuning:
                 self.lanes.executor,
                 brief=brief,
             )
-        except torch.OutOfMemoryError as error:
-            raise explain(error, None, found.plan) or error from error
+        except UserError:
+            raise
+        except Exception as error:
+            if (told := explain(error, None, found.plan)) is None:
+                raise
+            raise told from error
 
     def _step_s(self, found: Found, calibration: Calibration) -> float:
         """Seconds of a step of the plan with these times."""

@@ -2,8 +2,8 @@
 
 A drive names the folder of the manifest that owns it, by path and inode (drive.json), and that names the drive back.
 A copied manifest names a drive that names another folder: while that folder names the drive back it is the owner, also
-when it has been renamed. Where it is gone the run directory has moved; where it names another folder as this drive, the
-drive's folder is a copy.
+when it has been renamed. Where it is gone the run directory has moved, or came back as a copy; where it names another
+folder as this drive, the drive's folder is a copy.
 """
 
 from __future__ import annotations
@@ -82,10 +82,14 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
         if identity is None:
             continue
         if (other := owner(folder, identity, root)) is not None:
+            if is_same(Path(identity.root), root) and _inode(other) != identity.inode:
+                what = f"came back as a copy, and {other} names the state on {folder} too: whose it is cannot be told. "
+                what += "Remove the one that nobody wants"
+            else:
+                what = f"is a copy of {other}, which is still there and owns the state on {folder}. Go on with that run"
             raise UserError(
-                f"{root}: is a copy of {other}, which is still there and owns the state on {folder}. Go on with that "
-                "run, or give this one a state of its own: `penstock resume RUN --copy-state` copies it, or let "
-                "storage.nvme name drives that hold a copy of it. Nothing was changed"
+                f"{root}: {what}, or give this one a state of its own: `penstock resume RUN --copy-state` copies it, "
+                "or let storage.nvme name drives that hold a copy of it. Nothing was changed"
             )
         if not is_same(Path(identity.root), root) and not folder.resolve().is_relative_to(root.resolve()):
             said[identity.root] = f"{root}: has come here from {identity.root}, and takes over its state on {folder}"
@@ -117,16 +121,17 @@ def require_plain(folders: Iterable[Path]) -> None:
 def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
     """The folder, other than `root`, of the manifest that owns `folder`, which says of itself that it is `identity`.
 
-    None where `root` may have it: it is the folder that is named, or the named one has gone.
+    None where `root` may have it: it is the folder that is named, or that has gone and no other one beside it names
+    this drive. Where two do, both are copies, as of a folder that came back from a backup, and neither may have it.
     """
     named = Path(identity.root)
-    if identity.inode:
-        if _inode(root) == identity.inode:
-            return None
-        for other in _beside(named):
-            if _inode(other) == identity.inode and _names(other, folder, identity):
-                return other
-    return named if not is_same(named, root) and _names(named, folder, identity) else None
+    if not identity.inode:
+        return named if not is_same(named, root) and _names(named, folder, identity) else None
+    if _inode(root) == identity.inode:
+        return None
+    others = [named, *_beside(named)]
+    others.sort(key=lambda other: _inode(other) != identity.inode)
+    return next((other for other in others if not is_same(other, root) and _names(other, folder, identity)), None)
 
 
 def _beside(root: Path) -> Iterator[Path]:
@@ -172,16 +177,25 @@ def _is_drive(folder: Path, identity: Identity) -> bool:
 def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> None:
     """UserError when one of the drives `folders` knows a newer generation of the store in `root` than `current`.
 
-    `root` is then an older copy put in the place of the run directory, or lies somewhere else.
+    `root` is then an older copy put in the place of the run directory, or lies somewhere else. What is said is the
+    newest that they know, or the drives that it names.
     """
-    for folder in folders:
-        newer = manifest.read_backup(folder)
+    newest, place = current, root
+    left, seen = list(folders), set[Path]()
+    while left:
+        folder = left.pop()
+        newer = manifest.read_backup(folder) if folder not in seen else None
+        seen.add(folder)
         if newer is None or newer.store != current.store or newer.generation <= current.generation:
             continue
+        if newer.generation > newest.generation:
+            newest, place = newer, folder
+        left += [Path(os.path.normpath(root / drive.path)) for drive in newer.drives]  # a drive may have been given up
+    if newest is not current:
         raise UserError(
-            f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {folder} holds generation "
-            f"{_named(newer)}: this is an older copy of the run directory. To go on from the newer generation: "
-            f"{shell('cp', folder / manifest.BACKUP_NAME, root / manifest.FILE_NAME)}. Nothing was changed"
+            f"{root / manifest.FILE_NAME}: holds generation {_named(current)}, but the drive {place} holds generation "
+            f"{_named(newest)}: this is an older copy of the run directory. To go on from the newer generation: "
+            f"{shell('cp', place / manifest.BACKUP_NAME, root / manifest.FILE_NAME)}. Nothing was changed"
         )
 
 

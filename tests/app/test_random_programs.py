@@ -422,10 +422,12 @@ class Programs(RuleBasedStateMachine):
                     command = said.partition("to list it: ")[2].partition("; where")[0]
                     assert not command or os.system(command) == 0
 
-        refused_as_copy = not run.owns and self.must_refuse(run)
+        places = self.places(run)
+        shared = any(other is not run and places & self.places(other) for other in self.runs.values())
+        must_refuse = not run.owns and self.must_refuse(run)
         error = in_child(act, None)
-        if refused_as_copy:  # a copy of an older run directory: whose state it is comes first
-            assert "is a copy of" in str(error), error
+        if must_refuse or (shared and "--copy-state" in str(error)):  # whose state it is comes first
+            assert "--copy-state" in str(error), error
             return
         if error is not None and not any((place / "drive.json").exists() for place in self.places(run)):
             assert "is it mounted" in str(error), error  # every drive that it names was given up since

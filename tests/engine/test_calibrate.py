@@ -27,6 +27,7 @@ from engine.schedule import ScheduleBuilder
 from engine.session import Compute
 from engine.simulate import simulate
 from engine.train import train, train_step
+from storage.errors import UserError
 from storage.nvme import NvmeStore
 
 MOE: dict[str, Any] = {
@@ -210,3 +211,12 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
         session.finish()
         assert counters["unique_graphs"] == before
     torch._dynamo.reset()
+
+
+def test_a_compiler_without_room_for_its_files_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("g++ -O3 ...\nfatal error: when writing output to /x/y.i: No space left on device\nmore")
+
+    monkeypatch.setattr("engine.tuning.calibrate", fails)
+    with pytest.raises(UserError, match=r"torch\.compile has no room for its files.*/x/y\.i: No space left on device;"):
+        run(tmp_path / "run", calibrate=True)

@@ -18,7 +18,7 @@ RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
 WIDEST = 2048
 """Wider models are cut to a fourth in width, heads and MLP; heads keep their size."""
 
-WIDER = {"120b_gh200": "1600MiB", "qwen_1_5b_4gib": "1200MiB"}
+WIDER = {"70b_gh200": "1100MiB", "120b_gh200": "1600MiB", "qwen_1_5b_4gib": "1200MiB"}
 """Budgets of what is still wide then: one block's working set is more than 1 GiB."""
 
 

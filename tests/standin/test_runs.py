@@ -20,9 +20,12 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 STREAMED = {
     "data": {"sequence_length": 4096},
-    "budgets": {"gpu": "148MiB", "ram": "20MiB", "nvme": "2GiB"},
+    "budgets": {"gpu": "150MiB", "ram": "20MiB", "nvme": "2GiB"},
     "train": {"compile": "off", "chunk_tokens": 512},
+    "storage": {"reader": "direct"},
 }
+READERS = {"direct": "20MiB", "kvikio": "84MiB"}
+"""budgets.ram with which as much is spilled: kvikio takes 64 MiB of it for itself."""
 
 
 def command(folder: Path, wanted: dict[str, Any]) -> list[str]:
@@ -60,9 +63,11 @@ def test_a_compiled_run_keeps_to_its_plan(tmp_path: Path) -> None:
     assert run["gpu_memory"]["reserved_bytes"] <= 1100 * MIB
 
 
-def test_delays_change_no_bit_of_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", READERS)
+def test_delays_change_no_bit_of_the_state(tmp_path: Path, reader: str) -> None:
     """Through all three tiers with spilled activations; whichever stream comes late."""
     wanted = with_train(STREAMED, calibrate=False, save="attention")
+    wanted |= {"budgets": STREAMED["budgets"] | {"ram": READERS[reader]}, "storage": {"reader": reader}}
     runs = [trained(tmp_path / us, wanted, STANDIN_DELAY_US=us) for us in ("0", "500")]
     assert set(runs[0]["lanes"]) >= {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}
     assert runs[0]["spilled"] > 0

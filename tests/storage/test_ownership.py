@@ -207,6 +207,27 @@ def test_an_older_run_directory_put_back_after_a_drive_was_given_up(
         assert_holds(store, 3)
 
 
+def test_two_copies_of_an_owner_that_has_gone_leave_its_state_alone(tmp_path: Path, drives: list[Path]) -> None:
+    """The original moved, and came back from a backup; a copy lies where the drives saw it last."""
+    run, moved = (tmp_path / "runs" / name / "state" for name in ("run", "moved"))
+    make(run, drives)
+    for name in ("copy", "backup"):
+        shutil.copytree(run.parent, tmp_path / name)
+    run.parent.rename(moved.parent)
+    shutil.rmtree(moved.parent)
+    (tmp_path / "backup").rename(moved.parent)
+    (tmp_path / "copy").rename(run.parent)
+    before = tree(run, moved, *drives)
+    for folder, said in ((run, f"came back as a copy, and {moved} names"), (moved, f"is a copy of {run}, which")):
+        with pytest.raises(UserError, match=f"^{folder}: {said}.*--copy-state.*Nothing was changed"):
+            NvmeStore.open(folder, drives=[tmp_path / "new"])
+        assert tree(run, moved, *drives) == before
+    copy_state(run, [tmp_path / "c"])
+    assert_sound(run, 2, [tmp_path / "c"])
+    assert_sound(moved, 2)  # nobody else names it now
+    assert_sound(run, 2)
+
+
 def test_a_name_that_an_unlisted_checkpoint_has_is_not_given_again(run: Path, drives: list[Path]) -> None:
     with closing(NvmeStore.open(run)) as store:
         store.checkpoint("two")
