@@ -1,8 +1,8 @@
 """Random programs of what people do to runs, checked after every step against a model of what must exist.
 
-A run trains, is killed, copied, moved, put back from a backup, given checkpoints, moved to other drives, scrubbed. The
-store and the commands' functions are real; training writes content that follows from a number, so that a program
-takes a fraction of a second.
+A run trains, is killed, copied, moved, removed, put back from a backup, given checkpoints, moved to other drives,
+scrubbed. The store and the commands' functions are real; training writes content that follows from a number, so that a
+program takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -300,9 +300,18 @@ class Programs(RuleBasedStateMachine):
         state = self.committed(run)
         assert state in allowed, (state, allowed)
         if state != run.state:  # it was let in: it has taken over what nobody else owned
+            if not run.owns:  # the owner, which is gone, may have deleted what it lists
+                run.checkpoints = {name: n for name, n in run.checkpoints.items() if self.is_there(run, name, n)}
             run.owns, run.stale = True, False
             run.state = state
             self.remember(run)
+
+    def is_there(self, run: Run, name: str, number: int) -> bool:
+        try:
+            look_at(checkpoint_folder(state_folder(self.path(run.name)), name), number)
+        except (OSError, UserError, AssertionError):
+            return False
+        return True
 
     @rule(data=st.data(), name=CHECKPOINTS, moment=MOMENTS)
     def keep(self, data: Any, name: str, moment: int | None) -> None:
@@ -368,6 +377,26 @@ class Programs(RuleBasedStateMachine):
             other.owns = False
         self.runs[name] = other
         self.known[name] = Known(other.state, dict(other.checkpoints))
+
+    @precondition(lambda self: len(self.runs) > 1)
+    @rule(data=st.data())
+    def remove(self, data: Any) -> None:
+        """What lies on drives outside of it stays there, for a copy or a backup that names it."""
+        run = self.pick(data)
+        shutil.rmtree(self.path(run.name))
+        del self.runs[run.name], self.known[run.name]
+
+    @precondition(lambda self: bool(self.backups))
+    @rule(data=st.data())
+    def restore_elsewhere(self, data: Any) -> None:
+        old, folder = data.draw(st.sampled_from(self.backups))
+        if (name := self.free_name(data)) is None:
+            return
+        shutil.copytree(folder, self.path(name), symlinks=True)
+        run = self.runs[name] = copy.deepcopy(old)
+        run.name = name
+        run.owns = self.is_inside(run)
+        self.known[name] = Known(run.state, dict(run.checkpoints))
 
     @rule(data=st.data())
     def move(self, data: Any) -> None:
