@@ -186,34 +186,44 @@ def _rotary_reach(table: dict[str, Any], longest: int) -> float:
     return longest
 
 
-def initialize(spec: ModelSpec, buffer: str, seed: int) -> dict[str, Tensor]:
-    """Random float32 values of one flat buffer's parameters, by the model's own initialiser.
+class Initializer:
+    """Random float32 values of a model's parameters, by the model's own initialiser."""
 
-    The same (spec, buffer, seed) always gives the same values, whatever else was initialised before.
-    """
-    digest = hashlib.sha256(f"{seed}/{buffer}".encode()).digest()
-    model = _build(spec.config)
-    layers = skeleton.find_layers(model)[1]
-    names = {param.name for param in spec.buffers[buffer]}
-    sites = skeleton.parameter_sites(model, exclude=" ")
-    for name in names:
-        module, key = sites[name][0]
-        shape = skeleton.site_parameter(sites[name]).shape
-        module._parameters[key] = nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
-    # Post-order, as transformers does it: a module's own initialiser overrules its children's.
-    if buffer.startswith("layers."):
-        modules = list(layers[int(buffer.removeprefix("layers."))].modules())[::-1]
-    else:
-        modules = [module for _, module in skeleton.outer_modules(model, layers)][::-1]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        for module in modules:
-            model._init_weights(module)
-    values = {name: skeleton.site_parameter(sites[name]).detach() for name in sorted(names)}
-    for name, value in values.items():
-        if value.isnan().any():
-            raise UserError(f"model type '{spec.model_type}': transformers does not initialise the parameter {name}")
-    return values
+    def __init__(self, spec: ModelSpec, seed: int):
+        """The same (spec, seed) always gives the same values, in whatever order they are asked for."""
+        self._spec, self._seed = spec, seed
+        self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
+        self._layers = skeleton.find_layers(self._model)[1]
+        self._sites = skeleton.parameter_sites(self._model, exclude=" ")
+
+    def values(self, buffer: str) -> dict[str, Tensor]:
+        """One flat buffer's parameters by name. UserError naming one that the model does not initialise."""
+        digest = hashlib.sha256(f"{self._seed}/{buffer}".encode()).digest()
+        sites = {param.name: self._sites[param.name] for param in self._spec.buffers[buffer]}
+        on_meta = {name: module._parameters[key] for name, ((module, key), *_) in sites.items()}
+        # Post-order, as transformers does it: a module's own initialiser overrules its children's.
+        if buffer.startswith("layers."):
+            modules = list(self._layers[int(buffer.removeprefix("layers."))].modules())[::-1]
+        else:
+            modules = [module for _, module in skeleton.outer_modules(self._model, self._layers)][::-1]
+        try:
+            for (module, key), *_ in sites.values():
+                shape = module._parameters[key].shape  # type: ignore[union-attr]
+                module._parameters[key] = nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                for module in modules:
+                    self._model._init_weights(module)
+            values = {name: skeleton.site_parameter(sites[name]).detach() for name in sorted(sites)}
+        finally:
+            for name, ((module, key), *_) in sites.items():
+                module._parameters[key] = on_meta[name]
+        for name, value in values.items():
+            if value.isnan().any():
+                raise UserError(
+                    f"model type '{self._spec.model_type}': transformers does not initialise the parameter {name}"
+                )
+        return values
 
 
 def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from engine.folders import drive_folders, state_folder
 from engine.forecast import forecast, predict
 from engine.lanes import Lanes
 from engine.machine import Machine
-from engine.model import ModelSpec, initial_constants, initialize
+from engine.model import Initializer, ModelSpec, initial_constants
 from engine.plan import Choice, Plan
 from engine.planning import Task, run_budgets, this_machine
 from engine.prepare import (
@@ -340,7 +340,8 @@ def _fill_new(
             buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
         else:
             constants = initial_constants(spec)
-            buffers = ((name, initialize(spec, name, train.seed)) for name in spec.buffers)
+            initializer = Initializer(spec, train.seed)
+            buffers = ((name, initializer.values(name)) for name in spec.buffers)
         crc = write_constants(store.root / CONSTANTS_FILE, constants)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
     except BaseException:

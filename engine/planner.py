@@ -417,7 +417,7 @@ class _Planner:
             "kept generations": p.kept_generations * generation,
             "weights": sum(on_disk(b, p.compute_bytes) for b in buffers.values() if b.weights == "nvme"),
             "gradients": sum(on_disk(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
-            "spilled activations": sum(sum(self.record(*key).values()) for key in spilled),
+            "spilled activations": sum(self.record_bytes(*key) for key in spilled),
         }
         need = sum(parts.values())
         if p.nvme_budget is not None and need > p.nvme_budget:

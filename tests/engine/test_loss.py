@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.batch import ChunkTokens
 from engine.blocks import ModelRunner
 from engine.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
-from engine.model import HEAD, initialize
+from engine.model import HEAD, Initializer
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -83,7 +83,8 @@ def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
     spec = tiny.spec_of(config)
     runner = ModelRunner(spec, device="cpu", dtype=torch.bfloat16)
     names = next(block.buffers for block in spec.blocks if block.name == HEAD)
-    return runner, {k: t.bfloat16() for name in names for k, t in initialize(spec, name, 0).items()}
+    initializer = Initializer(spec, 0)
+    return runner, {k: t.bfloat16() for name in names for k, t in initializer.values(name).items()}
 
 
 class PeakOfLogits(TorchDispatchMode):

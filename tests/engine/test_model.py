@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from engine import skeleton
-from engine.model import BlockSpec, ModelSpec, initial_constants, initialize, validate_context
+from engine.model import BlockSpec, Initializer, ModelSpec, initial_constants, validate_context
 from engine.shrink import fewer_layers, shrink
 from storage.errors import UserError
 
@@ -134,20 +134,31 @@ def test_context_must_be_reachable() -> None:
 
 def test_initialisation_is_the_models_own_and_repeats() -> None:
     spec = ModelSpec.from_config(qwen3(initializer_range=0.03, pad_token_id=7))
-    first = initialize(spec, "layers.1", seed=3)
-    initialize(spec, "embed", seed=3)
-    again = initialize(spec, "layers.1", seed=3)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    initializer = Initializer(spec, seed=3)
+    first = initializer.values("layers.1")
+    initializer.values("embed")
+    for again in (initializer.values("layers.1"), Initializer(spec, seed=3).values("layers.1")):
+        assert all(torch.equal(first[name], again[name]) for name in first)
     assert {name: tuple(t.shape) for name, t in first.items()} == {p.name: p.shape for p in spec.buffers["layers.1"]}
     assert all(t.dtype == torch.float32 for t in first.values())
     weight = first["model.layers.1.mlp.up_proj.weight"]
     assert abs(weight.std() - 0.03) < 0.002
     assert torch.equal(first["model.layers.1.input_layernorm.weight"], torch.ones(64))
-    assert not torch.equal(weight, initialize(spec, "layers.1", seed=4)["model.layers.1.mlp.up_proj.weight"])
-    other = initialize(spec, "layers.2", seed=3)["model.layers.2.mlp.up_proj.weight"]
+    assert not torch.equal(weight, Initializer(spec, seed=4).values("layers.1")["model.layers.1.mlp.up_proj.weight"])
+    other = initializer.values("layers.2")["model.layers.2.mlp.up_proj.weight"]
     assert not torch.equal(weight, other)
-    table = initialize(spec, "embed", seed=3)["model.embed_tokens.weight"]
+    table = initializer.values("embed")["model.embed_tokens.weight"]
     assert torch.equal(table[7], torch.zeros(64))
+
+
+def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building one of a thousand layers takes seconds, and once for each layer it takes an hour."""
+    spec, built = ModelSpec.from_config(qwen3()), []
+    build = skeleton.build
+    monkeypatch.setattr(skeleton, "build", lambda *args: built.append(args) or build(*args))
+    initializer = Initializer(spec, seed=3)
+    assert all(initializer.values(name) for name in spec.buffers)
+    assert len(built) == 1
 
 
 def test_initial_constants_are_the_models_own() -> None:

@@ -17,7 +17,7 @@ from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.lanes import Lanes
-from engine.model import ModelSpec, initialize
+from engine.model import Initializer, ModelSpec
 from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
 from engine.planning import Budgets, Task
 from engine.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
@@ -192,7 +192,8 @@ def make_store(
 ) -> NvmeStore:
     """A store whose first generation is the model's own initialisation."""
     store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
-    buffers = ((name, initialize(spec, name, seed)) for name in spec.buffers)
+    initializer = Initializer(spec, seed)
+    buffers = ((name, initializer.values(name)) for name in spec.buffers)
     fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor, identity))
     return store
 
