@@ -152,7 +152,7 @@ def test_initialisation_is_the_models_own_and_repeats() -> None:
 
 
 def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building one of a thousand layers takes seconds; once for each of them, the first step was not reached in 9 minutes."""
+    """Building one of a thousand layers takes seconds; for each of them, a start took over 9 minutes."""
     spec, built = ModelSpec.from_config(qwen3()), []
     build = skeleton.build
     monkeypatch.setattr(skeleton, "build", lambda *args: built.append(args) or build(*args))
