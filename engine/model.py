@@ -199,25 +199,25 @@ class Initializer:
     def values(self, buffer: str) -> dict[str, Tensor]:
         """One flat buffer's parameters by name. UserError naming one that the model does not initialise."""
         digest = hashlib.sha256(f"{self._seed}/{buffer}".encode()).digest()
-        sites = {param.name: self._sites[param.name] for param in self._spec.buffers[buffer]}
-        on_meta = {name: module._parameters[key] for name, ((module, key), *_) in sites.items()}
+        params = sorted(self._spec.buffers[buffer], key=lambda param: param.name)
+        places = [self._sites[param.name][0] for param in params]
+        on_meta = [module._parameters[key] for module, key in places]
         # Post-order, as transformers does it: a module's own initialiser overrules its children's.
         if buffer.startswith("layers."):
             modules = list(self._layers[int(buffer.removeprefix("layers."))].modules())[::-1]
         else:
             modules = [module for _, module in skeleton.outer_modules(self._model, self._layers)][::-1]
         try:
-            for (module, key), *_ in sites.values():
-                shape = module._parameters[key].shape  # type: ignore[union-attr]
-                module._parameters[key] = nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
+            for param, (module, key) in zip(params, places, strict=True):
+                module._parameters[key] = nn.Parameter(torch.full(param.shape, float("nan")), requires_grad=False)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 for module in modules:
                     self._model._init_weights(module)
-            values = {name: skeleton.site_parameter(sites[name]).detach() for name in sorted(sites)}
+            values = {p.name: skeleton.site_parameter(self._sites[p.name]).detach() for p in params}
         finally:
-            for name, ((module, key), *_) in sites.items():
-                module._parameters[key] = on_meta[name]
+            for (module, key), parameter in zip(places, on_meta, strict=True):
+                module._parameters[key] = parameter
         for name, value in values.items():
             if value.isnan().any():
                 raise UserError(

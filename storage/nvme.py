@@ -163,14 +163,11 @@ class NvmeStore:
             active = [drive.id for drive in current.drives if drive.active and drive.id in found] or list(found)
             if not read_only:
                 require_writable(root)
-            if given and not read_only:
-                active = []
-                for folder in given:
-                    id = ownership.claim(folder, current.store, root) or uuid.uuid4().hex
+                ids = [ownership.claim(folder, current.store, root) or uuid.uuid4().hex for folder in given]
+                for id, folder in zip(ids, given, strict=True):
                     require_writable(folder)
                     found[id] = folder
-                    active.append(id)
-            if not read_only:
+                active = ids or active
                 ownership.require_plain({root, *found.values()})
             for folder in found.values():
                 locks.take(folder)
