@@ -88,8 +88,6 @@ def main() -> None:
     os.environ["XDG_CONFIG_HOME"] = os.environ["XDG_RUNTIME_DIR"] = str(folder)
     # A cache of its own: the keys of the usual one do not say for which instructions code was made.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled_code")
-        folder / "compiled_code"
-    )  # the cache's keys do not name the instructions
     with contextlib.redirect_stdout(sys.stderr):
         found = {file.stem: train(file, folder) for file in RECIPES if not names or file.stem in names}
         if not names or "old_run" in names:
