@@ -313,17 +313,7 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
                 compile_headers()
             from engine.train import train
 
-        return train(
-            model=recipe.model,
-            data=recipe.data,
-            train=recipe.train,
-            budgets=recipe.budgets,
-            storage=recipe.storage,
-            run_dir=path,
-            observer=observer,
-            resume=resume,
-            checkpoint=checkpoint,
-        )
+        return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
     finally:
         cancel_text_ahead()
 
@@ -381,15 +371,7 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     require_new_folder(folder)
     from engine.train import export
 
-    export(
-        path,
-        model=recipe.model,
-        data=recipe.data,
-        train=recipe.train,
-        storage=recipe.storage,
-        out_dir=folder,
-        checkpoint=checkpoint,
-    )
+    export(path, recipe, out_dir=folder, checkpoint=checkpoint)
 
 
 def require_new_folder(folder: Path) -> None:

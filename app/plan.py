@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,23 +71,20 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
     """The machine, and what has to be planned for it."""
     import torch
 
-    from engine.config import TrainConfig
     from engine.forecast.request import Task, machine_budgets, run_budgets, this_machine
     from engine.hf.prepare import model_config, model_spec, with_compute_dtype
     from engine.machine.presets import find_machine
     from engine.machine.reservations import reserved
 
     name = machine or recipe.machine
-    train: TrainConfig = recipe.train
-    where = torch.device("cuda" if torch.cuda.is_available() and train.device != "cpu" else "cpu")
+    where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
     on = find_machine(name) if name else this_machine(where)
-    config = model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size)
+    config = model_config(recipe, recipe.data.tokenizer_vocab_size)
     spec = model_spec(config, recipe.data)
     if name:
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
         budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
-    train = with_compute_dtype(train, device)
-    task = Task(spec=spec, data=recipe.data, train=train, storage=recipe.storage, budgets=budgets, device_type=device)
-    return on, task
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
+    return on, Task(spec=spec, recipe=recipe, budgets=budgets, device_type=device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention import chunk as attention
 from engine.attention.chunk import attention_report
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.config import Recipe, StorageConfig, parse_bytes
 from engine.data.loader import DataLoader, MicroBatch
 from engine.events import Observer
 from engine.folders import drive_folders, state_folder
@@ -57,39 +57,31 @@ _LOOKED_AT = 5
 
 
 def open_session(
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    budgets: BudgetConfig,
-    storage: StorageConfig,
-    run_dir: Path,
-    observer: Observer,
-    resume: bool,
-    checkpoint: str | None = None,
+    recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> Session:
     """Prepare data, plan and state of a run: everything up to the first step.
 
     With `checkpoint` a resumed run goes back to that checkpoint's generation.
     """
-    device = resolve_device(train)
-    train = with_compute_dtype(train, device.type)
+    device = resolve_device(recipe.train)
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
+    train, budgets = recipe.train, recipe.budgets
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
     with checklist.step("tokenizing the data"):
-        prepared = prepare_data(model, data, run_dir / "data")
-    config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
+        prepared = prepare_data(recipe, run_dir / "data")
+    config = model_config(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     with checklist.step("taking the model apart"):
-        spec = model_spec(config, data)
-    loader = make_loader(prepared.corpus, spec, data, train)
-    validation = make_validation(prepared.corpus, spec, data, train)
+        spec = model_spec(config, recipe.data)
+    loader = make_loader(prepared.corpus, spec, recipe)
+    validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
     if validation is not None:
         observer.on_message(
             f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "
             f"{validation.num_documents:,} documents held out"
         )
-    drives, placement = drive_folders(run_dir, storage), place_threads(device)
+    drives, placement = drive_folders(run_dir, recipe.storage), place_threads(device)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
     machine = this_machine(device)
@@ -99,7 +91,7 @@ def open_session(
         )
     batch = typical_batch(loader)
     documents = [m.documents for m in batch]
-    identity = run_identity(model, data, train)
+    identity = run_identity(recipe)
     with contextlib.ExitStack() as undo:
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
@@ -115,14 +107,12 @@ def open_session(
         )
         undo.callback(lanes.close)
         on_drive = None if placement is None else placement.enter_drive
-        readers = _readers(storage, device, drives, on_drive)
+        readers = _readers(recipe.storage, device, drives, on_drive)
         if readers.warning:
             observer.on_message(readers.warning)
         task = Task(
             spec=spec,
-            data=data,
-            train=train,
-            storage=storage,
+            recipe=recipe,
             budgets=limits,
             device_type=device.type,
             device_reads=readers.device is not None,
@@ -161,7 +151,7 @@ def open_session(
                     on_thread_start=on_drive,
                 )
                 undo.callback(store.close)
-                _fill_new(store, spec, model, train, loader, identity)
+                _fill_new(store, spec, recipe, loader, identity)
         for warning in store.warnings:
             observer.on_message(warning)
         if recorded is not None:
@@ -195,8 +185,7 @@ def open_session(
             store=store,
             loader=loader,
             compute=compute,
-            train=train,
-            storage=storage,
+            recipe=recipe,
             device=device,
             identity=identity if constants_crc is None else identity | {"constants": constants_crc},
             lanes=lanes,
@@ -324,24 +313,17 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
         )
 
 
-def _fill_new(
-    store: NvmeStore,
-    spec: ModelSpec,
-    model: ModelConfig,
-    train: TrainConfig,
-    loader: DataLoader,
-    identity: dict[str, Any],
-) -> None:
+def _fill_new(store: NvmeStore, spec: ModelSpec, recipe: Recipe, loader: DataLoader, identity: dict[str, Any]) -> None:
     """Commit the imported or initialised model as the first generation; closes the store where that fails."""
     try:
         constants: dict[str, Tensor] = {}
-        if model.path is not None:
-            reader = CheckpointReader(Path(model.path).expanduser())
+        if recipe.model.path is not None:
+            reader = CheckpointReader(Path(recipe.model.path).expanduser())
             constants = weights.read_constants(reader, spec)
             buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
         else:
             constants = initial_constants(spec)
-            initializer = Initializer(spec, train.seed)
+            initializer = Initializer(spec, recipe.train.seed)
             buffers = ((name, initializer.values(name)) for name in spec.buffers)
         crc = write_constants(store.root / CONSTANTS_FILE, constants)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))

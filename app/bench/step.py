@@ -211,11 +211,12 @@ class _StepClock:
 
 
 def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
-    from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+    from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
     from engine.train import train
 
     clock, dtype = _StepClock(), _dtype()
-    train(
+    recipe = Recipe(
+        name="bench",
         model=ModelConfig(
             model_type="qwen3",
             num_layers=LAYERS,
@@ -245,10 +246,8 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
         ),
         budgets=BudgetConfig(**BUDGETS[dtype][case]),
         storage=StorageConfig(checkpoint_every=steps, chunk_bytes="16MiB"),
-        run_dir=scratch,
-        observer=clock,
-        resume=False,
     )
+    train(recipe, run_dir=scratch, observer=clock, resume=False)
     return clock.times_s
 
 

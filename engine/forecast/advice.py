@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import parse_bytes
@@ -44,8 +44,8 @@ def applied(task: Task, values: Mapping[str, Any]) -> Task:
             sizes: dict[str, Any] = {field: parse_bytes(value, name)}
             task = replace(task, budgets=replace(task.budgets, **sizes))
         else:
-            changed = {f.name: getattr(getattr(task, section), f.name) for f in fields(getattr(task, section))}
-            task = replace(task, **{section: type(getattr(task, section))(**(changed | {field: value}))})
+            changed: dict[str, Any] = {section: replace(getattr(task.recipe, section), **{field: value})}
+            task = replace(task, recipe=replace(task.recipe, **changed))
     return task
 
 
@@ -66,7 +66,7 @@ def fixes(task: Task, sizes: Mapping[str, int]) -> list[Change]:
 
 def _single(task: Task) -> Iterator[Change]:
     """Changes of one field, of each field the least that fits."""
-    train, storage = task.train, task.storage
+    recipe, train, storage = task.recipe, task.recipe.train, task.recipe.storage
     if train.kv_window != "auto":
         yield Change({"train.kv_window": "auto"}, "let the plan decide whether keys and values stream")
     if train.save not in ("auto", "input"):
@@ -82,7 +82,7 @@ def _single(task: Task) -> Iterator[Change]:
     yield from _least(task, "train.sequences_per_micro_batch", smaller, "fewer sequences in one stream")
     fewer = [n for n in _halves(train.sequences_per_step, 1) if n % micro == 0]
     yield from _least(task, "train.sequences_per_step", fewer, "fewer sequences in a step")
-    yield from _least(task, "data.sequence_length", _halves(task.data.sequence_length, 2), "a shorter context")
+    yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
     size = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
     smaller = [n for n in _halves(size, 8192) if n % 8192 == 0]
     yield from _least(task, "storage.chunk_bytes", smaller, "smaller chunk files, and so smaller stages")
@@ -136,7 +136,7 @@ def best_change(task: Task, machine: Machine, found: Found, tokens_per_step: int
             tried = other.search(on, only=(found.best.chunk_tokens, found.best.choice))
         except BudgetError:
             continue
-        scale = other.train.sequences_per_step / task.train.sequences_per_step
+        scale = other.recipe.train.sequences_per_step / task.recipe.train.sequences_per_step
         rate = tokens_per_step * scale / tried.best.step_s
         if rate >= now * MIN_GAIN and (best is None or rate > best[0]):
             gains = {"step_s": tried.best.step_s, "tokens_per_s": rate, "gain": rate / now}
@@ -146,7 +146,7 @@ def best_change(task: Task, machine: Machine, found: Found, tokens_per_step: int
 
 def _improvements(task: Task, machine: Machine) -> Iterator[tuple[Change, Task, Machine]]:
     """(change, task with it, machine with it)."""
-    train, budgets = task.train, task.budgets
+    train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":
         values = {"train.gradient_dtype": "bfloat16"}
         yield Change(values, "gradients wait in bfloat16"), applied(task, values), machine

@@ -37,7 +37,7 @@ def forecast(
 
     `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
     """
-    plan, train = found.plan, task.train
+    plan, train = found.plan, task.recipe.train
     documents = None if batch is None else [m.documents for m in batch]
     if simulation is None:
         simulation = predict(plan, machine, calibration, documents)
@@ -51,7 +51,7 @@ def forecast(
         "fits": True,
         "machine": machine_json(machine),
         "model": model_json(task),
-        "context": task.data.sequence_length,
+        "context": task.recipe.data.sequence_length,
         "tokens_per_step": tokens,
         "steps": train.steps,
         "step_s": step_s,
@@ -95,7 +95,7 @@ def validation_seconds(
     documents: Sequence[Sequence[int]] | None = None,
 ) -> float:
     """Seconds that a validation adds to the run; 0 where the recipe asks for none."""
-    train = task.train
+    train = task.recipe.train
     if train.validate_every is None:
         return 0.0
     passes = -(-(train.validation_sequences or train.sequences_per_step) // train.sequences_per_step)
@@ -108,9 +108,9 @@ def refusal(task: Task, machine: Machine, error: BudgetError) -> dict[str, Any]:
         "fits": False,
         "machine": machine_json(machine),
         "model": model_json(task),
-        "context": task.data.sequence_length,
+        "context": task.recipe.data.sequence_length,
         "tokens_per_step": sum(rows(task)),
-        "steps": task.train.steps,
+        "steps": task.recipe.train.steps,
         "refusal": {
             "tier": error.tier,
             "short_bytes": error.need_bytes - error.budget_bytes,
@@ -126,7 +126,7 @@ def refusal(task: Task, machine: Machine, error: BudgetError) -> dict[str, Any]:
 
 def rows(task: Task) -> list[int]:
     """Lengths of a step's documents when each row is one."""
-    return [task.data.sequence_length] * task.train.sequences_per_step
+    return [task.recipe.data.sequence_length] * task.recipe.train.sequences_per_step
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
@@ -153,21 +153,21 @@ def whole_run(
     A commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that
     it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
     """
-    steps, every = task.train.steps, task.storage.checkpoint_every
+    steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
     resident = [buffer for buffer in plan.buffers.values() if buffer.state != "nvme"]
     through = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in resident)
     whole = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in plan.buffers.values())
     commits = -(-steps // every)
-    validations = 0 if task.train.validate_every is None else -(-steps // task.train.validate_every)
+    validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
     held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
     per_step = simulation.bytes["nvme_write"]
     written = steps * per_step + commits * through + whole
-    drives = max(1, len(task.storage.drives) or len(machine.drives))
+    drives = max(1, len(task.recipe.storage.drives) or len(machine.drives))
     shares = []
     for index in range(drives):
         drive = machine.drives[min(index, len(machine.drives) - 1)]
-        path = task.storage.drives[index] if index < len(task.storage.drives) else drive.path
+        path = task.recipe.storage.drives[index] if index < len(task.recipe.storage.drives) else drive.path
         endurance = drive.endurance_bytes
         shares.append(
             {
@@ -234,13 +234,13 @@ def compute_bound_tokens(task: Task, machine: Machine, found: Found) -> int | No
 
     Tried by doubling or halving the sequences of a step with the same choices.
     """
-    train, choice = task.train, found.best.choice
-    per_row = task.data.sequence_length
+    train, choice = task.recipe.train, found.best.choice
+    per_row = task.recipe.data.sequence_length
 
     def bound(sequences: int) -> bool | None:
         changed = replace(train, sequences_per_step=sequences, chunk_tokens=found.best.chunk_tokens)
         try:
-            plan = replace(task, train=changed).plan(choice)
+            plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
         except BudgetError:
             return None
         return estimate(plan, machine).bound_by == "compute"

@@ -1,4 +1,4 @@
-"""From a recipe's parts to the best plan for a machine: this one, or one of which only the profile is here."""
+"""From a recipe to the best plan for a machine: this one, or one of which only the profile is here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import BudgetConfig, DataConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.config import BudgetConfig, Recipe, parse_bytes
 from engine.forecast.costs import Calibration
 from engine.forecast.search import Found, chunk_options, search, why_not
 from engine.hf.prepare import make_problem
@@ -48,9 +48,7 @@ class Task:
     """What a plan is made for: a model, a batch and a machine."""
 
     spec: ModelSpec
-    data: DataConfig
-    train: TrainConfig
-    storage: StorageConfig
+    recipe: Recipe
     budgets: Budgets
     device_type: str
     """cuda or cpu."""
@@ -65,9 +63,7 @@ class Task:
         """What the planner has to solve with chunks of that length."""
         return make_problem(
             self.spec,
-            self.data,
-            self.train,
-            self.storage,
+            self.recipe,
             self.device_type,
             (self.budgets.gpu, self.budgets.ram, self.budgets.nvme),
             chunk_tokens,
@@ -79,11 +75,12 @@ class Task:
     @property
     def chunks(self) -> list[int]:
         """Chunk lengths among which the plan may choose."""
+        data, train = self.recipe.data, self.recipe.train
         if self.spec.recurrent:
-            return [self.data.sequence_length]
-        if self.train.chunk_tokens is not None:
-            return [self.train.chunk_tokens]
-        return chunk_options(self.train.sequences_per_micro_batch * self.data.sequence_length)
+            return [data.sequence_length]
+        if train.chunk_tokens is not None:
+            return [train.chunk_tokens]
+        return chunk_options(train.sequences_per_micro_batch * data.sequence_length)
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of one choice, with the longest chunk there is. Raises BudgetError."""

@@ -20,10 +20,9 @@ from engine.config import (
     MOST_SIZE,
     DataConfig,
     ModelConfig,
-    StorageConfig,
+    Recipe,
     TrainConfig,
     parse_bytes,
-    require_validation,
 )
 from engine.data.corpus import prepare_text, random_corpus
 from engine.data.corpus_files import TokenCorpus
@@ -145,12 +144,13 @@ def _require_sane(values: Any, where: str, name: str = "") -> None:
             raise UserError(f"{where}: {name} is {values}, and no model has that: 0 to {most:,}; correct it")
 
 
-def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -> PretrainedConfig:
+def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
     """The transformers config that a recipe describes, `model.overrides` on top.
 
     Where `model.path` exists, that is its config.json, and shape fields beside it must agree with it; else it is made
     from the shape. `vocab_size` is the tokenizer's. Raises UserError naming the field and both values.
     """
+    model = recipe.model
     if model.path is not None:
         folder = Path(model.path).expanduser()
         if folder.exists():
@@ -166,7 +166,7 @@ def model_config(model: ModelConfig, data: DataConfig, vocab_size: int | None) -
         raise UserError("model.vocab_size: there is no tokenizer to take it from; set it")
     values: dict[str, Any] = {"model_type": model.model_type, "vocab_size": vocabulary}
     values["tie_word_embeddings"] = model.tie_embeddings
-    values["max_position_embeddings"] = model.max_position or data.sequence_length
+    values["max_position_embeddings"] = model.max_position or recipe.data.sequence_length
     for ours, theirs in _SHAPE_FIELDS.items():
         if getattr(model, ours) is not None:
             values[theirs] = getattr(model, ours)
@@ -194,8 +194,9 @@ def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Pat
             )
 
 
-def prepare_data(model: ModelConfig, data: DataConfig, folder: Path) -> Data:
+def prepare_data(recipe: Recipe, folder: Path) -> Data:
     """Tokenizer and tokenised corpus in `folder`, made unless they are there already."""
+    model, data = recipe.model, recipe.data
     if data.source == "random":
         vocabulary = model.vocab_size
         if vocabulary is None and model.path is not None:
@@ -207,14 +208,12 @@ def prepare_data(model: ModelConfig, data: DataConfig, folder: Path) -> Data:
     return Data(corpus, tokenizer)
 
 
-def make_loader(
-    corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: TrainConfig, *, validation: bool = False
-) -> DataLoader:
+def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validation: bool = False) -> DataLoader:
     """The batches of a run, or of its `validation`, which end.
 
     Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
     """
-    documents = None
+    data, train, documents = recipe.data, recipe.train, None
     if data.validation_documents is not None:
         split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed)
         documents = split[int(validation)]
@@ -231,17 +230,17 @@ def make_loader(
     )
 
 
-def make_validation(corpus: TokenCorpus, spec: ModelSpec, data: DataConfig, train: TrainConfig) -> ValidationSet | None:
+def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:
     """What the validation loss is measured on; None where the recipe asks for none.
 
     Raises UserError when there is nothing to measure it on.
     """
-    require_validation(data, train)
+    data, train = recipe.data, recipe.train
     if train.validate_every is None or data.validation_documents is None:
         return None
     rows = train.sequences_per_micro_batch
     return ValidationSet(
-        make_loader(corpus, spec, data, train, validation=True),
+        make_loader(corpus, spec, recipe, validation=True),
         num_documents=data.validation_documents,
         most=(train.validation_sequences or train.sequences_per_step) // rows,
         per_pass=train.sequences_per_step // rows,
@@ -291,9 +290,7 @@ def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
 
 def make_problem(
     spec: ModelSpec,
-    data: DataConfig,
-    train: TrainConfig,
-    storage: StorageConfig,
+    recipe: Recipe,
     device_type: str,
     tiers: tuple[int, int, int | None],
     chunk_tokens: int,
@@ -308,6 +305,7 @@ def make_problem(
     device's memory without a stage in RAM. `reader_bytes`: pinned RAM that the reader takes for itself. `graph_bytes`:
     first layer of a kind -> bytes that a kept graph of it takes per token, where that has been measured.
     """
+    data, train, storage = recipe.data, recipe.train, recipe.storage
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
     gpu_budget, ram_budget, nvme_budget = tiers
@@ -342,7 +340,7 @@ def make_problem(
         save=train.save,
         kv_window=train.kv_window,
         nvme_budget=nvme_budget,
-        kept_generations=kept_generations(train, storage),
+        kept_generations=kept_generations(recipe),
         last_good=storage.keep_good is not None,
     )
 
@@ -356,8 +354,9 @@ def _learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> 
     )
 
 
-def kept_generations(train: TrainConfig, storage: StorageConfig) -> int:
+def kept_generations(recipe: Recipe) -> int:
     """Generations that a whole run keeps on disk at its end beside the newest and the one being written."""
+    train, storage = recipe.train, recipe.storage
     commits = range(storage.checkpoint_every, train.steps + 1, storage.checkpoint_every)
     for_good = 0 if storage.keep_every is None else sum(step % storage.keep_every == 0 for step in commits)
     return min(len(commits), storage.keep_last - 1 + for_good)

@@ -50,7 +50,7 @@ class Tuning:
         With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
         what can be compiled is.
         """
-        compiled = self.task.train.compile == "auto" and compute.compiled
+        compiled = self.task.recipe.train.compile == "auto" and compute.compiled
         if compiled and steps_left is not None and steps_left * found.best.step_s < OPTIMIZER_S:
             compute = compute.with_fused_adamw()
         if not compiled or steps_left is None or steps_left * found.best.step_s > CERTAIN_S:
@@ -78,7 +78,7 @@ class Tuning:
                 layouts(self.task.spec),
                 compute.runner,
                 compute.adamw,
-                self.task.train,
+                self.task.recipe.train,
                 self.batch,
                 self.machine,
                 LOGITS_BYTES[compute.runner.device.type],

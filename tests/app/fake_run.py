@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from engine.config import Recipe
 from engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 from engine.preparing import Checklist
 from storage.errors import UserError
@@ -36,8 +37,8 @@ PLAN = {
 }
 
 
-def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint: str | None, **parts: Any) -> Any:
-    assert set(parts) == {"model", "data", "budgets", "storage"}
+def train(recipe: Recipe, *, run_dir: Path, observer: Any, resume: bool, checkpoint: str | None) -> Any:
+    train = recipe.train
     committed = run_dir / "state" / "committed"
     committed.parent.mkdir(exist_ok=True)
     with Checklist(observer).step("tokenizing the data"):
@@ -97,7 +98,7 @@ def goes_on(observer: Any, step: int) -> bool:
     return bool(want == "run")
 
 
-def export(run_dir: Path, *, out_dir: Path, **parts: Any) -> None:
+def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | None) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text((run_dir / "state" / "committed").read_text())
 

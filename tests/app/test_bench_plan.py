@@ -176,10 +176,8 @@ def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
         assert budgets[0] >= LEAST_LIMIT_BYTES  # so the allocator keeps to it
         assert budgets[1] <= 10 * GIB
         task = Task(
-            spec=model_spec(model_config(recipe.model, recipe.data, None), recipe.data),
-            data=recipe.data,
-            train=recipe.train,
-            storage=recipe.storage,
+            spec=model_spec(model_config(recipe, None), recipe.data),
+            recipe=recipe,
             budgets=Budgets(budgets[0], budgets[1], None, {}),
             device_type="cuda",
             device_reads=False,

@@ -71,7 +71,7 @@ def planned(case: Case) -> Planned:
     machine, task = recipe_task(load_recipe(RECIPES / f"{case.recipe}.py"), case.machine)
     task = replace(task, device_reads=case.device_reads)
     plan = task.search(machine).plan if case.choice is None else task.plan(case.choice)
-    return Planned(plan, task.spec, task.train, inputs_bytes(task.spec, compute_dtype(task.train)))
+    return Planned(plan, task.spec, task.recipe.train, inputs_bytes(task.spec, compute_dtype(task.recipe.train)))
 
 
 class Registrations:

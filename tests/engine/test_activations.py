@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {
 
 def trained(session: Session) -> str:
     """The digest after all of the session's steps."""
-    while session.step < session.config.steps:
+    while session.step < session.recipe.train.steps:
         train_step(session)
     session.finish()
     return tiny.digest(session.store)

@@ -83,11 +83,11 @@ def test_by_hand() -> None:
 def planned(rows: int, row_tokens: int, chunk: int, *, deterministic: bool = False) -> int:
     """Workspace of a small model's problem on a GPU, whose steps all have 4,096 tokens."""
     d = tiny.data(sequence_length=row_tokens)
-    m = tiny.model()
     t = tiny.training(sequences_per_step=rows, sequences_per_micro_batch=rows, deterministic=deterministic)
-    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
+    run = tiny.recipe(data=d, train=t)
+    spec = tiny.spec_of(model_config(run, None))
     tiers = (1 << 34, 1 << 34, None)
-    return make_problem(spec, d, t, tiny.storage(), "cuda", tiers, chunk).workspace_bytes
+    return make_problem(spec, run, "cuda", tiers, chunk).workspace_bytes
 
 
 def test_a_chunk_over_several_rows_has_the_keys_of_all_of_them() -> None:

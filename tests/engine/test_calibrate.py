@@ -59,11 +59,11 @@ def measured(
     folder: Path, m: ModelConfig, t: TrainConfig, gpu: str, **choice: Any
 ) -> tuple[Plan, list[list[int]], Calibration]:
     """A plan, its batch's documents, and what is measured of it."""
-    d, cpu = tiny.data(), tiny.CPU
-    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
-    plan = tiny.plan_of(spec, d, t, tiny.storage(), gpu, "1GiB")
+    run, cpu = tiny.recipe(model=m, train=t), tiny.CPU
+    spec = tiny.spec_of(model_config(run, None))
+    plan = tiny.plan_of(spec, run, gpu, "1GiB")
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
-    loader = make_loader(prepare_data(m, d, folder).corpus, spec, d, t)
+    loader = make_loader(prepare_data(run, folder).corpus, spec, run)
     compute, batch = Compute.make(spec, t, cpu, {}), loader.next_step()
     lanes, logits_bytes = Lanes.open(cpu, plan.tiers["gpu"].budget_bytes), LOGITS_BYTES["cpu"]
     try:
@@ -125,11 +125,7 @@ def run(folder: Path, *, steps: int = 3, gpu: str = "1GiB", stop_after: int | No
     settings = {"steps": steps, "save": "auto", "kv_window": "auto"} | changes
     observer = tiny.Silent(stop_after)
     train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(**settings),
-        budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB"),
-        storage=tiny.storage(),
+        tiny.recipe(train=tiny.training(**settings), budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB")),
         run_dir=folder,
         observer=observer,
         resume=(folder / "state").exists(),
@@ -198,7 +194,7 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
             session.layouts,
             runtime.runner,
             runtime.adamw,
-            session.config,
+            session.recipe.train,
             batch,
             GENERIC,
             logits_bytes,

@@ -180,16 +180,7 @@ def test_garbage_is_looked_for_once_a_step(tmp_path: Path) -> None:
     observer = Collections()
     gc.callbacks.append(observer.seen)
     try:
-        train(
-            model=tiny.model(),
-            data=tiny.data(),
-            train=tiny.training(steps=6),
-            budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-            storage=tiny.storage(),
-            run_dir=tmp_path,
-            observer=observer,
-            resume=False,
-        )
+        train(tiny.recipe(train=tiny.training(steps=6)), run_dir=tmp_path, observer=observer, resume=False)
     finally:
         gc.callbacks.remove(observer.seen)
     assert observer.counts[1:] == [1, 1, 1, 1, 1]

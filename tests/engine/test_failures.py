@@ -106,16 +106,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exce
 
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> None:
-    train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(),
-        budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        storage=tiny.storage(checkpoint_every=2),
-        run_dir=folder,
-        observer=observer,
-        resume=resume,
-    )
+    train(tiny.recipe(storage=tiny.storage(checkpoint_every=2)), run_dir=folder, observer=observer, resume=resume)
 
 
 @pytest.mark.parametrize(

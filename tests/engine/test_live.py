@@ -26,11 +26,11 @@ BUDGETS = {"roomy": ("1GiB", "1GiB"), "tight": ("1100000", "750000")}
 def run(folder: Path, observer: tiny.Silent, budgets: str = "tight", **changes: Any) -> TrainResult:
     gpu, ram = BUDGETS[budgets]
     return train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(**({"steps": 6} | changes)),
-        budgets=tiny.BudgetConfig(gpu=gpu, ram=ram),
-        storage=tiny.storage(checkpoint_every=2),
+        tiny.recipe(
+            train=tiny.training(**({"steps": 6} | changes)),
+            budgets=tiny.BudgetConfig(gpu=gpu, ram=ram),
+            storage=tiny.storage(checkpoint_every=2),
+        ),
         run_dir=folder,
         observer=observer,
         resume=False,

@@ -79,7 +79,7 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
 def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
     from engine.hf.prepare import model_config
 
-    config = model_config(tiny.model(**model), tiny.data(), 300)
+    config = model_config(tiny.recipe(model=tiny.model(**model)), None)
     spec = tiny.spec_of(config)
     runner = ModelRunner(spec, device="cpu", dtype=torch.bfloat16)
     names = next(block.buffers for block in spec.blocks if block.name == HEAD)

@@ -215,14 +215,7 @@ def _weights(session: Session) -> dict[str, Tensor]:
 
 
 def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
-    parts: dict[str, Any] = {
-        "model": tiny.model(),
-        "data": tiny.data(),
-        "train": tiny.training(),
-        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": tiny.storage(),
-    }
-    return train(run_dir=folder, observer=observer, resume=resume, **(parts | changes))
+    return train(tiny.recipe(**changes), run_dir=folder, observer=observer, resume=resume)
 
 
 def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ PLANS: list[tuple[dict[str, Any], str | int, str | int]] = [
 def run(session: Session) -> tuple[str, list[float]]:
     """The end's digest, and the validation losses that were due."""
     losses = []
-    while session.step < session.config.steps:
+    while session.step < session.recipe.train.steps:
         train_step(session)
         if due(session):
             losses.append(validate(session).loss)
