@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from app import control
 from app.checkpoints import CheckpointRequests
 from app.progress import Display, StepLanes, item_line, print_summary, run_console
-from app.recipe import Recipe
 from app.run_files import JsonLines, number, whole
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info
+from engine.config import Recipe
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.folders import drive_folders
 from engine.preparing import Checklist
@@ -199,7 +199,7 @@ def from_scratch(recipe: Recipe) -> Recipe:
                 "model.num_layers, model.hidden_size and the rest, or name a folder or a config.json with "
                 "--set model.path=..."
             )
-        from engine.hf.prepare import read_config  # loads torch: seconds
+        from engine.hf.config import read_config
 
         config = read_config(folder, model.overrides)
         values = json.loads(config.to_json_string(use_diff=False))

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app import control, memory_limit
-from app.recipe import Recipe, resolve_paths, to_run_json
+from app.recipe import resolve_paths, to_run_json
 from app.run_files import open_append, open_read, remove_own
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
+from engine.config import Recipe
 from storage.disk import atomic_write, disk_error, require_writable
 from storage.errors import UserError
 from storage.untrusted import RefusedFileError

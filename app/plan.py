@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.recipe import Recipe
+from engine.config import Recipe
 from storage.errors import BudgetError
 
 if TYPE_CHECKING:
-    from engine.forecast.request import Task
+    from engine.forecast.request import PlanRequest
     from engine.machine.profile import Machine
 
 
@@ -67,24 +67,25 @@ def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | Non
     }
 
 
-def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
+def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanRequest]:
     """The machine, and what has to be planned for it."""
     import torch
 
-    from engine.forecast.request import Task, machine_budgets, run_budgets, this_machine
-    from engine.hf.prepare import model_config, model_spec, with_compute_dtype
+    from engine.forecast.request import PlanRequest, machine_budgets, run_budgets, this_machine
+    from engine.hf.config import model_config
+    from engine.machine.precision import with_compute_dtype
     from engine.machine.presets import find_machine
     from engine.machine.reservations import reserved
+    from engine.model.anatomy import model_spec
 
     name = machine or recipe.machine
     where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
     on = find_machine(name) if name else this_machine(where)
-    config = model_config(recipe, recipe.data.tokenizer_vocab_size)
-    spec = model_spec(config, recipe.data)
     if name:
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
         budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
-    return on, Task(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
+    spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)
+    return on, PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)

@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from app.recipe import Recipe
+from engine.config import Recipe
 from storage.errors import UserError
 from storage.untrusted import printable
 

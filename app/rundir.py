@@ -20,8 +20,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from app.recipe import Recipe, from_run_json, to_run_json
+from app.recipe import from_run_json, to_run_json
 from app.run_files import examine_object, json_text, number, read_last, read_object, read_tail, remove_own, whole
+from engine.config import Recipe
 from engine.events import Span
 from storage.disk import atomic_write, disk_error, prepare_file, publish, require_writable
 from storage.errors import UserError

@@ -1,4 +1,4 @@
-"""Timing of work on the compute device."""
+"""Timing work on the compute device, and waiting for it."""
 
 from __future__ import annotations
 
@@ -43,3 +43,11 @@ def elapsed_s(work: Callable[[], object], device: torch.device, count: int = 1) 
     last.record()
     last.synchronize()
     return float(first.elapsed_time(last)) / 1e3
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Return once what the calling thread has put on its stream is done; the thread sleeps meanwhile."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()

@@ -180,6 +180,8 @@ class TrainConfig:
     kv_window: Literal["auto", "whole", "streamed"] = "auto"
     """Hold one layer's keys and values of a micro-batch on the GPU whole, or stream them from RAM chunk by chunk; auto
     streams only where the budget is too small."""
+    optimizer: str = "adamw"
+    """Optimizer by name; adamw is the one there is."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1

@@ -12,41 +12,36 @@ import torch
 from torch import Tensor
 
 from engine.attention import chunk as attention
-from engine.attention.chunk import attention_report
+from engine.attention.select import attention_report
 from engine.config import Recipe, StorageConfig, parse_bytes
 from engine.data.loader import DataLoader, MicroBatch
+from engine.data.prepare import Data, make_loader, make_validation, prepare_data
 from engine.events import Observer
 from engine.folders import drive_folders, state_folder
 from engine.forecast.costs import Calibration
 from engine.forecast.report import forecast, predict
-from engine.forecast.request import Task, run_budgets, this_machine
-from engine.forecast.search import Found
+from engine.forecast.request import PlanRequest, run_budgets, this_machine
+from engine.forecast.search import SearchResult
 from engine.hf import weights
+from engine.hf.config import model_config
 from engine.hf.constants import read_constants_file, write_constants
-from engine.hf.prepare import (
-    Data,
-    compute_dtype,
-    layouts,
-    make_loader,
-    make_validation,
-    model_config,
-    model_spec,
-    prepare_data,
-    with_compute_dtype,
-)
 from engine.machine.affinity import place_threads
 from engine.machine.compilers import Compilation, find_compilation
-from engine.machine.device import resolve_device, why_no_cuda
+from engine.machine.device import compute_dtype, resolve_device, why_no_cuda
+from engine.machine.precision import with_compute_dtype
 from engine.machine.profile import Machine
 from engine.machine.reservations import Reservation
+from engine.model.anatomy import Initializer, initial_constants, model_spec
 from engine.model.check import check_model
-from engine.model.spec import Initializer, ModelSpec, initial_constants
-from engine.plan.plan import Choice, Plan
+from engine.model.spec import ModelSpec, layouts
+from engine.plan.plan import Plan
+from engine.plan.problem import PlanOptions
 from engine.preparing import Checklist
+from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
 from engine.runtime.state import fill_store, state_arrays
 from engine.runtime.tuning import Tuning
-from engine.session import CONSTANTS_FILE, Compute, Session, require_record, run_identity, run_meta
+from engine.session import CONSTANTS_FILE, Session, require_record, run_identity, run_meta
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 from storage.readers import Readers, find_readers
@@ -72,7 +67,7 @@ def open_session(
         prepared = prepare_data(recipe, run_dir / "data")
     config = model_config(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     with checklist.step("taking the model apart"):
-        spec = model_spec(config, recipe.data)
+        spec = model_spec(config, recipe)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
@@ -110,7 +105,7 @@ def open_session(
         readers = _readers(recipe.storage, device, drives, on_drive)
         if readers.warning:
             observer.on_message(readers.warning)
-        task = Task(
+        task = PlanRequest(
             spec=spec,
             recipe=recipe,
             budgets=limits,
@@ -158,7 +153,7 @@ def open_session(
             found = task.search(machine, documents=documents, only=recorded.choice)
             compilation = Compilation(
                 layers=compilation.layers and recorded.compiled is not False,
-                optimizer=compilation.optimizer and recorded.adamw != "fused",
+                optimizer=compilation.optimizer and recorded.optimizer_mode != "fused",
             )
         with checklist.step("preparing the layers"):
             constants_crc = store.meta.get("constants")
@@ -213,9 +208,9 @@ def _readers(
 
 def _tell_plan(
     observer: Observer,
-    task: Task,
+    task: PlanRequest,
     machine: Machine,
-    found: Found,
+    found: SearchResult,
     calibration: Calibration | None,
     batch: Sequence[MicroBatch],
 ) -> None:
@@ -241,19 +236,20 @@ def typical_batch(loader: DataLoader) -> list[MicroBatch]:
 class Recorded(NamedTuple):
     """What a run had decided when it last committed: other decisions could give other bits."""
 
-    choice: tuple[int, Choice]
+    choice: tuple[int, PlanOptions]
     """Chunk length, and what the search chose."""
     compiled: bool | None
     """Whether layers were compiled; None where that was not recorded yet."""
-    adamw: str | None
-    """AdamW.mode, likewise."""
+    optimizer_mode: str | None
+    """Optimizer.mode, likewise."""
 
 
-def _recorded(store: NvmeStore, task: Task) -> Recorded | None:
+def _recorded(store: NvmeStore, task: PlanRequest) -> Recorded | None:
     """What the store's generation records; None where the present recipe does not allow it."""
     recorded = dict(store.meta.get("plan", {}))
-    chunk, compiled, adamw = (recorded.pop(name, None) for name in ("chunk_tokens", "compiled", "adamw"))
-    return Recorded((chunk, Choice(**recorded)), compiled, adamw) if chunk in task.chunks else None
+    names = ("chunk_tokens", "compiled", "optimizer_mode", "adamw")  # the last as runs called it that are older
+    chunk, compiled, mode, old_mode = (recorded.pop(name, None) for name in names)
+    return Recorded((chunk, PlanOptions(**recorded)), compiled, mode or old_mode) if chunk in task.chunks else None
 
 
 def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:

@@ -8,30 +8,25 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from engine.config import Recipe, TrainConfig, config_digest
+from engine.config import Recipe, config_digest
 from engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from engine.hf.prepare import (
-    LOGITS_BYTES,
-    compute_dtype,
-    layouts,
-)
-from engine.machine.compilers import Compilation, find_compilation
+from engine.forecast.problem import LOGITS_BYTES
+from engine.machine.device import compute_dtype
 from engine.machine.reservations import Reservation
-from engine.model.runner import ModelRunner
-from engine.model.spec import ModelSpec
-from engine.optim.adamw import AdamW
-from engine.plan.plan import LAST_GOOD, Choice, Plan
+from engine.model.spec import ModelSpec, layouts
+from engine.plan.plan import Plan
+from engine.plan.problem import LAST_GOOD, PlanOptions
 from engine.preparing import Checklist
 from engine.retention import Retention
-from engine.runtime.batch import BatchCarrier, ScoreData, StepData
+from engine.runtime.batch import BatchCarrier, EvaluationData, StepData
+from engine.runtime.compute import Compute
 from engine.runtime.executor import GPU_LANES
 from engine.runtime.failures import explain
 from engine.runtime.guard import MemoryGuard
@@ -43,46 +38,13 @@ from engine.runtime.state import load_memory, scratch_arrays
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import Op
 from storage.checkpoints import read_checkpoint, resolve_checkpoint
+from storage.drives import Traffic
 from storage.errors import UserError
-from storage.nvme import NvmeStore, Traffic
+from storage.nvme import NvmeStore
 from storage.untrusted import is_whole
 
 CONSTANTS_FILE = "constants.safetensors"
 """Persistent buffers of the model, which are not trained; beside the generations."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """What computes: the model's blocks, and the optimizer."""
-
-    runner: ModelRunner
-    adamw: AdamW
-
-    @staticmethod
-    def make(
-        spec: ModelSpec,
-        train: TrainConfig,
-        device: torch.device,
-        constants: dict[str, Tensor],
-        compilation: Compilation | None = None,
-    ) -> Compute:
-        """`compilation`: what is compiled; None: what the recipe wants and the machine can."""
-        what = compilation or find_compilation(train, device, lambda message: None)
-        dtype = compute_dtype(train)
-        runner = ModelRunner(spec, device=device, dtype=dtype, compile=what.layers, constants=constants)
-        mode: Literal["compiled", "eager", "fused"] = (
-            "compiled" if what.optimizer else "eager" if train.compile == "off" else "fused"
-        )
-        return Compute(runner, AdamW(mode, free_threaded=device.type == "cuda"))
-
-    @property
-    def compiled(self) -> bool:
-        """Whether layers are compiled."""
-        return self.runner.compiled
-
-    def with_fused_adamw(self) -> Compute:
-        """The same with torch's fused AdamW."""
-        return Compute(self.runner, AdamW("fused"))
 
 
 class Session:
@@ -114,7 +76,7 @@ class Session:
             "plan": {
                 "chunk_tokens": plan.problem.chunk_tokens,
                 "compiled": compute.compiled,
-                "adamw": compute.adamw.mode,
+                "optimizer_mode": compute.optimizer.mode,
                 **asdict(plan.choice),
             }
         }
@@ -164,7 +126,7 @@ class Session:
             plan,
             self.layouts,
             compute.runner,
-            compute.adamw,
+            compute.optimizer,
             store,
             self.gpu,
             self.ram,
@@ -217,9 +179,9 @@ class Session:
             cursor=self.loader.cursor,
         )
 
-    def fetch_score(self, micro_batches: Sequence[MicroBatch]) -> ScoreData:
+    def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
         """The tokens of one pass of a validation, on the compute device."""
-        return ScoreData(
+        return EvaluationData(
             micro_batches=micro_batches,
             chunks=self._carrier.carry(micro_batches),
             num_targets=sum(m.num_targets for m in micro_batches),
@@ -356,7 +318,11 @@ def require_record(store: NvmeStore) -> None:
     """Raise UserError unless the generation's record is one of `run_meta`, of a session's plan if it has one."""
     meta = store.meta
     plan = meta.get("plan", {})
-    kinds = {field.name: type(field.default) for field in fields(Choice)} | {"compiled": bool, "adamw": str}
+    kinds = {field.name: type(field.default) for field in fields(PlanOptions)} | {
+        "compiled": bool,
+        "optimizer_mode": str,
+        "adamw": str,
+    }
     whole = [meta.get("step"), meta.get("tokens"), *([plan.get("chunk_tokens")] if plan else [])]
     if (
         not all(is_whole(value) and value >= 0 for value in whole)

@@ -21,11 +21,13 @@ from engine.events import Observer, StepMetrics
 from engine.folders import drive_folders, state_folder
 from engine.forecast.flops import model_flops
 from engine.hf import weights
+from engine.hf.config import model_config
 from engine.hf.constants import read_constants_file
-from engine.hf.prepare import layouts, model_config
 from engine.machine.device import memory_use
-from engine.model.spec import ModelSpec
+from engine.model.anatomy import take_apart
+from engine.model.spec import layouts
 from engine.opening import open_session
+from engine.optim.lr import learning_rate
 from engine.preparing import Checklist
 from engine.runtime.failures import DivergedError, explain
 from engine.runtime.progress import Live, memory_peaks
@@ -91,7 +93,7 @@ def train_step(session: Session) -> StepMetrics:
         step=step,
         loss=data.loss,
         grad_norm=data.grad_norm,
-        lr=session.runtime.learning_rate(step),
+        lr=learning_rate(session.recipe.train, step),
         tokens=data.num_targets,
         step_s=step_s,
         tokens_per_s=data.num_targets / step_s,
@@ -267,7 +269,7 @@ def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | No
         origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
         tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer")
         config = model_config(recipe, tokenizer.vocab_size if tokenizer else None)
-        spec = ModelSpec.from_config(config)
+        spec = take_apart(config)
         flat: dict[str, FlatLayout] = layouts(spec)
         weights.export_folder(
             out_dir,

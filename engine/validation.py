@@ -38,17 +38,17 @@ def validate(session: Session) -> ValidationMetrics:
         nonlocal total, tokens
         number, last = under_way.popleft()
         session.executor.wait(last)
-        data = runtime.end_score(number)
+        data = runtime.end_evaluation(number)
         total, tokens = total + data.total_loss, tokens + data.num_targets
 
     runtime.drop_tokens()
     for number, micro_batches in enumerate(session.validation.passes(), start=1):
         if len(under_way) == 2:
             finish_pass()
-        runtime.begin_score(number, session.fetch_score(micro_batches))
+        runtime.begin_evaluation(number, session.fetch_evaluation(micro_batches))
         documents = [m.documents for m in micro_batches]
         ops: list[Op] = []
-        for ops in session.builder.score(step, number, commit_previous=commit and number == 1, documents=documents):
+        for ops in session.builder.evaluate(step, number, commit_previous=commit and number == 1, documents=documents):
             session.executor.submit(ops)
         under_way.append((number, ops[-1].id))
     while under_way:

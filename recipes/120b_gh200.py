@@ -9,8 +9,7 @@ Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands
 Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 245 GB of RAM.
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="120b-gh200",

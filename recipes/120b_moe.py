@@ -11,8 +11,7 @@ every step, so a step moves 1.6 TB of state for 5B parameters' worth of computin
 Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 234 GB of RAM.
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="120b-moe",

@@ -7,8 +7,7 @@ Model  models/Qwen2.5-14B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="14b-workstation",

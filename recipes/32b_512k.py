@@ -10,8 +10,7 @@ Qwen2.5 was trained on 32,768 positions; YaRN stretches them sixteenfold, to the
 Attention never crosses a document's end: give documents as long as the context, or data.source=random to try its speed.
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="32b-512k",

@@ -10,8 +10,7 @@ The step is as long as the drives take to write the state; 131,072 tokens a step
 are summed in float32 and wait for the optimizer in bfloat16.
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="32b-workstation",

@@ -11,8 +11,7 @@ summed in float32 and wait for the optimizer in bfloat16, which saves 15 GB.
 Attention never crosses a document's end: give documents as long as the context, or data.source=random to try its speed.
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="7b-512k-24gb",

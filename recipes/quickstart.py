@@ -10,8 +10,7 @@ The budgets are far below what the machine has, so that the model's state really
 weights and moments from disk; what the compute tier keeps besides is the plan's choice.
 """
 
-from app.recipe import AfterConfig, Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="quickstart",

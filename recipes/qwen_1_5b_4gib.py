@@ -7,8 +7,7 @@ Model  none: random weights
 Use    shows the machinery on random tokens, not a model: of 21 GB of state nearly all streams, each step
 """
 
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="qwen-1.5b-4gib",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ALIGN_NUMEL = 2048
 """Every parameter and every part starts at a multiple of this: 4 KiB in bfloat16, 8 KiB in float32, which is what

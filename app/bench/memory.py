@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.bench.cases import Shape
 from app.progress import bytes_text
-from engine.plan.plan import KV_SLOTS
+from engine.plan.problem import KV_SLOTS
 from storage.errors import BudgetError, UserError
 
 if TYPE_CHECKING:
@@ -297,8 +297,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     from app.bench.setup import Setup, shape_model
     from app.bench.suite_worker import open_case
     from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
-    from engine.forecast.request import Budgets, Task
-    from engine.plan.plan import Choice
+    from engine.forecast.request import Budgets, PlanRequest
+    from engine.plan.problem import PlanOptions
     from storage.readers import select_readers
 
     train = TrainConfig(
@@ -322,8 +322,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     def plan(gpu_bytes: int) -> Plan | None:
         try:
             budgets = Budgets(gpu_bytes, 64 * 2**30, None, {})
-            task = Task(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu")
-            return task.plan(Choice(streamed=window == "streamed"))
+            task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu")
+            return task.plan(PlanOptions(streamed=window == "streamed"))
         except BudgetError:
             return None
 
@@ -340,9 +340,9 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
 
 def main() -> None:
     """Measure one row in this process and print it as JSON."""
-    from engine.runtime import runtime
+    from engine.runtime import views
 
-    runtime.INPUTS_CACHE_BYTES = 0  # else up to 64 MiB of rotary tables would be found in the process, too
+    vars(views)["INPUTS_CACHE_BYTES"] = 0  # else up to 64 MiB of rotary tables would be found in the process, too
     parser = argparse.ArgumentParser(prog="python -m app.bench.memory", description=main.__doc__)
     parser.add_argument("arguments", type=json_module.loads)
     arguments = parser.parse_args().arguments

@@ -23,8 +23,8 @@ from app.bench.heatmap import draw, require_matplotlib
 from app.bench.published import PUBLISHED, Published
 from app.plan_view import seconds_text
 from app.progress import bytes_text
-from app.recipe import Recipe, load_recipe
-from engine.config import BudgetConfig, DataConfig
+from app.recipe import load_recipe
+from engine.config import BudgetConfig, DataConfig, Recipe
 from storage.errors import BudgetError, UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"

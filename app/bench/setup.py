@@ -16,12 +16,15 @@ import torch
 
 from app.bench.cases import Case, Shape
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from engine.forecast.request import Budgets, Task, this_machine
-from engine.hf.prepare import ALLOCATOR_SHARE, model_config, model_spec
+from engine.forecast.problem import ALLOCATOR_SHARE
+from engine.forecast.request import Budgets, PlanRequest, this_machine
+from engine.hf.config import model_config
 from engine.machine.device import resolve_device
 from engine.machine.limits import free_budgets
+from engine.model.anatomy import model_spec
 from engine.model.spec import ModelSpec
-from engine.plan.plan import FP32, STATE_KINDS, Choice, Plan, gib
+from engine.plan.plan import Plan, gib
+from engine.plan.problem import FP32, PlanOptions
 from engine.runtime.state import scratch_arrays
 from storage.errors import BudgetError
 from storage.readers import Readers, select_readers
@@ -94,8 +97,8 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     whole = Budgets(gpu_bytes, ram_bytes if case.spill_state else _EVERYTHING, None, {})
     readers = select_readers("auto", device, [folder])
 
-    def task(spec: ModelSpec, budgets: Budgets) -> Task:
-        return Task(
+    def task(spec: ModelSpec, budgets: Budgets) -> PlanRequest:
+        return PlanRequest(
             spec=spec,
             recipe=recipe,
             budgets=budgets,
@@ -154,10 +157,10 @@ def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, Mode
         overrides=shape.overrides,
     )
     recipe = replace(recipe, model=model)
-    return recipe, model_spec(model_config(recipe, None), recipe.data)
+    return recipe, model_spec(model_config(recipe, None), recipe)
 
 
-def _plan(task: Task, device: torch.device, only: tuple[int, Choice] | None = None) -> Plan:
+def _plan(task: PlanRequest, device: torch.device, only: tuple[int, PlanOptions] | None = None) -> Plan:
     """The best plan; with `only` that of these choices, if they fit. Raises Skip."""
     try:
         return task.search(this_machine(device), only=only).plan
@@ -165,7 +168,7 @@ def _plan(task: Task, device: torch.device, only: tuple[int, Choice] | None = No
         raise Skip(str(refusal)) from None
 
 
-def _first_plan(tasks: Sequence[Task], device: torch.device, only: tuple[int, Choice]) -> Plan:
+def _first_plan(tasks: Sequence[PlanRequest], device: torch.device, only: tuple[int, PlanOptions]) -> Plan:
     """The plan of the first of the tasks, which differ in their RAM, that has enough."""
     for task in tasks[:-1]:
         with contextlib.suppress(Skip):
@@ -177,15 +180,15 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     """Bytes of GPU and RAM that leave a model cut to `share` of its layers in the same position as the whole one.
 
     What serves one block at a time stays as it is; what the layers hold for themselves shrinks with their number, on
-    the GPU by whole layers and kept chunks, so that nothing else fills what would be left over.
+    the GPU by whole layers and saved graphs, so that nothing else fills what would be left over.
     """
     layers = {name for block in full.blocks if block.role == "layer" for name in block.buffers}
     compute, waiting = full.problem.compute_bytes, full.problem.gradient_bytes
-    sizes = {"weights": compute, "gradient": waiting, "state": len(STATE_KINDS) * FP32}
+    sizes = {"weights": compute, "gradient": waiting, "state": len(full.problem.state_kinds) * FP32}
     resident = [full.buffers[name].numel for name in layers if full.buffers[name].state == "gpu"]
-    resident_bytes = sum(resident) * (compute + (1 + len(STATE_KINDS)) * FP32)
-    kept_bytes = full.tiers["gpu"].parts["kept activations"]
-    gone = _gone(resident_bytes, len(resident), share) + _gone(kept_bytes, len(full.kept), share)
+    resident_bytes = sum(resident) * (compute + (1 + len(full.problem.state_kinds)) * FP32)
+    graphs_bytes = full.tiers["gpu"].parts["saved graphs"]
+    gone = _gone(resident_bytes, len(resident), share) + _gone(graphs_bytes, len(full.saved_graphs), share)
     state = sum(
         full.buffers[name].numel * size
         for name in layers
@@ -202,10 +205,10 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
     ram = full.tiers["ram"]
     in_ram = state + min(records, ram.parts["activations"])
     # What the GPU holds less of for being counted in whole pieces has a place in RAM.
-    rounded = int(gone - (1 - share) * (resident_bytes + kept_bytes))
+    rounded = int(gone - (1 - share) * (resident_bytes + graphs_bytes))
     gpu_bytes = full.tiers["gpu"].peak_bytes - gone
     if on_gpu:
-        # Of any budget its share is left to the allocator: what a smaller one leaves must not become a kept chunk.
+        # Of any budget its share is left to the allocator: what a smaller one leaves must not become a saved graph.
         used = gpu_bytes - full.problem.gpu_budget // ALLOCATOR_SHARE
         gpu_bytes = -(-used * ALLOCATOR_SHARE // (ALLOCATOR_SHARE - 1))
     return gpu_bytes, ram.peak_bytes - int(in_ram * (1 - share)) + rounded
@@ -248,7 +251,7 @@ def _require_disk(plan: Plan, train: TrainConfig, folder: Path, *, whole_state: 
 def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> int:
     """Bytes on drives of a run of `plan`: two generations of the state (all, or what lives there), and scratch."""
     held = [b for b in plan.buffers.values() if whole_state or b.state == "nvme"]
-    state = sum(buffer.numel for buffer in held) * len(STATE_KINDS) * FP32
+    state = sum(buffer.numel for buffer in held) * len(plan.problem.state_kinds) * FP32
     sizes = {"bfloat16": 2, "float32": 4}
     scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
     return int(2 * state * _NVME_MARGIN) + scratch + plan.spill_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.plan.plan import STATE_KINDS, Plan
+from engine.plan.plan import Plan
 from engine.runtime.state import state_arrays
 from storage.arena import empty_aligned
 from storage.layout import FlatLayout
@@ -74,7 +74,7 @@ class DrawnStore:
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         """See NvmeStore.read."""
-        if kind not in STATE_KINDS or (buffer, kind) in self._held:
+        if kind in ("weights", "gradient") or (buffer, kind) in self._held:
             return self._store.read(buffer, kind, part, out)
         self._drawn.fill(buffer, kind, part, out)
         done: Future[None] = Future()

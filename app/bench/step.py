@@ -120,7 +120,7 @@ def _device_type() -> str:
 def _dtype() -> Literal["bfloat16", "float32"]:
     """What both compute in: bfloat16, on a CPU without its instructions float32."""
     from engine.config import TrainConfig
-    from engine.hf.prepare import with_compute_dtype
+    from engine.machine.precision import with_compute_dtype
 
     decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device_type()).compute_dtype
     assert decided != "auto"

@@ -25,18 +25,21 @@ from app.bench.state import open_drawn
 from app.trace import write_trace
 from engine.attention import chunk as attention
 from engine.data.loader import DataLoader, MicroBatch
+from engine.data.prepare import make_loader, prepare_data
 from engine.forecast.flops import StepFlops, executed_flops, model_flops
+from engine.forecast.problem import LOGITS_BYTES
 from engine.forecast.request import this_machine
-from engine.hf.prepare import LOGITS_BYTES, layouts, make_loader, prepare_data
 from engine.machine.affinity import place_threads
 from engine.machine.compilers import find_compilation
 from engine.machine.device import configure, memory_use
 from engine.machine.limits import free_budgets
 from engine.machine.peaks import hfu, mfu, peak_flops
+from engine.model.spec import layouts
 from engine.opening import choose_kernels, typical_batch
 from engine.runtime.calibrate import calibrate
+from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
-from engine.session import Compute, Session, run_identity, run_meta
+from engine.session import Session, run_identity, run_meta
 from engine.train import train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -75,9 +78,9 @@ def _shortened(batch: MicroBatch, tokens: int) -> MicroBatch:
 
 
 def learnt(case: Case, setup: Setup, compute: Compute, lanes: Lanes, folder: Path) -> Setup:
-    """The setup planned once more with what kept graphs take where layers are compiled, as a run calibrates its plan.
+    """The setup planned once more with what saved graphs take where layers are compiled, as a run calibrates its plan.
 
-    Compiled, a graph is smaller than the eager one that `setup` was planned with, so that more of them are kept.
+    Compiled, a graph is smaller than the eager one that `setup` was planned with, so that more of them fit.
     """
     if not compute.compiled or setup.plan.streamed:
         return setup
@@ -85,7 +88,7 @@ def learnt(case: Case, setup: Setup, compute: Compute, lanes: Lanes, folder: Pat
         setup.plan,
         layouts(setup.spec),
         compute.runner,
-        compute.adamw,
+        compute.optimizer,
         setup.recipe.train,
         typical_batch(_loader(setup, folder)),
         this_machine(setup.device),
@@ -251,7 +254,7 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     }
     settings.restore()
     found = figures(case, setup, ran, kernels)
-    found["plan"]["kept_chunks_uncalibrated"] = len(eager.plan.kept)
+    found["plan"]["kept_chunks_uncalibrated"] = len(eager.plan.saved_graphs)
     return found
 
 
@@ -316,7 +319,7 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
         "plan": {
             "resident": sorted(name for name, buffer in plan.buffers.items() if buffer.state == "gpu"),
             "recomputed_layers": len(plan.recomputed),
-            "kept_chunks": len(plan.kept),
+            "kept_chunks": len(plan.saved_graphs),
             "kv_window": "streamed" if plan.streamed else "whole",
             "gpu_parts": plan.tiers["gpu"].parts,
         },
@@ -331,7 +334,7 @@ def _once(setup: Setup, ran: Ran) -> StepFlops:
     everything = frozenset(
         (i, c.index) for i, block in enumerate(plan.blocks) if block.role == "layer" for c in plan.chunks
     )
-    once = replace(plan, recomputed=frozenset(), streamed=False, kept=everything)
+    once = replace(plan, recomputed=frozenset(), streamed=False, saved_graphs=everything)
     return executed_flops(setup.spec, once, ran.lengths)
 
 

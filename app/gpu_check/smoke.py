@@ -33,10 +33,11 @@ from app.bench.state import DrawnState
 from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
 from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from engine.forecast.request import Budgets, Task, this_machine
-from engine.hf.prepare import layouts, make_loader, prepare_data
+from engine.data.prepare import make_loader, prepare_data
+from engine.forecast.request import Budgets, PlanRequest, this_machine
 from engine.machine.device import resolve_device
 from engine.machine.limits import free_budgets, free_disk
+from engine.model.spec import layouts
 from engine.train import train_step
 from storage.errors import UserError
 from storage.readers import select_readers
@@ -126,7 +127,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
-    task = Task(
+    task = PlanRequest(
         spec=spec,
         recipe=recipe,
         budgets=Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {}),

@@ -25,7 +25,7 @@ from engine.attention.compute import merge_ as merge_
 from engine.attention.select import attention_report as attention_report
 from engine.attention.select import launches
 from engine.attention.select import measure as measure
-from engine.attention.select import workspace_bytes as workspace_bytes
+from engine.attention.workspace import workspace_bytes as workspace_bytes
 from storage.errors import UserError
 
 NAME = "penstock"

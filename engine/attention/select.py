@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.attention.backends import ALIGNMENT, Backend, Problem, TiledReference, TorchCpuFlash, work_dtype
 from engine.attention.compute import Gradients, Operands, group_backward, group_forward
 from engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
-from engine.attention.spans import SEGMENT_ROWS, Call, Cut, Span, cut, most_segments, spans
-from engine.attention.torch_cuda import KEYS_PER_CALL, TorchCudaFlash, TorchCudnn
+from engine.attention.spans import Call, Cut, Span, cut, spans
+from engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
 from engine.clock import elapsed_s
 
 BACKENDS: tuple[Backend, ...] = (
@@ -226,38 +226,6 @@ def measure(
         select(x, parts)
         lse = q.new_full((heads, chunk), math.log(end), dtype=work_dtype(dtype))
         select(x, parts, Gradients(random(chunk, heads, v_dim), random(chunk, heads, v_dim), lse))
-
-
-MOST_MULTIPROCESSORS = 192
-"""Of any GPU that a plan may be for; the largest so far has 188."""
-
-
-def workspace_bytes(
-    *, heads: int, kv_heads: int, qk_dim: int, v_dim: int, chunk: int, total: int, deterministic: bool = False
-) -> int:
-    """Most that one chunk's attention in half precision allocates on a GPU beside its operands and its windows.
-
-    Of all kernels, forward and backward: dq, dk and dv as they leave a kernel, the kernel's own sums, copies of dout
-    and out where these are no plain tensors, and dq summed in float32. `chunk`: queries; `total`: keys of the stream.
-
-    A `deterministic` flash-attn 2 sums dq in several tensors of its size, so many that these times heads times segments
-    are as many as the GPU's multiprocessors: ceil(132 / 32) = 5 on an H200 with 32 heads.
-    """
-    width = -(-max(qk_dim, v_dim) // 8) * 8
-    summed_width = -(-width // 32) * 32 if width <= 192 else 256
-    keys = min(total, chunk + KEYS_PER_CALL)
-    padding = SEGMENT_ROWS * most_segments(chunk)
-    # Per query and head: four tensors in half precision and dq's sum in float32, rounded up for a tile's sake.
-    queries = (chunk + 256) * heads * width * (4 * 2 + 4)
-
-    def copies(segments: int) -> int:
-        return -(-MOST_MULTIPROCESSORS // (heads * segments)) if deterministic else 1
-
-    # Of several segments there are two at least.
-    sums = max(copies(1) * (chunk + 256), copies(2) * (chunk + padding)) * heads * summed_width * 4
-    # Per key: dk and dv in half precision; summed over a group's heads from half precision or in float32.
-    each = 2 * (2 * kv_heads + max(2 * heads, 4 * kv_heads)) * width
-    return queries + sums + (keys + 256) * each + padding * 2 * kv_heads * summed_width * 4
 
 
 def attention_report() -> list[dict[str, Any]]:

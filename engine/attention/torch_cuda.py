@@ -15,10 +15,7 @@ from torch import Tensor
 
 from engine.attention.backends import ALIGNMENT, Problem, pad
 from engine.attention.spans import Geometry
-
-KEYS_PER_CALL = 32768
-"""Earlier keys of one backward call: kernels for grouped-query heads allocate up to 2 x heads x (qk_dim + v_dim) bytes
-for each of them."""
+from engine.attention.workspace import KEYS_PER_CALL
 
 
 @cache

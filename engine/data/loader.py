@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.data.corpus_files import TokenCorpus
+from engine.model.tokens import IGNORE_LABEL
 from storage.errors import UserError
 from storage.untrusted import is_whole
-
-IGNORE_LABEL = -100
-"""Label of a token that is not trained on."""
 
 
 @dataclass(frozen=True)

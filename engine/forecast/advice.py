@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import parse_bytes
-from engine.forecast.request import Task
-from engine.forecast.search import Found
+from engine.forecast.request import PlanRequest
+from engine.forecast.search import SearchResult
 from engine.machine.profile import Machine
 from engine.plan.plan import gib
 from storage.errors import BudgetError, UserError
@@ -36,7 +36,7 @@ def _word(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def applied(task: Task, values: Mapping[str, Any]) -> Task:
+def applied(task: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
     """The task with fields of the recipe changed. Raises UserError where a value is not allowed."""
     for name, value in values.items():
         section, _, field = name.partition(".")
@@ -49,12 +49,12 @@ def applied(task: Task, values: Mapping[str, Any]) -> Task:
     return task
 
 
-def fits(task: Task) -> bool:
+def fits(task: PlanRequest) -> bool:
     """Whether any plan does."""
     return task.refusal() is None
 
 
-def fixes(task: Task, sizes: Mapping[str, int]) -> list[Change]:
+def fixes(task: PlanRequest, sizes: Mapping[str, int]) -> list[Change]:
     """The smallest changes that make a task fit which does not, each alone, in order of how little they take away.
 
     `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine.
@@ -64,7 +64,7 @@ def fixes(task: Task, sizes: Mapping[str, int]) -> list[Change]:
     return found + ([] if budgets is None else [budgets])
 
 
-def _single(task: Task) -> Iterator[Change]:
+def _single(task: PlanRequest) -> Iterator[Change]:
     """Changes of one field, of each field the least that fits."""
     recipe, train, storage = task.recipe, task.recipe.train, task.recipe.storage
     if train.kv_window != "auto":
@@ -97,7 +97,7 @@ def _halves(value: int, least: int) -> list[int]:
     return found
 
 
-def _least(task: Task, name: str, values: Iterable[int], text: str) -> Iterator[Change]:
+def _least(task: PlanRequest, name: str, values: Iterable[int], text: str) -> Iterator[Change]:
     """The first of the values that fits."""
     for value in values:
         try:
@@ -109,7 +109,7 @@ def _least(task: Task, name: str, values: Iterable[int], text: str) -> Iterator[
             return
 
 
-def _budgets(task: Task, sizes: Mapping[str, int]) -> Change | None:
+def _budgets(task: PlanRequest, sizes: Mapping[str, int]) -> Change | None:
     """Budgets that are large enough, each raised to what was missing."""
     raised: dict[str, Any] = {}
     for _ in range(_TRIES):
@@ -127,7 +127,9 @@ def _budgets(task: Task, sizes: Mapping[str, int]) -> Change | None:
 _NAMES = {"gpu": "GPU memory", "ram": "RAM", "nvme": "disk"}
 
 
-def best_change(task: Task, machine: Machine, found: Found, tokens_per_step: int) -> dict[str, Any] | None:
+def best_change(
+    task: PlanRequest, machine: Machine, found: SearchResult, tokens_per_step: int
+) -> dict[str, Any] | None:
     """The one change that trains the most tokens per second more, tried by planning with it; None where none helps."""
     now = tokens_per_step / found.best.step_s
     best: tuple[float, dict[str, Any]] | None = None
@@ -144,7 +146,7 @@ def best_change(task: Task, machine: Machine, found: Found, tokens_per_step: int
     return None if best is None else best[1]
 
 
-def _improvements(task: Task, machine: Machine) -> Iterator[tuple[Change, Task, Machine]]:
+def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change, PlanRequest, Machine]]:
     """(change, task with it, machine with it)."""
     train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":

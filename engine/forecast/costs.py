@@ -7,13 +7,16 @@ replaces them, for the ops that it measured, by their times on the real device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.attention.pairs import chunk_pairs
 from engine.machine.profile import AttentionRate, Machine
-from engine.plan.plan import FP32, BlockShape, Plan
+from engine.plan.plan import Plan
+from engine.plan.problem import FP32, BlockShape
+from engine.schedule import actions as a
+from engine.schedule.actions import ACTIONS, Cost
 from engine.schedule.builder import stays_aside
 from engine.schedule.ops import WHOLE, Op
 
@@ -29,9 +32,10 @@ COMMIT_S = 3e-2
 HEAD_BYTES = 12
 """Bytes of memory that the loss passes through per token and entry of the vocabulary: engine/model/loss.py."""
 UPDATE_BYTES = 30
-"""Read or written per parameter by AdamW: gradient, and master, moments and weights."""
+"""Read or written per parameter by an optimizer with two moments, for which machines' rates are given: gradient,
+master weights and moments, weights."""
 
-_PARTS = ("layer_project", "layer_backward_top")
+_WITH_GRAPH = "+" + a.SAVED_GRAPH
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,9 @@ class Calibration:
     samples: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
     """`op_kind` of a compute op -> its times."""
     graph_bytes_per_token: dict[str, int] = field(default_factory=dict)
-    """First layer of a kind -> what is really kept of a forward whose graph is kept."""
+    """First layer of a kind -> what a saved graph of it really takes."""
     update_params_per_s: float | None = None
-    """AdamW in RAM."""
+    """The optimizer in RAM."""
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
 
@@ -79,18 +83,15 @@ def _same(block: BlockShape) -> tuple[Any, ...]:
 
 def op_kind(op: Op, representative: str) -> str:
     """Name under which ops that do the same are measured."""
-    flags = "".join("+" + flag for flag in ("kept", "attended") if flag in op.flags)
-    return f"{representative} {op.action}{flags}"
+    return f"{representative} {op.action.name}" + _WITH_GRAPH * (a.SAVED_GRAPH in op.flags)
 
 
 def _twins(op: Op) -> tuple[Op, ...]:
     """Ops that are measured and do what `op` does, or as good as; the likest first."""
-    if op.action == "head_score":
-        return (replace(op, action="head"),)
-    if op.action in ("embed_score", "layer_score"):
-        forward = replace(op, action=op.action.replace("score", "forward"))
-        return forward, replace(forward, flags=op.flags | {"kept"})
-    return (op,)
+    if op.action.measured_as is None:
+        return (op,)
+    twin = replace(op, action=ACTIONS[op.action.measured_as])
+    return twin, replace(twin, flags=op.flags | {a.SAVED_GRAPH})
 
 
 class Costs:
@@ -120,32 +121,52 @@ class Costs:
         self._known: dict[tuple[Any, ...], float] = {}
         self._h2d = self._calibration.h2d_bytes_per_s or machine.h2d_bytes_per_s
         self._d2h = self._calibration.d2h_bytes_per_s or machine.d2h_bytes_per_s
-        self._update = self._calibration.update_params_per_s or machine.optimizer_params_per_s
+        self._update_bytes = 8 * len(plan.problem.state_kinds) + UPDATE_BYTES - 24
+        self._update = self._calibration.update_params_per_s or (
+            machine.optimizer_params_per_s * UPDATE_BYTES / self._update_bytes
+        )
+        self._by_cost: dict[Cost, Callable[[Op], float]] = {
+            Cost.BLOCK: self._block,
+            Cost.BUFFER: self._buffer,
+            Cost.COPY: self._copy,
+            Cost.UPDATE: self._update_seconds,
+            Cost.REPORT: lambda op: CLIP_S,
+            Cost.READ: self._read,
+            Cost.READ_TO_DEVICE: self._read_to_device,
+            Cost.WRITE: self._write,
+            Cost.COMMIT: lambda op: COMMIT_S,
+        }
         self._correction = self._mean_correction()
 
     # ------------------------------------------------------------------ every lane
 
     def seconds(self, op: Op) -> float:
         """Seconds of `op` on its lane."""
-        machine = self._machine
-        if op.lane == "compute":
-            return self._compute_seconds(op)
-        if op.lane in ("h2d", "d2h"):
-            if stays_aside(self._plan, op):
-                return COPY_S + 2 * op.nbytes / machine.gpu_copy_bytes_per_s
-            return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
-        if op.lane == "optimizer":
-            if op.action in ("clip", "score"):
-                return CLIP_S
-            start, end = self._plan.buffers[op.block].update(op.index)
-            return COPY_S + (end - start) / self._update
-        if op.action == "commit":
-            return COMMIT_S
-        rate = machine.nvme_read_bytes_per_s if op.lane == "nvme_read" else machine.nvme_write_bytes_per_s
-        seconds = DISK_S + op.nbytes / rate
-        if op.action == "read_weights_whole" and machine.gpu is not None:
-            return max(seconds, op.nbytes / self._h2d)  # they cross the same link
-        return seconds
+        return self._by_cost[op.action.cost](op)
+
+    def _copy(self, op: Op) -> float:
+        if stays_aside(self._plan, op):
+            return COPY_S + 2 * op.nbytes / self._machine.gpu_copy_bytes_per_s
+        return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
+
+    def _update_seconds(self, op: Op) -> float:
+        start, end = self._plan.buffers[op.block].update(op.index)
+        return COPY_S + (end - start) / self._update
+
+    def _read(self, op: Op) -> float:
+        return DISK_S + op.nbytes / self._machine.nvme_read_bytes_per_s
+
+    def _read_to_device(self, op: Op) -> float:
+        seconds = self._read(op)
+        return seconds if self._machine.gpu is None else max(seconds, op.nbytes / self._h2d)  # they cross the same link
+
+    def _write(self, op: Op) -> float:
+        return DISK_S + op.nbytes / self._machine.nvme_write_bytes_per_s
+
+    def _buffer(self, op: Op) -> float:
+        numel = self._plan.buffers[op.block].numel
+        moved = self._update_bytes if op.action.phase == "update" else FP32
+        return COPY_S + numel * moved / self._machine.gpu_copy_bytes_per_s
 
     # ------------------------------------------------------------------ compute
 
@@ -161,28 +182,27 @@ class Costs:
     def pairs(self, op: Op) -> int:
         """Pairs of a query of the op's chunk and a key that the op looks at."""
         block = self._blocks[op.block]
-        streamed = op.action in ("attend", "attend_backward")
-        if not block.attends or (not streamed and (op.action in _PARTS or "attended" in op.flags)):
+        work = op.action.work
+        if not block.attends or work.pairs is None:
             return 0
-        key = (self._same[op.block], op.index, op.slots["keys"] if streamed else WHOLE)
+        key = (self._same[op.block], op.index, op.slots[a.KEYS] if work.one_chunk_of_keys else WHOLE)
         if key not in self._pairs:
             chunk = self._plan.chunks[op.index]
-            other = self._plan.chunks[op.slots["keys"]] if streamed else None
+            other = self._plan.chunks[op.slots[a.KEYS]] if work.one_chunk_of_keys else None
             self._pairs[key] = chunk_pairs(
                 chunk.start,
                 chunk.end,
                 self._documents[chunk.micro_batch],
-                block.window_tokens,
+                block.sliding_window,
                 block.span_tokens,
                 None if other is None else (other.start, other.end),
             )
         return self._pairs[key]
 
-    def _compute_seconds(self, op: Op) -> float:
-        if op.index == WHOLE:
-            numel, copy = self._plan.buffers[op.block].numel, self._machine.gpu_copy_bytes_per_s
-            return COPY_S + numel * (FP32 if op.action == "norm" else UPDATE_BYTES) / copy
-        zeroed = sum(self._plan.buffers[flag[5:]].numel for flag in op.flags if flag[5:] in self._plan.buffers)
+    def _block(self, op: Op) -> float:
+        zeroed = sum(
+            self._plan.buffers[name].numel for name in self._blocks[op.block].buffers if a.zero(name) in op.flags
+        )
         zeroing = zeroed * FP32 / self._machine.gpu_copy_bytes_per_s
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
         if key not in self._known:
@@ -214,19 +234,18 @@ class Costs:
             block, _, action = kind.partition(" ")
             if block not in names:
                 continue
-            name, *flags = action.split("+")
+            name, with_graph, _ = action.partition(_WITH_GRAPH)
             op = Op(
                 id=0,
-                lane="compute",
-                action=name,
+                action=ACTIONS[name],
                 block=block,
                 index=0,
                 step=0,
                 reads=(),
                 writes=(),
                 deps=(),
-                slots={"keys": 0},
-                flags=frozenset(flags),
+                slots={a.KEYS: 0},
+                flags=frozenset([a.SAVED_GRAPH] if with_graph else []),
             )
             for sample in samples:
                 measured += sample.seconds
@@ -241,47 +260,35 @@ class Costs:
         block, machine = self._blocks[op.block], self._machine
         p = self._plan.problem
         hidden = tokens * p.hidden_size * p.compute_bytes
-        if op.action.startswith("embed"):
+        if block.role == "embed":
             return times * self._launch + 6 * hidden / machine.gpu_copy_bytes_per_s
-        passes = self._matmul_passes(op, block)
+        work, passes = op.action.work, self._matmul_passes(op, block)
         seconds = passes[0] * tokens / machine.matmul_flops
         # Few tokens: reading the weights takes longer than multiplying by them.
         weights = times * self._numel[block.name] * p.compute_bytes * passes[1] / machine.gpu_copy_bytes_per_s
         seconds = max(seconds, weights)
         if block.role == "head":
             vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)
-            moved = HEAD_BYTES * vocabulary * tokens + (8 if op.action == "head" else 2) * hidden
+            moved = HEAD_BYTES * vocabulary * tokens + (8 if work.sums_gradients else 2) * hidden
         else:
             graph = block.graph_bytes_per_token or 30 * p.hidden_size * p.compute_bytes
             moved = round(passes[1] * tokens * graph)
-        if op.action == "head" or (op.action.startswith("layer_backward") and "attended" not in op.flags):
+        if work.sums_gradients:
             # Gradients leave the products in the compute dtype and are added to float32 sums.
             moved += times * self._numel[block.name] * (p.compute_bytes + 2 * FP32)
-        if op.action in ("layer_forward", "layer_score", "layer_again", "attend"):
-            seconds += self._attention(op, pairs, 2, 2)
-        elif op.action in ("layer_backward", "attend_backward"):
-            seconds += self._attention(op, pairs, 6, 4)
+        if work.pairs is not None:
+            seconds += self._attention(op, pairs, *work.pairs)
         launches = 1 if passes[1] <= 1 else 2
         return launches * times * self._launch + seconds + moved / machine.gpu_copy_bytes_per_s
 
     def _matmul_passes(self, op: Op, block: BlockShape) -> tuple[float, float]:
         """FLOPs a token of an op's matrix products, and their share of a forward pass through the layer."""
         matmul, projection = block.matmul_flops_per_token, block.projection_flops_per_token
-        again = 0 if "kept" in op.flags else matmul - block.unread_flops_per_token
-        flops: int = {
-            "layer_forward": matmul,
-            "layer_score": matmul,
-            "layer_again": projection,
-            "layer_project": projection,
-            "attend": 0,
-            "attend_backward": 0,
-            "layer_backward_top": again + 2 * (matmul - projection),
-            "layer_backward": 2 * projection if "attended" in op.flags else again + 2 * matmul,
-            "head": 3 * matmul,
-            "head_score": matmul,
-        }[op.action]
-        attends = op.action in ("attend", "attend_backward")
-        return flops, flops / matmul if matmul else 0.0 if attends else 1.0
+        work = op.action.work
+        flops = work.matmul * matmul + work.projection * projection
+        if work.recompute and a.SAVED_GRAPH not in op.flags:
+            flops += matmul - block.unread_flops_per_token
+        return flops, flops / matmul if matmul else 0.0 if work.one_chunk_of_keys else 1.0
 
     def _attention(self, op: Op, pairs: int, per_q: int, per_out: int) -> float:
         block = self._blocks[op.block]

@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from engine.forecast.costs import Calibration, Costs, representatives
 from engine.forecast.simulate import Clocks, Simulation, simulate
 from engine.machine.profile import Machine
-from engine.plan.plan import HIDDEN_SLOTS, BufferPlan, Chunk, Plan
+from engine.plan.plan import BufferPlan, Chunk, Plan
+from engine.plan.problem import HIDDEN_SLOTS
+from engine.schedule import actions as a
 from engine.schedule.builder import ScheduleBuilder
 
 FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""
-KEPT_LAYERS = 5
+SIMULATED_LAYERS = 5
 """Layers simulated of each run: one at either end, and three that tell the pace."""
 MOST_PERIOD = 6
 """Layers after which another pattern of layers may repeat."""
@@ -62,7 +64,7 @@ def estimate(
     return _extended(plan, runs, found)
 
 
-def estimate_score(
+def estimate_evaluation(
     plan: Plan,
     machine: Machine,
     calibration: Calibration | None = None,
@@ -79,7 +81,7 @@ def estimate_score(
         # Where all chunks' hidden states fit their slots, none crosses the link.
         runs, small, joined, costs = _small(plan, machine, calibration, documents, more_than=HIDDEN_SLOTS)
     clocks = Clocks(machine)
-    clocks.run([op for ops in ScheduleBuilder(small).score(1, 1, documents=joined) for op in ops], costs)
+    clocks.run([op for ops in ScheduleBuilder(small).evaluate(1, 1, documents=joined) for op in ops], costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     return clocks.times[-1][2] + dropped_s
@@ -125,7 +127,7 @@ def num_ops(plan: Plan) -> int:
 def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
     counts: dict[str, dict[int, int]] = {}
-    for name in ("kept", "held", "spilled"):
+    for name in ("saved_graphs", "saved_on_gpu", "spilled"):
         counts[name] = defaultdict(int)
         for block, _ in getattr(plan, name):
             counts[name][block] += 1
@@ -138,9 +140,9 @@ def _runs(plan: Plan) -> list[_Run]:
     while start < len(kinds):
         times, period = max((_repeats(kinds, start, n), -n) for n in range(1, MOST_PERIOD + 1))
         period = -period
-        if times <= KEPT_LAYERS + 1:
+        if times <= SIMULATED_LAYERS + 1:
             times, period = 1, 1
-        kept = min(times, KEPT_LAYERS)
+        kept = min(times, SIMULATED_LAYERS)
         runs.append(_Run(list(range(start, start + kept * period)), times - kept, period))
         start += times * period
     return runs
@@ -199,8 +201,8 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
         problem=problem,
         chunks=tuple(chunks),
         spilled=most(plan.spilled),
-        held=most(plan.held),
-        kept=most(plan.kept),
+        saved_on_gpu=most(plan.saved_on_gpu),
+        saved_graphs=most(plan.saved_graphs),
     )
 
 
@@ -245,8 +247,8 @@ def _shallow(plan: Plan, blocks: list[int]) -> Plan:
         problem=problem,
         buffers={name: buffer for name, buffer in plan.buffers.items() if name in names},
         spilled=moved(plan.spilled),
-        held=moved(plan.held),
-        kept=moved(plan.kept),
+        saved_on_gpu=moved(plan.saved_on_gpu),
+        saved_graphs=moved(plan.saved_graphs),
         recomputed=frozenset(number[block] for block in plan.recomputed if block in number),
     )
 
@@ -256,11 +258,11 @@ def _extended(plan: Plan, runs: list[_Run], found: Simulation) -> Simulation:
     ends: dict[tuple[str, bool], float] = {}
     work: dict[tuple[str, str], float] = defaultdict(float)
     moved: dict[tuple[str, str], int] = defaultdict(int)
-    turn = min(span.start_s for span in found.spans if span.op == "head")
+    turn = min(span.start_s for span in found.spans if span.op == a.HEAD.name)
     for span in found.spans:
         work[span.block, span.lane] += span.end_s - span.start_s
         moved[span.block, span.lane] += span.bytes
-        if span.lane == "compute" and span.op != "update_on_gpu":
+        if span.lane == "compute" and span.op != a.UPDATE_ON_GPU.name:
             key = (span.block, span.end_s <= turn)
             ends[key] = max(ends.get(key, 0.0), span.end_s)
     step_s, busy, total = found.step_s, dict(found.busy_s), dict(found.bytes)

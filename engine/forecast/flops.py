@@ -5,7 +5,7 @@ weight of a matrix product costs 2 a token forward and 4 backward; attention cos
 of a head's q.k and p.v forward, twice that backward. Only the pairs that a causal query really sees count, document by
 document; norms, activations, the embedding's lookup and the softmax do not, nor does anything that is recomputed.
 
-Executed FLOPs add what is computed again: the matrix products that backward's graph needs, attention of layers that
+Executed FLOPs add what is recomputed: the matrix products that backward's graph needs, attention of layers that
 save their input only, and q.k, which every flash kernel's backward computes once more.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.attention.pairs import visible_pairs
 from engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec
@@ -34,18 +33,12 @@ def matmul_flops(spec: ModelSpec) -> int:
 
 def active_params(spec: ModelSpec) -> int:
     """Parameters that a token computes with: of experts those that it is routed to."""
-    text = spec.config.get_text_config(decoder=True)
-    routed = getattr(text, "num_experts_per_tok", None) or 1
     idle = 0
     for params in spec.buffers.values():
         for param in params:
-            if len(param.shape) == 3 and param.shape[0] in _expert_counts(text):
-                idle += param.numel - routed * param.numel // param.shape[0]
+            if len(param.shape) == 3 and param.shape[0] in spec.experts:
+                idle += param.numel - spec.experts_per_token * param.numel // param.shape[0]
     return spec.num_params - idle
-
-
-def _expert_counts(text: Any) -> set[int | None]:
-    return {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
 
 
 def block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
@@ -54,15 +47,12 @@ def block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
 
 
 def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
-    text = spec.config.get_text_config(decoder=True)
-    experts = _expert_counts(text)
     if buffer == EMBED and param.shape[0] != spec.vocab_size:
         return 0  # beside the shared token table there may be one of positions
     if len(param.shape) == 2:
         return 2 * param.numel
-    if len(param.shape) == 3 and param.shape[0] in experts:
-        routed = getattr(text, "num_experts_per_tok", None) or 1
-        return 2 * routed * param.numel // param.shape[0]
+    if len(param.shape) == 3 and param.shape[0] in spec.experts:
+        return 2 * spec.experts_per_token * param.numel // param.shape[0]
     return 0
 
 
@@ -101,8 +91,8 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepF
     """FLOPs that a step of `plan` carries out over documents of these lengths in tokens.
 
     The layers compute padding too. Backward computes a layer's matrix products again except the one whose output
-    nobody reads (ModelSpec.unread), and none where the plan keeps the chunk's graph (Plan.kept). Queries, keys and
-    values are computed once more where the layer saved its input only (Plan.recomputed), attention with them, and
+    nobody reads (ModelSpec.unread), and none where the plan saves the chunk's graph (Plan.saved_graphs). Queries, keys
+    and values are computed once more where the layer saved its input only (Plan.recomputed), attention with them, and
     where keys and values are streamed.
     """
     lengths = list(lengths)
@@ -116,7 +106,7 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepF
         extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in enumerate(tokens):
             layer_matmul += count * (once * (1 + BACKWARD) + extra)
-            if (index, chunk) not in plan.kept:
+            if (index, chunk) not in plan.saved_graphs:
                 layer_matmul += count * again
         forward += passes * _pair_flops(shape, lengths, 1, 1)
         backward += _pair_flops(shape, lengths, 3, 2)

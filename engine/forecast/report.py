@@ -8,15 +8,16 @@ from typing import Any
 
 from engine.data.loader import MicroBatch
 from engine.forecast.costs import Calibration
-from engine.forecast.extrapolate import estimate, estimate_score, num_ops
+from engine.forecast.extrapolate import estimate, estimate_evaluation, num_ops
 from engine.forecast.flops import active_params, executed_flops, model_flops
-from engine.forecast.request import Task
-from engine.forecast.search import Found, promised_s
+from engine.forecast.request import PlanRequest
+from engine.forecast.search import SearchResult, promised_s
 from engine.forecast.simulate import Simulation
 from engine.machine.peaks import hfu, mfu, peak_flops
 from engine.machine.profile import Machine
-from engine.plan.plan import FP32, STATE_KINDS, Choice, Plan
-from engine.schedule.ops import LANES
+from engine.plan.plan import Plan
+from engine.plan.problem import FP32, PlanOptions
+from engine.schedule.actions import LANES
 from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
 
@@ -26,9 +27,9 @@ _DOUBLINGS = 12
 
 
 def forecast(
-    task: Task,
+    task: PlanRequest,
     machine: Machine,
-    found: Found,
+    found: SearchResult,
     calibration: Calibration | None = None,
     batch: Sequence[MicroBatch] | None = None,
     simulation: Simulation | None = None,
@@ -88,7 +89,7 @@ def predict(
 
 
 def validation_seconds(
-    task: Task,
+    task: PlanRequest,
     machine: Machine,
     plan: Plan,
     calibration: Calibration | None = None,
@@ -99,10 +100,10 @@ def validation_seconds(
     if train.validate_every is None:
         return 0.0
     passes = -(-(train.validation_sequences or train.sequences_per_step) // train.sequences_per_step)
-    return passes * estimate_score(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
+    return passes * estimate_evaluation(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
 
 
-def refusal(task: Task, machine: Machine, error: BudgetError) -> dict[str, Any]:
+def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:
     """The forecast of what does not fit, without the changes that would make it fit (engine/forecast/advice.py)."""
     return {
         "fits": False,
@@ -124,7 +125,7 @@ def refusal(task: Task, machine: Machine, error: BudgetError) -> dict[str, Any]:
     }
 
 
-def rows(task: Task) -> list[int]:
+def rows(task: PlanRequest) -> list[int]:
     """Lengths of a step's documents when each row is one."""
     return [task.recipe.data.sequence_length] * task.recipe.train.sequences_per_step
 
@@ -134,7 +135,7 @@ def machine_json(machine: Machine) -> dict[str, Any]:
     return {"name": machine.name, "source": machine.source, "gpu": machine.gpu}
 
 
-def model_json(task: Task) -> dict[str, Any]:
+def model_json(task: PlanRequest) -> dict[str, Any]:
     """What is trained."""
     spec = task.spec
     return {
@@ -146,7 +147,7 @@ def model_json(task: Task) -> dict[str, Any]:
 
 
 def whole_run(
-    task: Task, machine: Machine, plan: Plan, simulation: Simulation, validation_s: float = 0.0
+    task: PlanRequest, machine: Machine, plan: Plan, simulation: Simulation, validation_s: float = 0.0
 ) -> dict[str, Any]:
     """Seconds of all steps with their commits and validations, and what is written to each drive by the end.
 
@@ -154,9 +155,10 @@ def whole_run(
     it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
     """
     steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
+    kinds = len(plan.problem.state_kinds)
     resident = [buffer for buffer in plan.buffers.values() if buffer.state != "nvme"]
-    through = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in resident)
-    whole = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in plan.buffers.values())
+    through = sum(buffer.num_parts * _state_files(buffer.part_numel, kinds) for buffer in resident)
+    whole = sum(buffer.num_parts * _state_files(buffer.part_numel, kinds) for buffer in plan.buffers.values())
     commits = -(-steps // every)
     validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
@@ -187,8 +189,8 @@ def whole_run(
     }
 
 
-def _state_files(part_numel: int) -> int:
-    return len(STATE_KINDS) * ChunkFormat(part_numel * FP32).file_bytes
+def _state_files(part_numel: int, kinds: int) -> int:
+    return kinds * ChunkFormat(part_numel * FP32).file_bytes
 
 
 _WORDS: dict[str, dict[Any, str]] = {
@@ -207,7 +209,7 @@ _WORDS: dict[str, dict[Any, str]] = {
 }
 
 
-def reasons(found: Found) -> dict[str, str]:
+def reasons(found: SearchResult) -> dict[str, str]:
     """Choice -> why it was made: what the best of each alternative would have come to."""
     texts = {"chunk_tokens": _reason(found, lambda chunk, choice: chunk, "{:,} tokens".format)}
     for name, words in _WORDS.items():
@@ -215,7 +217,7 @@ def reasons(found: Found) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _reason(found: Found, value_of: Callable[[int, Choice], Any], word: Callable[[Any], str]) -> str:
+def _reason(found: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
     """Empty where there was no alternative."""
     best: dict[Any, float] = {}
     for c in found.tried:
@@ -229,7 +231,7 @@ def _reason(found: Found, value_of: Callable[[int, Choice], Any], word: Callable
     return f"{word(mine)}; {', '.join(compared)}" if compared else ""
 
 
-def compute_bound_tokens(task: Task, machine: Machine, found: Found) -> int | None:
+def compute_bound_tokens(task: PlanRequest, machine: Machine, found: SearchResult) -> int | None:
     """Tokens per step from which computing takes longest; None where more sequences change nothing about it.
 
     Tried by doubling or halving the sequences of a step with the same choices.

@@ -11,8 +11,8 @@ import torch
 
 from engine.config import BudgetConfig, Recipe, parse_bytes
 from engine.forecast.costs import Calibration
-from engine.forecast.search import Found, chunk_options, search, why_not
-from engine.hf.prepare import make_problem
+from engine.forecast.problem import make_problem
+from engine.forecast.search import SearchResult, chunk_options, search, why_not
 from engine.machine.limits import (
     GPU_RESERVE,
     RAM_RESERVE,
@@ -26,8 +26,9 @@ from engine.machine.presets import GENERIC, generic_gpu, stored_machine
 from engine.machine.profile import Machine
 from engine.machine.reservations import Reserved
 from engine.model.spec import ModelSpec
-from engine.plan.plan import Choice, Plan, Problem
+from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
+from engine.plan.problem import PlanInput, PlanOptions
 from storage.errors import BudgetError, UserError
 
 
@@ -44,7 +45,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class PlanRequest:
     """What a plan is made for: a model, a batch and a machine."""
 
     spec: ModelSpec
@@ -59,7 +60,7 @@ class Task:
     graph_bytes: Mapping[str, int] | None = None
     """Calibration.graph_bytes_per_token, once there is one."""
 
-    def problem(self, chunk_tokens: int) -> Problem:
+    def problem(self, chunk_tokens: int) -> PlanInput:
         """What the planner has to solve with chunks of that length."""
         return make_problem(
             self.spec,
@@ -82,7 +83,7 @@ class Task:
             return [train.chunk_tokens]
         return chunk_options(train.sequences_per_micro_batch * data.sequence_length)
 
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, choice: PlanOptions) -> Plan:
         """The plan of one choice, with the longest chunk there is. Raises BudgetError."""
         return make_plan(self.problem(self.chunks[-1]), choice)
 
@@ -95,11 +96,11 @@ class Task:
         machine: Machine,
         calibration: Calibration | None = None,
         documents: Sequence[Sequence[int]] | None = None,
-        known: tuple[int, Choice] | None = None,
-        only: tuple[int, Choice] | None = None,
-        before: Found | None = None,
+        known: tuple[int, PlanOptions] | None = None,
+        only: tuple[int, PlanOptions] | None = None,
+        before: SearchResult | None = None,
         rough: bool = False,
-    ) -> Found:
+    ) -> SearchResult:
         """The best plan: see engine.forecast.search.search. Raises BudgetError where none fits."""
         return search(
             self.problem,

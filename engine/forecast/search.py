@@ -12,8 +12,9 @@ from engine.forecast.costs import Calibration
 from engine.forecast.extrapolate import estimate, num_ops
 from engine.forecast.simulate import Simulation
 from engine.machine.profile import Machine
-from engine.plan.plan import KV_SLOTS, Choice, Plan, Problem
+from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
+from engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions
 from storage.errors import BudgetError
 
 EXHAUSTIVE_OPS = 1_500
@@ -30,7 +31,7 @@ WORTH_A_PASS = 0.01
 SWITCH_GAIN = 0.03
 """By how much a plan must be faster to replace one of which it is known that it works."""
 
-ProblemAt = Callable[[int], Problem]
+ProblemAt = Callable[[int], PlanInput]
 """Tokens of a chunk -> the problem with chunks of that length."""
 
 
@@ -39,7 +40,7 @@ class Candidate:
     """A plan that was tried."""
 
     chunk_tokens: int
-    choice: Choice
+    choice: PlanOptions
     plan: Plan
     simulation: Simulation
 
@@ -50,12 +51,12 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """The best plan and what it was compared with."""
 
     best: Candidate
     tried: list[Candidate]
-    refused: list[tuple[int, Choice, BudgetError]]
+    refused: list[tuple[int, PlanOptions, BudgetError]]
     """Combinations that do not fit."""
 
     @property
@@ -63,7 +64,7 @@ class Found:
         """The best one's."""
         return self.best.plan
 
-    def far(self) -> set[tuple[int, Choice]]:
+    def far(self) -> set[tuple[int, PlanOptions]]:
         """Combinations that another is ahead of on every lane: other times of the ops make none of them the best."""
         ahead: list[Candidate] = []
         for candidate in sorted(self.tried, key=lambda c: c.step_s):
@@ -86,8 +87,8 @@ def chunk_options(stream_tokens: int) -> list[int]:
     return [*(few or shorter), *([stream_tokens] if stream_tokens <= _CHUNKS[-1] else [])]
 
 
-def dimensions(problem: Problem, num_chunks: int) -> dict[str, list[Any]]:
-    """Field of Choice -> the values worth trying, the likeliest first."""
+def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
+    """Field of PlanOptions -> the values worth trying, the likeliest first."""
     attends = any(block.attends for block in problem.blocks)
     useful = attends and num_chunks > KV_SLOTS
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
@@ -113,17 +114,17 @@ class _Search:
     documents: Sequence[Sequence[int]] | None
     rough: bool
     tried: list[Candidate] = field(default_factory=list)
-    refused: list[tuple[int, Choice, BudgetError]] = field(default_factory=list)
-    problems: dict[int, Problem] = field(default_factory=dict)
-    seen: dict[tuple[int, Choice], Candidate | None] = field(default_factory=dict)
+    refused: list[tuple[int, PlanOptions, BudgetError]] = field(default_factory=list)
+    problems: dict[int, PlanInput] = field(default_factory=dict)
+    seen: dict[tuple[int, PlanOptions], Candidate | None] = field(default_factory=dict)
     simulated: dict[tuple[Any, ...], Simulation] = field(default_factory=dict)
 
-    def problem(self, chunk: int) -> Problem:
+    def problem(self, chunk: int) -> PlanInput:
         if chunk not in self.problems:
             self.problems[chunk] = self.problem_at(chunk)
         return self.problems[chunk]
 
-    def plan(self, chunk: int, choice: Choice) -> Plan | None:
+    def plan(self, chunk: int, choice: PlanOptions) -> Plan | None:
         """None where it does not fit."""
         try:
             return make_plan(self.problem(chunk), choice)
@@ -131,7 +132,7 @@ class _Search:
             self.refused.append((chunk, choice, error))
             return None
 
-    def attempt(self, chunk: int, choice: Choice) -> Candidate | None:
+    def attempt(self, chunk: int, choice: PlanOptions) -> Candidate | None:
         """Simulate a combination, unless it or one that comes to the same plan has been."""
         if (chunk, choice) not in self.seen:
             plan = self.plan(chunk, choice)
@@ -147,10 +148,10 @@ class _Search:
         self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
         return candidate
 
-    def everything(self, chunk: int, values: dict[str, list[Any]], before: Found | None) -> None:
+    def everything(self, chunk: int, values: dict[str, list[Any]], before: SearchResult | None) -> None:
         far = set() if before is None else before.far()
         for combination in itertools.product(*values.values()):
-            choice = Choice(**dict(zip(values, combination, strict=True)))
+            choice = PlanOptions(**dict(zip(values, combination, strict=True)))
             if (chunk, choice) not in far:
                 self.attempt(chunk, choice)
 
@@ -188,7 +189,7 @@ def rank(candidate: Candidate) -> tuple[float, int, float]:
 def decisions(plan: Plan) -> tuple[Any, ...]:
     """Equal for plans that run the same schedule."""
     buffers = tuple((b.weights, b.state, b.gradient) for b in plan.buffers.values())
-    sets = (plan.spilled, plan.recomputed, plan.held, plan.kept)
+    sets = (plan.spilled, plan.recomputed, plan.saved_on_gpu, plan.saved_graphs)
     slots = (plan.state_stages, plan.part_stages, plan.activation_stages, *plan.weight_slots.values())
     return plan.max_chunk_tokens, buffers, sets, slots, plan.streamed
 
@@ -200,30 +201,30 @@ def search(
     calibration: Calibration | None = None,
     documents: Sequence[Sequence[int]] | None = None,
     *,
-    known: tuple[int, Choice] | None = None,
-    only: tuple[int, Choice] | None = None,
-    before: Found | None = None,
+    known: tuple[int, PlanOptions] | None = None,
+    only: tuple[int, PlanOptions] | None = None,
+    before: SearchResult | None = None,
     rough: bool = False,
-) -> Found:
+) -> SearchResult:
     """The plan with the shortest step.
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
-    whatever its speed; `before`: a search with other times, which says what need not be tried again (Found.far);
+    whatever its speed; `before`: a search with other times, which says what need not be tried again (SearchResult.far);
     `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
     Raises BudgetError, that of the combination which lacks least, where none fits.
     """
     hunt = _Search(problem_at, machine, calibration, documents, rough)
     lengths = list(chunks)
     if only is not None and (taken := hunt.attempt(*only)) is not None:
-        return Found(taken, hunt.tried, hunt.refused)
+        return SearchResult(taken, hunt.tried, hunt.refused)
     fitting: dict[int, Plan] = {}
     for chunk in lengths:
         problem = hunt.problem(chunk)
         values = _options(problem)
         first = _frugal(problem, values)
         if not isinstance(first, Plan):
-            hunt.refused += [(chunk, Choice(), error) for error in first[:1]]
+            hunt.refused += [(chunk, PlanOptions(), error) for error in first[:1]]
             continue
         if num_ops(first) <= EXHAUSTIVE_OPS:
             hunt.everything(chunk, values, before)
@@ -241,10 +242,10 @@ def search(
         kept = hunt.attempt(*known)
         if kept is not None and best.step_s > kept.step_s * (1 - SWITCH_GAIN):
             best = kept
-    return Found(best, hunt.tried, hunt.refused)
+    return SearchResult(best, hunt.tried, hunt.refused)
 
 
-def _options(problem: Problem) -> dict[str, list[Any]]:
+def _options(problem: PlanInput) -> dict[str, list[Any]]:
     return dimensions(problem, -(-problem.rows * problem.row_tokens // problem.chunk_tokens))
 
 
@@ -260,13 +261,13 @@ def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
     return min(refusals, key=_lack)
 
 
-def _frugal(problem: Problem, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
+def _frugal(problem: PlanInput, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
     """A plan that needs little of each tier, or why there is none."""
     refusals = []
     ends = {name: dict.fromkeys((found[0], found[-1])) for name, found in values.items()}
     ways = itertools.product(ends["streamed"], ends["recompute"], values["ram_first"], ends["gpu_first"])
     for streamed, recompute, ram_first, gpu_first in ways:
-        choice = Choice(streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first)
+        choice = PlanOptions(streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first)
         try:
             return make_plan(problem, choice)
         except BudgetError as error:

@@ -16,8 +16,9 @@ from engine.events import Span
 from engine.forecast.costs import Costs
 from engine.machine.profile import Machine
 from engine.plan.plan import Plan
+from engine.schedule.actions import LANES, Lane
 from engine.schedule.builder import ScheduleBuilder, stays_aside
-from engine.schedule.ops import LANES, Lane, Op
+from engine.schedule.ops import Op
 
 BUILD_S = 1.6e-5
 """The main thread's time to build one op: docs/results/dispatch.md."""
@@ -153,7 +154,7 @@ class Clocks:
                         pace, first = takes, lane
             if pace == math.inf:
                 stuck = ", ".join(
-                    f"{q[h].action} of {q[h].block}" for q, h in zip(queues, heads, strict=True) if h < len(q)
+                    f"{q[h].action.name} of {q[h].block}" for q, h in zip(queues, heads, strict=True) if h < len(q)
                 )
                 raise Deadlock(f"the lanes wait for each other at {stuck}")
             for lane in range(len(LANES)):
@@ -184,7 +185,7 @@ class Clocks:
                     waited = tuple(dep for dep in op.deps if self.done_at[dep] > lane_end[op.lane])
                 found.append(
                     Span(
-                        op.lane, op.action, op.block, op.index, begin - start, end - start, op.nbytes, op.step,
+                        op.lane, op.action.name, op.block, op.index, begin - start, end - start, op.nbytes, op.step,
                         op.id, waited,
                     )
                 )  # fmt: skip

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
 from engine.model import skeleton
-from engine.model.spec import ModelSpec, initial_constants
+from engine.model.anatomy import initial_constants
+from engine.model.spec import ModelSpec
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
 from storage.model_folder import has_model_file, read_model_file

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 
 from engine.config import TrainConfig
-from engine.runtime.batch import BYTES_PER_TOKEN
-from engine.runtime.runtime import INPUTS_CACHE_BYTES
 from storage.errors import UserError
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
-"""What `resolve_device` asks for: eight buffers of 4,096 KiB."""
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _BFLOAT16_CAPABILITY = (8, 0)
@@ -24,6 +20,12 @@ _BFLOAT16_CAPABILITY = (8, 0)
 LEAST_LIMIT_BYTES = 2**30
 """Budgets below this are not enforced: the allocator takes memory in pieces of up to 20 MiB, and cuBLAS takes 32 MiB a
 stream, which is much for a test's model and nothing for a real one's."""
+
+
+def compute_dtype(train: TrainConfig) -> torch.dtype:
+    """Dtype of weights and activations in forward and backward, once it is decided."""
+    assert train.compute_dtype != "auto"
+    return torch.bfloat16 if train.compute_dtype == "bfloat16" else torch.float32
 
 
 def resolve_device(config: TrainConfig) -> torch.device:
@@ -150,15 +152,6 @@ def _allocator_setting(text: str) -> None:
     """Change the caching allocator's settings of a running process."""
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch >= 2.10
     (setter or torch.cuda.memory._set_allocator_settings)(text)
-
-
-def overhead_bytes(step_tokens: int) -> int:
-    """GPU memory that a run of `step_tokens` tokens a step takes beside its slots and the temporaries of its ops.
-
-    cuBLAS's workspace on the compute lane, the layers' arguments that are kept (rotary tables), and the tokens of three
-    steps: the one that runs, the one before and the one after.
-    """
-    return CUBLAS_WORKSPACE_BYTES + INPUTS_CACHE_BYTES + 3 * step_tokens * BYTES_PER_TOKEN
 
 
 def _gib(nbytes: int) -> str:

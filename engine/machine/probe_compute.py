@@ -17,8 +17,9 @@ from engine.config import TrainConfig
 from engine.machine.affinity import place_threads
 from engine.machine.compilers import optimizer_compiles
 from engine.machine.profile import AttentionRate
-from engine.optim.adamw import AdamW, scalars
+from engine.optim.base import UpdateRange, find_optimizer
 from storage.arena import HostArena
+from storage.layout import FlatLayout
 
 _COPIES = 4
 """Pairs of buffers that copies go round, so that no cache holds them."""
@@ -258,9 +259,10 @@ def optimizer_params_per_s(device: torch.device, sizes: Sizes, seconds: float) -
 def _updates_per_s(sizes: Sizes, seconds: float) -> float:
     cpu, numel = torch.device("cpu"), sizes.state_numel
     compiled = sizes.compiled and optimizer_compiles().ok
-    adamw = AdamW("compiled" if compiled else "fused")
-    values = scalars(TrainConfig(), 1, 1.0, cpu)
-    total = _STATE_PARTS * 5 * numel * 4
+    spec, layout = find_optimizer(TrainConfig()), FlatLayout((), {}, numel, numel)
+    optimizer, where = spec.make("compiled" if compiled else "fused"), UpdateRange(layout, 0, numel)
+    values = optimizer.scalars(TrainConfig(), 1, 1.0, cpu)
+    total = _STATE_PARTS * (len(spec.state_kinds) + 2) * numel * 4
     arena = HostArena(total, budget_bytes=total)
     try:
 
@@ -269,13 +271,13 @@ def _updates_per_s(sizes: Sizes, seconds: float) -> float:
 
         parts = []
         for part in range(_STATE_PARTS):
-            state = (floats(f"master {part}"), floats(f"exp_avg {part}"), floats(f"exp_avg_sq {part}"))
+            state = {kind: floats(f"{kind} {part}") for kind in spec.state_kinds}
             weights = arena.slot(f"weights {part}", numel * 2).view(torch.bfloat16).zero_()
             parts.append((state, floats(f"gradient {part}"), weights))
 
         def update() -> None:
             for state, gradient, weights in parts:
-                adamw.step(state, gradient, weights, numel, values)
+                optimizer.step(state, gradient, weights, where, values)
 
         return _STATE_PARTS * numel / clock(update, cpu, seconds)
     finally:

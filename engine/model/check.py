@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engine.attention.chunk import AttentionState
+from engine.model.anatomy import refuse_unsupported, take_apart
 from engine.model.layers import LayerInputs
 from engine.model.pieces import backward_in_pieces, forward_in_pieces
 from engine.model.runner import ModelRunner
 from engine.model.shrink import shrink
-from engine.model.spec import EMBED, HEAD, ModelSpec, refuse_unsupported
+from engine.model.spec import EMBED, HEAD, ModelSpec
+from engine.model.tokens import ChunkTokens
 from engine.model.trace import random_model
-from engine.runtime.batch import ChunkTokens
 from storage.errors import UserError
 
 TOLERANCE = 1e-5
@@ -131,7 +132,7 @@ def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]
     refuse_unsupported(config)
     try:
         small, _ = shrink(config)
-        return small, ModelSpec.from_config(small)
+        return small, take_apart(small)
     except UserError:
         raise
     except Exception as error:

@@ -20,18 +20,19 @@ _TOKENS = (64, 192)
 META = torch.device("meta")
 
 
-def graph_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
-    """Per layer: bytes of a kept LayerGraph per token, when it runs eagerly; weights and log-sum-exp excluded.
+def find_graph_bytes(spec: ModelSpec, dtype: str) -> None:
+    """Note in `spec.graph_bytes`, unless it is there, what a saved LayerGraph takes of each layer, in bytes a token.
 
-    A compiled layer keeps no more. None for a layer that cannot run without data.
+    Of a layer that runs eagerly, weights and log-sum-exp excluded; a compiled layer saves no more. None for a layer
+    that cannot run without data.
     """
     key = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype)
     if key not in _measured:
-        _measured[key] = _measure(spec, dtype)
-    return _measured[key]
+        _measured[key] = _measure(spec, getattr(torch, dtype))
+    spec.graph_bytes[dtype] = _measured[key]
 
 
-_measured: dict[tuple[str, str, torch.dtype], tuple[int | None, ...]] = {}
+_measured: dict[tuple[str, str, str], tuple[int | None, ...]] = {}
 
 
 def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:

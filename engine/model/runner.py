@@ -18,7 +18,7 @@ from engine.model import skeleton
 from engine.model.layers import LayerInputs, LayerRunner
 from engine.model.skeleton import LayerCall, Skeleton
 from engine.model.spec import ModelSpec
-from engine.runtime.batch import ChunkTokens
+from engine.model.tokens import ChunkTokens
 
 
 class ModelRunner:
@@ -157,7 +157,7 @@ class ModelRunner:
                 del computed
         return loss, dx
 
-    def score(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+    def evaluate(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
         """The sum that `head` returns, without gradients."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad(), self._skeleton.bound(weights) as bound:

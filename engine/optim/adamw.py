@@ -1,16 +1,17 @@
-"""AdamW on flat fp32 state, gradient clipping by the global norm, and learning-rate schedules."""
+"""AdamW on flat fp32 state."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.config import TrainConfig
+from engine.optim.base import Mode, UpdateRange
+from engine.optim.lr import learning_rate, on_device
 
 PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
 """Elements updated at once where the update is not compiled, per device type: there are up to ten copies in float32, in
@@ -31,23 +32,6 @@ class Scalars:
     """The same two as floats."""
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of step `step` (1-based): linear warm-up from 0, then decay to `min_lr_ratio` at the last step."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    span = max(1, config.steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    if config.lr_schedule == "constant":
-        return config.lr
-    shape = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
-
-
-def clip_coefficient(norm: float, clip_norm: float | None) -> float:
-    """Factor on every gradient so that their global norm is at most `clip_norm` (torch.nn.utils.clip_grad_norm_)."""
-    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
-
-
 def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
     """Scalars of optimizer step `step` (1-based) with gradients scaled by `clip`.
 
@@ -65,19 +49,8 @@ def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -
     ]
     rows = torch.tensor([[*common, 1 - lr * config.weight_decay], [*common, 1.0]], dtype=torch.float32)
     decayed, undecayed = rows.tolist()
-    if device.type == "cuda":
-        pinned = torch.empty_like(rows, pin_memory=True).copy_(rows)
-        rows = pinned.to(device, non_blocking=True)
-        wait_for_copies(device)  # other streams read it
+    rows = on_device(rows, device)
     return Scalars(step, rows[0], rows[1], (tuple(decayed), tuple(undecayed)))
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Return once what the calling thread has put on its stream is done; the thread sleeps meanwhile."""
-    if device.type == "cuda":
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(device))
-        event.synchronize()
 
 
 def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor) -> None:
@@ -98,16 +71,9 @@ def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor,
     weights.copy_(new)
 
 
-def _torch_fused(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient: Tensor,
-    weights: Tensor,
-    s: tuple[float, ...],
-    step: int,
-) -> None:
+def _torch_fused(operands: Sequence[Tensor], s: tuple[float, ...], step: int) -> None:
     """The same step through torch's fused kernel, for machines on which torch.compile has no compiler."""
+    master, exp_avg, exp_avg_sq, gradient, weights = operands
     lr, beta1, beta2, eps, _, _, clip, keep = s
     torch._fused_adamw_(
         [master],
@@ -128,13 +94,12 @@ def _torch_fused(
 
 
 class AdamW:
-    """AdamW over ranges of flat buffers: "compiled", "eager", or "fused" where there is no compiler."""
+    """AdamW over ranges of flat buffers."""
 
-    def __init__(self, mode: Literal["compiled", "eager", "fused"], *, free_threaded: bool = False) -> None:
-        """`free_threaded`: compiled, an update in RAM does not hold the interpreter's lock, so that other lanes launch
-        kernels meanwhile. It takes about twice as long to compile.
-        """
-        self.mode = mode
+    def __init__(self, mode: Mode, *, free_threaded: bool = False) -> None:
+        """`free_threaded`: compiled, an update in RAM does not hold the interpreter's lock; that takes about twice as
+        long to compile."""
+        self.mode: Mode = mode
         # The number of threads is the calling thread's, not that of whoever compiled first.
         on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
         if free_threaded:
@@ -145,33 +110,29 @@ class AdamW:
             self._update["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)
             self._update["cuda"] = torch.compile(adamw, dynamic=True)
 
+    def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
+        """See Optimizer."""
+        return scalars(train, step, clip, device)
+
     @torch.no_grad()
     def step(
-        self,
-        state: tuple[Tensor, Tensor, Tensor],
-        gradient: Tensor,
-        weights: Tensor,
-        decay_numel: int,
-        values: Scalars,
+        self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, scalars: Scalars
     ) -> None:
-        """Update one range of a buffer in place.
-
-        state: master, exp_avg, exp_avg_sq, float32 [n]; gradient [n]; weights [n], compute dtype;
-        decay_numel: the first elements of the range are decayed, the others not.
-        """
+        """Update one range of a buffer in place; see Optimizer."""
         numel, device = weights.numel(), weights.device.type
-        ranges = ((0, decay_numel, values.decayed), (decay_numel, numel, values.undecayed))
-        for (begin, stop, s), host in zip(ranges, values.host, strict=True):
+        operands = (state["master"], state["exp_avg"], state["exp_avg_sq"], gradient, weights)
+        decayed = where.decay_numel
+        ranges = ((0, decayed, scalars.decayed), (decayed, numel, scalars.undecayed))
+        for (begin, stop, s), host in zip(ranges, scalars.host, strict=True):
             # Compiled, nothing but the operands is ever in memory; otherwise there are copies, of a piece at a time.
             piece = numel if self.mode == "compiled" else PIECE_NUMEL[device]
             for start in range(begin, stop, piece):
                 end = min(start + piece, stop)
-                master, first, second, grad, rounded = (t[start:end] for t in (*state, gradient, weights))
+                pieces = [t[start:end] for t in operands]
                 if self.mode == "fused":
-                    _torch_fused(master, first, second, grad, rounded, host, values.step)
+                    _torch_fused(pieces, host, scalars.step)
                 elif self.mode == "compiled" and device == "cpu":
                     # Tensors of their own: whether a range begins its tensor would otherwise be compiled in.
-                    own = (torch.from_dlpack(rows) for rows in (master, first, second, grad, rounded))
-                    self._update[device](*own, s)
+                    self._update[device](*(torch.from_dlpack(rows) for rows in pieces), s)
                 else:
-                    self._update[device](master, first, second, grad, rounded, s)
+                    self._update[device](*pieces, s)

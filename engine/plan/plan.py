@@ -1,157 +1,28 @@
 """The plan: where every kind of every buffer lives, how the step is cut into chunks, how many slots there are, what is
-saved for backward and what is computed again.
+saved for backward and what is recomputed.
 
-`engine/plan/planner.py` makes it from a Problem. The schedule, the runtime and the command line read it; nothing else
-decides a size or a place.
+`planner.py` makes it from a PlanInput. The schedule, the runtime and the command line read it; nothing else decides a
+size or a place.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-Tier = Literal["gpu", "ram", "nvme"]
-Pool = Literal["layer", "edge"]
-Role = Literal["embed", "layer", "head"]
-Save = Literal["auto", "input", "attention", "everything"]
-"""What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
-that autograd wants, so that nothing is computed again."""
-Window = Literal["auto", "whole", "streamed"]
-"""Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
-
-GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "records"]
-"""What the GPU's memory that the working set leaves goes to: kept graphs, then resident blocks; the other way round;
-half for each; graphs alone, as the update of resident blocks takes time of what computes; or records that wait there,
-then resident blocks. Graphs are kept only where no record goes to NVMe."""
-Recompute = Literal["none", "half", "all"]
-"""Whose attention backward computes again: no layer's, the first half's, which wait longest, or every layer's."""
-RamFirst = Literal["activations", "weights", "state"]
-"""What RAM is filled with: all records, so that none goes to NVMe, then weights, gradients, state; or weights, records,
-gradients, state; or weights, gradients, state, records. What is not there moves twice a step, weights thrice."""
-
-STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
-FP32 = 4
-LAST_GOOD = "last good generation"
-"""Part of the NVMe tier that is there where the disk has room for it."""
-ALIGNMENT = 4096
-UPDATE_PARTS = 8
-"""Parts that one op updates in RAM, where nothing has to be staged: a socket updates a part in 0.7 ms, and an op costs
-0.1 to 0.2 ms of Python."""
-HIDDEN_SLOTS = 6
-"""Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
-SAVED_SLOTS = 3
-"""Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
-KV_SLOTS = 4
-"""Chunks of keys and values on the GPU when they are streamed: the op's own, the running one's, two on their way."""
-DKV_SLOTS = 4
-"""Chunks of their gradients on the GPU then: the running op's, the next one's, one leaving, the chunk's own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BufferShape:
-    """One flat buffer of the model, as the planner sees it."""
-
-    name: str
-    numel: int
-    """Elements, padding included."""
-    part_numel: int
-    """Elements of one part (chunk file); the last part may be shorter."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockShape:
-    """One streamed unit of the model, as the planner sees it."""
-
-    name: str
-    role: Role
-    buffers: tuple[str, ...]
-    """Flat buffers whose weights it computes with: its own, which bears its name, and shared ones."""
-    out_bytes_per_token: int = 0
-    """Saved attention output, compute dtype; 0 where the layer has no attention."""
-    lse_bytes_per_token: int = 0
-    """Saved log-sum-exp, float32."""
-    kv_bytes_per_token: int = 0
-    """Keys and values, compute dtype."""
-    kv_numel_per_token: int = 0
-    """Elements of keys and values of one token."""
-    q_numel_per_token: int = 0
-    """Elements of the queries of one token."""
-    out_numel_per_token: int = 0
-    """Elements of attention's output of one token."""
-    window_tokens: int | None = None
-    """Keys that a query sees, its own included; None: all before it."""
-    span_tokens: int | None = None
-    """A query sees keys of its own span of so many tokens only, counted from the document's start; None: of all."""
-    graph_bytes_per_token: int | None = None
-    """What autograd keeps of a forward of this layer, weights excluded; None: not known, so it is never kept."""
-    matmul_flops_per_token: int = 0
-    """FLOPs of its matrix products forward; experts count for the tokens routed to them."""
-    unread_flops_per_token: int = 0
-    """Those of them that a forward which is repeated in backward leaves out."""
-    projection_flops_per_token: int = 0
-    """Those of them that make queries, keys and values."""
-
-    @property
-    def attends(self) -> bool:
-        """Whether the layer has attention."""
-        return self.kv_bytes_per_token > 0
-
-    @property
-    def saved_bytes_per_token(self) -> int:
-        """Attention output and log-sum-exp of one token."""
-        return self.out_bytes_per_token + self.lse_bytes_per_token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Everything that the planner needs to know about a model, a batch and a machine."""
-
-    blocks: tuple[BlockShape, ...]
-    """embed, the decoder layers in order, head."""
-    buffers: tuple[BufferShape, ...]
-    hidden_size: int
-    compute_bytes: int
-    """Bytes of one element in the compute dtype: 2 for bfloat16, 4 for float32."""
-    gradient_bytes: int
-    """Bytes of one element of a waiting gradient."""
-    micro_batches: int
-    rows: int
-    """Sequences laid end to end in one micro-batch."""
-    row_tokens: int
-    chunk_tokens: int
-    chunk_per_row: bool
-    """One chunk per sequence, whatever its length: layers that carry a recurrent state."""
-    workspace_bytes: int
-    """Temporaries of the largest compute op: activations of one layer, gradients before they are summed, logits."""
-    gpu_budget: int
-    ram_budget: int
-    device_reads: bool = True
-    """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
-    reader_bytes: int = 0
-    """Pinned RAM that the reader takes for itself."""
-    save: Save = "auto"
-    kv_window: Window = "auto"
-    nvme_budget: int | None = None
-    """Bytes of disk; None: as much as there is."""
-    kept_generations: int = 0
-    """Generations that are kept on disk beside the two between which a run alternates."""
-    last_good: bool = False
-    """Whether the last good generation is to be kept beside these, where there is room."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What the search decides (engine/forecast/search.py); budgets decide the rest."""
-
-    streamed: bool = False
-    gpu_first: GpuFirst = "blocks"
-    recompute: Recompute = "none"
-    ram_first: RamFirst = "weights"
-    stages: int = 2
-    """Parts of state, and of weights or gradients, that are on their way to or from NVMe at once."""
-    spare_slots: int = 1
-    """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead."""
+from engine.plan.problem import (
+    ALIGNMENT,
+    DKV_SLOTS,
+    FP32,
+    KV_SLOTS,
+    UPDATE_PARTS,
+    BlockShape,
+    PlanInput,
+    PlanOptions,
+    Pool,
+    Tier,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +35,7 @@ class BufferPlan:
     pool: Pool
     weights: Tier
     state: Tier
-    """Tier of master, exp_avg and exp_avg_sq."""
+    """Tier of the optimizer's state: master weights and what it keeps beside them."""
     gradient: Tier
     """Tier in which the complete gradient waits for the optimizer."""
 
@@ -224,15 +95,15 @@ class TierPlan:
 class Plan:
     """The decisions for one run."""
 
-    problem: Problem
-    choice: Choice
+    problem: PlanInput
+    choice: PlanOptions
     buffers: dict[str, BufferPlan]
     chunks: tuple[Chunk, ...]
     weight_slots: dict[Pool, int]
     weight_slot_numel: dict[Pool, int]
     gradient_slots: dict[Pool, int]
     state_stages: int
-    """RAM slots that hold one part of master, exp_avg, exp_avg_sq (and gradient) on its way to or from NVMe."""
+    """RAM slots that hold one part of the state (and gradient) on its way to or from NVMe."""
     part_stages: int
     """RAM slots that hold one part of weights or gradient on its way."""
     activation_stages: int
@@ -241,11 +112,11 @@ class Plan:
     spilled: frozenset[tuple[int, int]]
     """(block, chunk) whose saved activations live on NVMe between forward and backward."""
     recomputed: frozenset[int]
-    """Layers of which only the input is saved: backward computes keys, values and attention again."""
-    held: frozenset[tuple[int, int]]
+    """Layers of which only the input is saved: backward recomputes keys, values and attention."""
+    saved_on_gpu: frozenset[tuple[int, int]]
     """(block, chunk) whose saved activations stay on the compute device, as RAM has no room for them."""
-    kept: frozenset[tuple[int, int]]
-    """(block, chunk) of which everything is saved, on the compute device: backward computes nothing again."""
+    saved_graphs: frozenset[tuple[int, int]]
+    """(block, chunk) of which everything is saved, on the compute device: backward recomputes nothing."""
     streamed: bool
     """Keys and values pass through the compute device chunk by chunk; else those of a micro-batch are there whole."""
     tiers: dict[str, TierPlan]
@@ -283,7 +154,9 @@ class Plan:
     def record(self, block: int, chunk: int) -> dict[str, int]:
         """Kind -> bytes of what is put aside for backward of a layer's chunk: x, saved, kv."""
         c = self.chunks[chunk]
-        return record(self.problem, block, c.end - c.start, block in self.recomputed, (block, chunk) in self.kept)
+        return record(
+            self.problem, block, c.end - c.start, block in self.recomputed, (block, chunk) in self.saved_graphs
+        )
 
     def record_bytes(self, block: int, chunk: int) -> int:
         """Bytes of the record, each of its kinds in whole pages."""
@@ -296,7 +169,7 @@ class Plan:
 
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer -> chunks of its layer by what is saved of them, and those whose records are not in RAM."""
-        kept, spilled, held = _counts(self.kept), _counts(self.spilled), _counts(self.held)
+        kept, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
         found = {name: {"saved": {}, "spilled": 0, "held": 0} for name in self.buffers}
         for i, block in enumerate(self.blocks):
             if block.role == "layer" and block.name in found:
@@ -315,7 +188,7 @@ class Plan:
                     "weights": b.weights,
                     "state": b.state,
                     "gradient": b.gradient,
-                    "bytes": b.numel * (self.problem.compute_bytes + 3 * FP32),
+                    "bytes": b.numel * (self.problem.compute_bytes + len(self.problem.state_kinds) * FP32),
                     **saved[b.name],
                 }
                 for b in self.buffers.values()
@@ -324,9 +197,9 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "layer_chunks": len(self.chunks) * sum(block.role == "layer" for block in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
-            "held_activations": {"chunks": len(self.held), "bytes": self.tiers["gpu"].parts["held activations"]},
+            "held_activations": {"chunks": len(self.saved_on_gpu), "bytes": self.tiers["gpu"].parts["saved activations"]},
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
-            "kept_activations": {"chunks": len(self.kept), "bytes": self.tiers["gpu"].parts["kept activations"]},
+            "kept_activations": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
             "kv_window": "streamed" if self.streamed else "whole",
             "weight_slots": dict(self.weight_slots),
             "gradient_slots": dict(self.gradient_slots),
@@ -358,15 +231,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def record(problem: Problem, block: int, tokens: int, recomputed: bool, kept: bool) -> dict[str, int]:
+def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, has_graph: bool) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is put aside for backward of `tokens` tokens of a layer.
 
     x: its input; saved: attention's output and log-sum-exp; kv: keys and values.
     """
     shape = problem.blocks[block]
     per_token = {
-        "x": 0 if kept else problem.hidden_size * problem.compute_bytes,
-        "saved": 0 if kept or recomputed else shape.saved_bytes_per_token,
+        "x": 0 if has_graph else problem.hidden_size * problem.compute_bytes,
+        "saved": 0 if has_graph or recomputed else shape.saved_bytes_per_token,
         "kv": 0 if recomputed else shape.kv_bytes_per_token,
     }
     return {kind: aligned(tokens * size) for kind, size in per_token.items() if size}
@@ -382,7 +255,7 @@ def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
     return max(widths)
 
 
-def window_bytes(problem: Problem, max_chunk: int, streamed: bool) -> dict[str, list[int]]:
+def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool) -> dict[str, list[int]]:
     """What attention reads and sums on the compute device: name -> bytes of each buffer, in whole pages.
 
     Whole: keys and values of a micro-batch (kv) and their float32 gradients (dkv). Streamed: KV_SLOTS and DKV_SLOTS
@@ -406,7 +279,7 @@ def window_bytes(problem: Problem, max_chunk: int, streamed: bool) -> dict[str, 
 
 
 def attention_regions(
-    problem: Problem, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
+    problem: PlanInput, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
 ) -> dict[str, list[int]]:
     """RAM that one block's pass over a micro-batch needs beside the records: name -> bytes per chunk, in whole pages.
 

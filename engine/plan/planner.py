@@ -1,4 +1,4 @@
-"""Making a plan: the GPU's budget, then RAM's, filled as a Choice says; NVMe takes the rest.
+"""Making a plan: the GPU's budget, then RAM's, filled as a PlanOptions says; NVMe takes the rest.
 
 Reads shapes and budgets only: no torch, no device, no file. Which choice is best is found by engine/forecast/search.py.
 """
@@ -9,19 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from engine.plan.plan import (
-    FP32,
-    HIDDEN_SLOTS,
-    LAST_GOOD,
-    SAVED_SLOTS,
-    STATE_KINDS,
-    BlockShape,
     BufferPlan,
-    BufferShape,
-    Choice,
     Plan,
-    Pool,
-    Problem,
-    Tier,
     TierPlan,
     aligned,
     attention_regions,
@@ -29,6 +18,19 @@ from engine.plan.plan import (
     gib,
     record,
     window_bytes,
+)
+from engine.plan.problem import (
+    FP32,
+    HIDDEN_SLOTS,
+    LAST_GOOD,
+    POOLS,
+    SAVED_SLOTS,
+    BlockShape,
+    BufferShape,
+    PlanInput,
+    PlanOptions,
+    Pool,
+    Tier,
 )
 from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
@@ -53,10 +55,10 @@ class _RamPlacement:
 
 
 class _Planner:
-    """Fills the GPU's budget with whole buffers and kept activations, then RAM's with activations, weights, gradients
+    """Fills the GPU's budget with whole buffers and saved activations, then RAM's with activations, weights, gradients
     and state."""
 
-    def __init__(self, problem: Problem, choice: Choice) -> None:
+    def __init__(self, problem: PlanInput, choice: PlanOptions) -> None:
         self.problem = p = problem
         self.choice = choice
         self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
@@ -67,22 +69,21 @@ class _Planner:
         layers = [buffers for i in self.layers for buffers in p.blocks[i].buffers]
         numel = {b.name: b.numel for b in p.buffers}
         self.layer_numel = max(numel[name] for name in layers)
-        self.pool: dict[str, Pool] = {n: "layer" if size <= self.layer_numel else "edge" for n, size in numel.items()}
-        self.in_order = sorted(p.buffers, key=lambda b: self.pool[b.name] == "edge")
+        self.pool: dict[str, Pool] = {n: POOLS[size > self.layer_numel] for n, size in numel.items()}
+        self.in_order = sorted(p.buffers, key=lambda b: self.pool[b.name] != "layer")
         """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last."""
         self.part_numel = max(b.part_numel for b in p.buffers)
         self.ram_budget = p.ram_budget - p.reader_bytes
         # A block that computes with several buffers holds them all at once.
         self.at_once = {
-            pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks)
-            for pool in ("layer", "edge")
+            pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks) for pool in POOLS
         }
         self.streamed = choice.streamed
         self.resident: set[str] = set()
-        self.kept: set[tuple[int, int]] = set()
-        self.held: set[tuple[int, int]] = set()
-        self.kept_bytes = self.held_bytes = 0
-        """Bytes on the GPU of the graphs kept and of the records held."""
+        self.saved_graphs: set[tuple[int, int]] = set()
+        self.saved_on_gpu: set[tuple[int, int]] = set()
+        self.graphs_bytes = self.on_gpu_bytes = 0
+        """Bytes on the GPU of the saved graphs and of the saved activations there."""
         self._numbers: dict[BlockShape, int] = {}
         self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
         """Blocks of the same shape have the same number."""
@@ -96,10 +97,10 @@ class _Planner:
     def slots(self, resident: set[str]) -> tuple[dict[Pool, int], dict[Pool, int], dict[Pool, int]]:
         """Weight slots, gradient slots and their elements per pool when `resident` buffers need none."""
         streamed = [b for b in self.problem.buffers if b.name not in resident]
-        weights: dict[Pool, int] = {"layer": 0, "edge": 0}
-        gradients: dict[Pool, int] = {"layer": 0, "edge": 0}
-        numel: dict[Pool, int] = {"layer": 0, "edge": 0}
-        for pool in ("layer", "edge"):
+        weights: dict[Pool, int] = dict.fromkeys(POOLS, 0)
+        gradients: dict[Pool, int] = dict.fromkeys(POOLS, 0)
+        numel: dict[Pool, int] = dict.fromkeys(POOLS, 0)
+        for pool in POOLS:
             members = [b for b in streamed if self.pool[b.name] == pool]
             if not members:
                 continue
@@ -115,21 +116,21 @@ class _Planner:
         weights, gradients, numel = self.slots(resident)
         saved = max(b.saved_bytes_per_token for b in p.blocks)
         held = sum(b.numel for b in p.buffers if b.name in resident)
-        pools: tuple[Pool, ...] = ("layer", "edge")
+        pools = POOLS
         return {
-            "resident blocks": held * (p.compute_bytes + 4 * FP32),
+            "resident blocks": held * (p.compute_bytes + (1 + len(p.state_kinds)) * FP32),
             "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in pools),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed).values())),
             "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
             + SAVED_SLOTS * aligned(self.max_chunk * saved),
-            "held activations": self.held_bytes,
-            "kept activations": self.kept_bytes,
+            "saved activations": self.on_gpu_bytes,
+            "saved graphs": self.graphs_bytes,
             "workspace": p.workspace_bytes,
         }
 
     def graph_bytes(self, block: int, chunk: int) -> int:
-        """Bytes of one kept graph, with attention's log-sum-exp."""
+        """Bytes of one saved graph, with attention's log-sum-exp."""
         shape, c = self.problem.blocks[block], self.chunks[chunk]
         assert shape.graph_bytes_per_token is not None
         return aligned((c.end - c.start) * (shape.graph_bytes_per_token + shape.lse_bytes_per_token))
@@ -174,8 +175,8 @@ class _Planner:
 
     def keep_all(self) -> None:
         p = self.problem
-        self.kept.update(self.keepable())
-        self.kept_bytes = sum(self.graph_bytes(*key) for key in self.kept)
+        self.saved_graphs.update(self.keepable())
+        self.graphs_bytes = sum(self.graph_bytes(*key) for key in self.saved_graphs)
         need = self.gpu_need(set())
         unknown = [p.blocks[i].name for i in self.layers if p.blocks[i].graph_bytes_per_token is None]
         if unknown:
@@ -198,8 +199,8 @@ class _Planner:
             size = self.record_bytes(*key)
             if size > left:
                 return False
-            self.held.add(key)
-            self.held_bytes += size
+            self.saved_on_gpu.add(key)
+            self.on_gpu_bytes += size
             left -= size
         return True
 
@@ -210,8 +211,8 @@ class _Planner:
             size = self.graph_bytes(*key)
             if size > left:
                 return False
-            self.kept.add(key)
-            self.kept_bytes += size
+            self.saved_graphs.add(key)
+            self.graphs_bytes += size
             left -= size
         return True
 
@@ -236,13 +237,15 @@ class _Planner:
 
     def records_bytes(self) -> int:
         """Bytes of all saved activations outside the GPU."""
-        touched = {i for i, _ in self.held | self.kept}
+        touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
         sizes = (self.layer_bytes(i) for i in self.layers if i not in touched)
-        partial = (self.record_bytes(i, c.index) for i in touched for c in self.chunks if (i, c.index) not in self.held)
+        partial = (
+            self.record_bytes(i, c.index) for i in touched for c in self.chunks if (i, c.index) not in self.saved_on_gpu
+        )
         return sum(sizes) + sum(partial)
 
     def layer_bytes(self, block: int) -> int:
-        """Bytes of the records of a layer of which nothing is kept or held."""
+        """Bytes of the records of a layer of which nothing is saved on the GPU."""
         key = (self._kinds[block], block in self.recomputed)
         if key not in self._layer_sizes:
             self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.chunks)
@@ -250,21 +253,21 @@ class _Planner:
 
     def record_bytes(self, block: int, chunk: int) -> int:
         c = self.chunks[chunk]
-        key = (self._kinds[block], c.end - c.start, block in self.recomputed, (block, chunk) in self.kept)
+        key = (self._kinds[block], c.end - c.start, block in self.recomputed, (block, chunk) in self.saved_graphs)
         if key not in self._sizes:
             self._sizes[key] = sum(self.record(block, chunk).values())
         return self._sizes[key]
 
     def record(self, block: int, chunk: int) -> dict[str, int]:
         tokens = self.chunks[chunk].end - self.chunks[chunk].start
-        return record(self.problem, block, tokens, block in self.recomputed, (block, chunk) in self.kept)
+        return record(self.problem, block, tokens, block in self.recomputed, (block, chunk) in self.saved_graphs)
 
     def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
         """Bytes of one state stage and of one part stage."""
         p = self.problem
         part = self.part_numel
         gradient = p.gradient_bytes if grad_on_nvme else 0
-        return aligned(part * FP32) * 3 + aligned(part * gradient), aligned(part * FP32)
+        return aligned(part * FP32) * len(self.problem.state_kinds) + aligned(part * gradient), aligned(part * FP32)
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
@@ -279,7 +282,7 @@ class _Planner:
         """
         rest = [b for b in self.in_order if b.name not in self.resident]
         p = self.problem
-        sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": 3 * FP32}
+        sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": len(p.state_kinds) * FP32}
         everything = sum(aligned(b.numel * s) for b in rest for s in sizes.values())
         part_stage = self.stage_bytes(False)[1]
         # GPU-resident state passes through part stages when it is checkpointed.
@@ -319,7 +322,9 @@ class _Planner:
         if self.choice.ram_first == "state":
             yield from of_kinds("gradient", "state")
         if spilling:
-            order = (key for key in self.backward_order() if key not in self.kept and key not in self.held)
+            order = (
+                key for key in self.backward_order() if key not in self.saved_graphs and key not in self.saved_on_gpu
+            )
             yield from ((key, self.record_bytes(*key)) for key in order)
         if self.choice.ram_first != "state":
             yield from of_kinds("gradient", "state")
@@ -327,14 +332,14 @@ class _Planner:
     def _stages(self, spilling: bool) -> _RamPlacement:
         """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
 
-        What is kept needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much.
+        A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much.
         """
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling else 0
         longest = max(self.chunks, key=lambda c: c.end - c.start).index
         widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
-        pinned = sum(self.record_bytes(*key) for key in self.kept - self.held)
+        pinned = sum(self.record_bytes(*key) for key in self.saved_graphs - self.saved_on_gpu)
         records = pinned if spilling else self.records_bytes()
         staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
         need = stream + passing + records + staged + own * widest + p.reader_bytes
@@ -348,7 +353,9 @@ class _Planner:
                 need_bytes=need,
                 budget_bytes=p.ram_budget,
             )
-        spilled = {key for key in self.backward_order() if key not in self.held and key not in self.kept}
+        spilled = {
+            key for key in self.backward_order() if key not in self.saved_on_gpu and key not in self.saved_graphs
+        }
         parts = {"activations": stream + passing + records + own * widest, "resident blocks": 0, "stages": staged}
         return _RamPlacement({}, parts, stages, stages, own, own and widest, spilled if spilling else set())
 
@@ -388,8 +395,8 @@ class _Planner:
             activation_stage_bytes=ram.activation_stage_bytes,
             spilled=frozenset(ram.spilled),
             recomputed=frozenset(self.recomputed),
-            held=frozenset(self.held),
-            kept=frozenset(self.kept),
+            saved_on_gpu=frozenset(self.saved_on_gpu),
+            saved_graphs=frozenset(self.saved_graphs),
             streamed=self.streamed,
             tiers={
                 "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
@@ -411,7 +418,7 @@ class _Planner:
         def on_disk(buffer: BufferPlan, item: int) -> int:
             return buffer.num_parts * ChunkFormat(buffer.part_numel * item).file_bytes
 
-        generation = sum(len(STATE_KINDS) * on_disk(buffer, FP32) for buffer in buffers.values())
+        generation = sum(len(p.state_kinds) * on_disk(buffer, FP32) for buffer in buffers.values())
         parts = {
             "state, two generations": 2 * generation,
             "kept generations": p.kept_generations * generation,
@@ -434,7 +441,7 @@ class _Planner:
         return parts
 
 
-def make_plan(problem: Problem, choice: Choice) -> Plan:
+def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
     """Place every kind of every buffer within the budgets, as `choice` says.
 
     Raises BudgetError, with the figures, when a budget cannot hold one block's working set.

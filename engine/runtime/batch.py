@@ -1,8 +1,4 @@
-"""A step's tokens on the compute device, with everything about them that an op would otherwise have to ask it for.
-
-Which rows of a chunk have a target, which token ids occur in it, how far its positions reach: on CUDA each such
-question would stop the compute lane. The host knows the answers when the batch is fetched, so they travel with it.
-"""
+"""The batches of steps and validations on their way to the compute device."""
 
 from __future__ import annotations
 
@@ -11,53 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.data.loader import IGNORE_LABEL, MicroBatch
-from engine.optim.adamw import Scalars
+from engine.data.loader import MicroBatch
+from engine.model.tokens import ChunkTokens
 from engine.plan.plan import Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTokens:
-    """The n tokens of one chunk; int64 tensors."""
-
-    ids: Tensor
-    """[n] token ids."""
-    positions: Tensor
-    """[n] positions, counted from the start of each token's document."""
-    rows: Tensor
-    """[t] the tokens that have a target, ascending."""
-    labels: Tensor
-    """[t] their targets."""
-    distinct: Tensor
-    """[u] the token ids that occur, ascending."""
-    places: Tensor
-    """[n] where each token's id is in `distinct`."""
-
-    @staticmethod
-    def of(ids: Tensor, labels: Tensor, positions: Tensor) -> ChunkTokens:
-        """From tensors [n] in host memory; a label of -100 is no target."""
-        distinct, places = np.unique(ids.numpy(), return_inverse=True)
-        rows = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
-        return ChunkTokens(
-            ids=ids,
-            positions=positions,
-            rows=rows,
-            labels=labels[rows],
-            distinct=torch.from_numpy(distinct),
-            places=torch.from_numpy(places),
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the order of the fields."""
-        return [getattr(self, f.name) for f in fields(self)]
-
-    def to(self, device: torch.device) -> ChunkTokens:
-        """The same on `device`; waits for it."""
-        return ChunkTokens(*(tensor.to(device) for tensor in self.tensors()))
+from engine.plan.problem import BYTES_PER_TOKEN
 
 
 @dataclass(slots=True)
@@ -73,7 +29,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class ScoreData(Batch):
+class EvaluationData(Batch):
     """What the ops of one pass of a validation need besides the weights."""
 
     total_loss: float = math.nan
@@ -88,14 +44,12 @@ class StepData(Batch):
     """Data position after the step."""
     loss: float = math.nan
     grad_norm: float = math.nan
-    scalars: dict[str, Scalars] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
     """The optimizer's scalars by device type."""
 
 
 _TENSORS = len(fields(ChunkTokens))
-
-BYTES_PER_TOKEN = _TENSORS * 8
-"""Device memory of a token in a fetched step, at most."""
+assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
 
 
 class BatchCarrier:

@@ -20,12 +20,14 @@ from engine.data.loader import MicroBatch
 from engine.forecast.costs import Calibration, Costs, Sample, op_kind
 from engine.machine.profile import Machine
 from engine.model.runner import ModelRunner
-from engine.optim.adamw import AdamW, scalars
-from engine.plan.plan import ALIGNMENT, FP32, Plan
+from engine.optim.base import Optimizer, UpdateRange
+from engine.plan.plan import Plan
+from engine.plan.problem import ALIGNMENT, FP32, POOLS
 from engine.runtime.batch import BatchCarrier, StepData
 from engine.runtime.executor import Executor
-from engine.runtime.memory import POOLS, GpuMemory, RamMemory, allocate_gpu
+from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
 from engine.runtime.runtime import Runtime
+from engine.schedule import actions as a
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE, Op
 from storage.arena import HostArena
@@ -42,11 +44,12 @@ BESIDE = ("h2d", "d2h", "optimizer")
 UPDATE_NUMEL = 1 << 22
 COPY_BYTES = 1 << 26
 _TILE = 1 << 20
+_ENDS_FORWARD = (a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """Ops that are carried out together: a block's on a chunk in one pass, or in both where its graph is kept."""
+    """Ops that are carried out together: a block's on a chunk in one pass, or in both where its graph is saved."""
 
     ops: tuple[Op, ...]
     kinds: tuple[str, ...]
@@ -57,7 +60,7 @@ def calibrate(
     plan: Plan,
     layouts: dict[str, FlatLayout],
     runner: ModelRunner,
-    adamw: AdamW,
+    optimizer: Optimizer,
     train: TrainConfig,
     batch: Sequence[MicroBatch],
     machine: Machine,
@@ -78,7 +81,7 @@ def calibrate(
         for lane in BESIDE:
             executor.call(lane, lambda: torch.zeros(_TILE).add_(1))
     samples, graphs = executor.call(
-        "compute", lambda: _compute_ops(plan, layouts, runner, adamw, train, batch, machine, logits_bytes, brief)
+        "compute", lambda: _compute_ops(plan, layouts, runner, optimizer, train, batch, machine, logits_bytes, brief)
     )
     gc.collect()  # a runtime and its layers' ops refer to one another, and to all of the plan's slots
     if device.type == "cuda":
@@ -92,7 +95,7 @@ def calibrate(
     up = executor.call("h2d", lambda: _copy_rate(there, host, device))
     down = executor.call("d2h", lambda: _copy_rate(host, there, device))
     updates = any(buffer.state != "gpu" for buffer in plan.buffers.values())
-    rate = executor.call("optimizer", lambda: _update_rate(plan, adamw, train, runner.dtype)) if updates else None
+    rate = executor.call("optimizer", lambda: _update_rate(plan, optimizer, train, runner.dtype)) if updates else None
     return Calibration(
         samples={kind: tuple(found) for kind, found in samples.items()},
         graph_bytes_per_token=graphs,
@@ -106,14 +109,14 @@ def _compute_ops(
     plan: Plan,
     layouts: dict[str, FlatLayout],
     runner: ModelRunner,
-    adamw: AdamW,
+    optimizer: Optimizer,
     train: TrainConfig,
     batch: Sequence[MicroBatch],
     machine: Machine,
     logits_bytes: int,
     brief: bool,
 ) -> tuple[dict[str, list[Sample]], dict[str, int]]:
-    """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a kept graph takes."""
+    """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a saved graph takes."""
     device, documents = runner.device, [m.documents for m in batch]
     gpu = allocate_gpu(plan, device, runner.dtype)
     _fill(gpu, runner.dtype)
@@ -122,7 +125,7 @@ def _compute_ops(
     graphs: dict[str, int] = {}
     try:
         runtime = Runtime(
-            plan, layouts, runner, adamw, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
+            plan, layouts, runner, optimizer, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
         )
         targets = sum(m.num_targets for m in batch)
         runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
@@ -132,15 +135,15 @@ def _compute_ops(
         if brief:
             layers = {block.name for block in plan.blocks if block.role == "layer"}
             chosen = [unit for unit in chosen if unit.ops[0].block in layers]
-        for unit in chosen + ([] if brief else _to_keep(plan, units)):
-            kept = runtime.layer_ops
-            kept.kept_peak_bytes = 0
+        for unit in chosen + ([] if brief else _to_save(plan, units)):
+            layer_ops = runtime.layer_ops
+            layer_ops.graphs_peak_bytes = 0
             for op, seconds in _measured(unit, runtime, 1 if brief else REPEATS):
                 kind = op_kind(op, costs.representative(op.block))
                 samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
-            if kept.kept_peak_bytes:
+            if layer_ops.graphs_peak_bytes:
                 first = unit.ops[0]
-                graphs[costs.representative(first.block)] = -(-kept.kept_peak_bytes // costs.tokens(first))
+                graphs[costs.representative(first.block)] = -(-layer_ops.graphs_peak_bytes // costs.tokens(first))
     finally:
         arena.close()
     runner.layers.unbind()
@@ -165,14 +168,15 @@ def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iter
     tasks: dict[tuple[str, int], dict[str, list[Op]]] = {}
     for op in ScheduleBuilder(plan).step(1, documents=documents):
         if op.lane == "compute" and op.index != WHOLE and costs.tokens(op) == plan.max_chunk_tokens:
-            passes = tasks.setdefault((op.block, op.index), {"forward": [], "again": [], "backward": []})
-            # A pass through a streamed window ends with layer_forward; what comes after it is computed again.
-            forward = any(done.action == "layer_forward" for done in passes["forward"])
-            again = op.action == "layer_again" or (forward and op.action in ("layer_project", "attend"))
-            passes["backward" if "backward" in op.action else "again" if again else "forward"].append(op)
+            passes = tasks.setdefault((op.block, op.index), {"forward": [], "recompute": [], "backward": []})
+            # A pass through a streamed window ends with the layer's last op; what comes after it is recomputed.
+            forward = any(done.action in _ENDS_FORWARD for done in passes["forward"])
+            again = op.action.phase == "recompute" or (forward and op.action.phase == "forward")
+            backward = op.action.phase == "backward" and op.action is not a.HEAD
+            passes["backward" if backward else "recompute" if again else "forward"].append(op)
     for passes in tasks.values():
-        kept = any("kept" in op.flags for op in passes["forward"])
-        for ops in [passes["forward"] + passes["backward"]] if kept else passes.values():
+        graph = any(a.SAVED_GRAPH in op.flags for op in passes["forward"])
+        for ops in [passes["forward"] + passes["backward"]] if graph else passes.values():
             if ops:
                 kinds = tuple(dict.fromkeys(op_kind(op, costs.representative(op.block)) for op in ops))
                 yield _Unit(tuple(_few_attends(ops)), kinds, sum(costs.pairs(op) for op in ops))
@@ -180,9 +184,9 @@ def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iter
 
 def _few_attends(ops: Sequence[Op]) -> list[Op]:
     """Without most of the passes over a chunk of keys that are neither the first nor the last."""
-    found, seen = [], {"attend": 0, "attend_backward": 0}
+    found, seen = [], {a.ATTEND: 0, a.ATTEND_BACKWARD: 0}
     for op in ops:
-        if op.action in seen and "first" not in op.flags and "last" not in op.flags:
+        if op.action in seen and a.FIRST not in op.flags and a.LAST not in op.flags:
             seen[op.action] += 1
             if seen[op.action] > MOST_ATTENDS:
                 continue
@@ -203,27 +207,27 @@ def _pairs(unit: _Unit) -> int:
     return unit.pairs
 
 
-def _to_keep(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
-    """One unit of each layer's kind as it would be were its graph kept, where the plan may keep graphs and keeps none.
+def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
+    """One unit of each layer's kind as it would be were its graph saved, where the plan may save graphs and saves none.
 
     So the plan learns what they take, which can be less than is computed when layers are compiled.
     """
     tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
-    if plan.kept or plan.streamed or plan.problem.save != "auto":
+    if plan.saved_graphs or plan.streamed or plan.problem.save != "auto":
         return []
     found: dict[str, _Unit] = {}
     room = tier.budget_bytes - tier.peak_bytes
-    forward = {(u.ops[0].block, u.ops[0].index): u for u in units if u.ops[0].action == "layer_forward"}
+    forward = {(u.ops[0].block, u.ops[0].index): u for u in units if u.ops[0].action is a.LAYER_FORWARD}
     for unit in units:
         op = unit.ops[0]
         kind = unit.kinds[0].partition(" ")[0]
         graph = shapes[op.block].graph_bytes_per_token
-        if op.action != "layer_backward" or kind in found or graph is None:
+        if op.action is not a.LAYER_BACKWARD or kind in found or graph is None:
             continue
         if graph * plan.max_chunk_tokens > room:
             continue
         ops = (*forward[op.block, op.index].ops, op)
-        found[kind] = replace(unit, ops=tuple(replace(o, flags=o.flags | {"kept"}) for o in ops))
+        found[kind] = replace(unit, ops=tuple(replace(o, flags=o.flags | {a.SAVED_GRAPH}) for o in ops))
     return list(found.values())
 
 
@@ -249,15 +253,15 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
     return COPY_BYTES / min(times[1:])
 
 
-def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtype) -> float:
+def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: torch.dtype) -> float:
     """Parameters that the optimizer updates per second in RAM."""
     numel = min(plan.part_numel, UPDATE_NUMEL)
-    master, first, second, gradient = (torch.full((numel,), 1e-3, dtype=torch.float32) for _ in range(4))
-    gradient = gradient.to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
+    state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
+    gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
-    values = scalars(train, 1, 1.0, cpu)
+    values = optimizer.scalars(train, 1, 1.0, cpu)
+    where = UpdateRange(FlatLayout((), {}, numel, numel // 2), 0, numel)
     times = [
-        elapsed_s(lambda: adamw.step((master, first, second), gradient, weights, numel // 2, values), cpu)
-        for _ in range(3 * REPEATS)
+        elapsed_s(lambda: optimizer.step(state, gradient, weights, where, values), cpu) for _ in range(3 * REPEATS)
     ]
     return numel / statistics.median(times[REPEATS:])

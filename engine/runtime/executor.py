@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from engine.events import Span, UnderWay
-from engine.schedule.ops import LANES, Op
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 
@@ -379,7 +380,7 @@ class Executor:
                 first, last = self._event(), self._event()
             first.record()
             result = self._carry(op)
-            assert result is None, f"{op.action}: work of a GPU lane is ordered by its stream"
+            assert result is None, f"{op.action.name}: work of a GPU lane is ordered by its stream"
             last.record()
             with self._lock:
                 ticket = self._tickets[op.id]
@@ -439,7 +440,7 @@ class Executor:
             self._on_host.pop(op.id, None)
             if error is not None and self._failure is None:
                 error.add_note(
-                    f"in op {op.action} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
+                    f"in op {op.action.name} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
                 )
                 self._failure, self.failed_op = error, op
             if self._failure is None:
@@ -468,8 +469,8 @@ def _settle_stream(stream: torch.cuda.Stream, deadline: float) -> None:
 
 
 def _span(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
-    return Span(op.lane, op.action, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
+    return Span(op.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
 
 
 def _under_way(op: Op, start_s: float) -> UnderWay:
-    return UnderWay(op.lane, op.action, op.block, op.index, op.step, start_s)
+    return UnderWay(op.lane, op.action.name, op.block, op.index, op.step, start_s)

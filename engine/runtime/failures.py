@@ -61,7 +61,7 @@ def _out_of_memory(text: str, where: str, plan: Plan) -> str:
 
 def describe(op: Op, plan: Plan) -> str:
     """An op in words: what it does, for which block and which tokens."""
-    text = f"{op.action} of block {op.block}"
+    text = f"{op.action.name} of block {op.block}"
     if op.index != WHOLE and op.lane == "compute":
         chunk = plan.chunks[op.index]
         text += f", chunk {chunk.index} (micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"

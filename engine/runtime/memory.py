@@ -7,19 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.plan.plan import (
-    ALIGNMENT,
-    HIDDEN_SLOTS,
-    SAVED_SLOTS,
-    STATE_KINDS,
-    Plan,
-    Pool,
-    attention_regions,
-    window_bytes,
-)
+from engine.plan.plan import Plan, attention_regions, window_bytes
+from engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool
 from storage.arena import HostArena, empty_aligned
-
-POOLS: tuple[Pool, ...] = ("layer", "edge")
 
 
 class DeviceArena:
@@ -56,13 +46,13 @@ class BufferMemory:
 
     weights: Tensor | None = None
     gradient: Tensor | None = None
-    state: tuple[Tensor, Tensor, Tensor] | None = None
-    """master, exp_avg, exp_avg_sq, float32."""
+    state: dict[str, Tensor] | None = None
+    """Kind -> float32."""
 
 
 @dataclass(slots=True)
 class GpuMemory:
-    """Everything on the compute device except kept graphs and the temporaries of a running op."""
+    """Everything on the compute device except saved graphs and the temporaries of a running op."""
 
     arena: DeviceArena
     buffers: dict[str, BufferMemory] = field(default_factory=dict)
@@ -88,13 +78,13 @@ class RamMemory:
     buffers: dict[str, BufferMemory] = field(default_factory=dict)
     records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, chunk) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
-    stream: dict[int, Tensor] = field(default_factory=dict)
+    boundary: dict[int, Tensor] = field(default_factory=dict)
     """chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
     """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
     engine.plan.plan.attention_regions."""
-    state_stages: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """master, exp_avg, exp_avg_sq (float32) and gradient of one part."""
+    state_stages: list[dict[str, Tensor]] = field(default_factory=list)
+    """Kind of state (float32), or "gradient" -> one part of it."""
     part_stages: list[Tensor] = field(default_factory=list)
     """One part of any kind, uint8."""
     activation_stages: list[Tensor] = field(default_factory=list)
@@ -105,7 +95,7 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
     """Carve the compute device's memory; temporaries are not part of it."""
     problem = plan.problem
     parts = plan.tiers["gpu"].parts
-    gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["kept activations"], device))
+    gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["saved graphs"], device))
 
     def typed(numel: int, dtype: torch.dtype) -> Tensor:
         return gpu.arena.slot(numel * dtype.itemsize).view(dtype)
@@ -117,15 +107,14 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
         if buffer.gradient == "gpu":
             memory.gradient = typed(buffer.numel, torch.float32)
         if buffer.state == "gpu":
-            master, first, second = (typed(buffer.numel, torch.float32) for _ in range(3))
-            memory.state = (master, first, second)
+            memory.state = {kind: typed(buffer.numel, torch.float32) for kind in problem.state_kinds}
     for pool in POOLS:
         numel = plan.weight_slot_numel[pool]
         gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
         gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
     sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed)
     gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
-    for key in plan.held:
+    for key in plan.saved_on_gpu:
         gpu.records[key] = {kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.record(*key).items()}
     tokens = plan.max_chunk_tokens
     shape = (tokens, problem.hidden_size)
@@ -150,18 +139,17 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         if buffer.gradient == "ram":
             memory.gradient = typed(f"{buffer.name}.gradient", buffer.numel, gradient_dtype)
         if buffer.state == "ram":
-            master, first, second = (
-                typed(f"{buffer.name}.{kind}", buffer.numel, torch.float32) for kind in STATE_KINDS
-            )
-            memory.state = (master, first, second)
+            memory.state = {
+                kind: typed(f"{buffer.name}.{kind}", buffer.numel, torch.float32) for kind in problem.state_kinds
+            }
     for chunk in plan.chunks:
         tokens = chunk.end - chunk.start
         shape = (tokens, problem.hidden_size)
         hidden = tokens * problem.hidden_size
-        ram.stream[chunk.index] = typed(f"stream.{chunk.index}", hidden, compute_dtype).view(shape)
+        ram.boundary[chunk.index] = typed(f"boundary.{chunk.index}", hidden, compute_dtype).view(shape)
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
-            if block.role != "layer" or key in plan.spilled or key in plan.held:
+            if block.role != "layer" or key in plan.spilled or key in plan.saved_on_gpu:
                 continue
             sizes = plan.record(*key).items()
             ram.records[key] = {kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes}
@@ -176,7 +164,7 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
     ram.activation_stages = [ram.arena.slot(f"act.{i}", stage_bytes) for i in range(plan.activation_stages)]
     part = plan.part_numel
     for i in range(plan.state_stages):
-        master, first, second = (typed(f"stage.{i}.{k}", part, torch.float32) for k in range(3))
-        ram.state_stages.append((master, first, second, typed(f"stage.{i}.gradient", part, gradient_dtype)))
+        stage = {kind: typed(f"stage.{i}.{kind}", part, torch.float32) for kind in problem.state_kinds}
+        ram.state_stages.append(stage | {"gradient": typed(f"stage.{i}.gradient", part, gradient_dtype)})
     ram.part_stages = [ram.arena.slot(f"part.{i}", part * 4) for i in range(plan.part_stages)]
     return ram

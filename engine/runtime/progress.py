@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from engine.events import LaneTotals, Observer, Progress
-from engine.schedule.ops import LANES
+from engine.schedule.actions import LANES
 from engine.session import Session
 
 TELL_S = 0.25
@@ -101,9 +101,9 @@ class Live:
 def memory_peaks(session: Session) -> dict[str, int]:
     """Most bytes of gpu and ram held so far.
 
-    On CPU the gpu tier is what was carved and the graphs kept; on CUDA what the allocator really held.
+    On CPU the gpu tier is what was carved and the saved graphs; on CUDA what the allocator really held.
     """
-    gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.kept_peak_bytes
+    gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.graphs_peak_bytes
     if session.device.type == "cuda":
         gpu = torch.cuda.max_memory_allocated(session.device)
     return {"gpu": gpu, "ram": session.ram.arena.used_bytes + session.plan.problem.reader_bytes}

@@ -11,26 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.optim.adamw import wait_for_copies
-from engine.plan.plan import STATE_KINDS, BufferPlan, Plan
+from engine.clock import wait_for_copies
+from engine.optim.base import MASTER
+from engine.plan.plan import BufferPlan, Plan
 from engine.runtime.memory import GpuMemory, RamMemory
 from storage.arena import empty_aligned
 from storage.layout import FlatLayout, part_ranges
-from storage.nvme import ArraySpec, NvmeStore
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
 
 _PARTS_AT_ONCE = 8
 """Parts of state that are read into RAM at once: enough for several drives."""
 
 
 def state_arrays(plan: Plan) -> list[ArraySpec]:
-    """What a generation holds: master, exp_avg and exp_avg_sq of every buffer, wherever they live while training.
+    """What a generation holds: every kind of state of every buffer, wherever it lives while training.
 
     The compute weights are the rounded master and are made from it again.
     """
     return [
         ArraySpec(buffer.name, kind, buffer.numel, "float32", buffer.part_numel)
         for buffer in plan.buffers.values()
-        for kind in STATE_KINDS
+        for kind in plan.problem.state_kinds
     ]
 
 
@@ -51,18 +53,19 @@ def fill_store(
     layouts: dict[str, FlatLayout],
     meta: dict[str, Any],
 ) -> None:
-    """Write the first generation: master weights from `buffers` (one at a time), moments zero."""
+    """Write the first generation: master weights from `buffers` (one at a time), all other state zero."""
     specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
     for name, tensors in buffers:
         layout = layouts[name]
         flat = empty_aligned(layout.numel, torch.float32).zero_()
         for param, view in layout.views(flat).items():
             view.copy_(tensors[param])
-        ranges = part_ranges(layout.numel, specs[name, "master"].part_numel)
+        ranges = part_ranges(layout.numel, specs[name, MASTER].part_numel)
         zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()
         for part, (start, end) in enumerate(ranges):
-            futures = [store.write(name, "master", part, flat[start:end])]
-            futures += [store.write(name, kind, part, zeros[: end - start]) for kind in STATE_KINDS[1:]]
+            futures = [store.write(name, MASTER, part, flat[start:end])]
+            others = [kind for buffer, kind in specs if buffer == name and kind != MASTER]
+            futures += [store.write(name, kind, part, zeros[: end - start]) for kind in others]
             for future in futures:
                 future.result()
     store.commit(meta)
@@ -101,20 +104,20 @@ class _Loading:
         start, end = buffer.part(part)
         state = self._ram.buffers[buffer.name].state
         assert state is not None
-        targets = {kind: tensor[start:end] for kind, tensor in zip(STATE_KINDS, state, strict=True)}
-        self._read(buffer, part, targets, lambda: self._weights(buffer, part, targets["master"]), _PARTS_AT_ONCE)
+        targets = {kind: tensor[start:end] for kind, tensor in state.items()}
+        self._read(buffer, part, targets, lambda: self._weights(buffer, part, targets[MASTER]), _PARTS_AT_ONCE)
 
     def through_stages(self, buffer: BufferPlan, part: int) -> None:
         """State on the compute device, or on NVMe, of which only the weights are wanted here."""
         start, end = buffer.part(part)
         state = self._gpu.buffers[buffer.name].state
-        for number, kind in enumerate(STATE_KINDS if state is not None else STATE_KINDS[:1]):
+        for kind in [MASTER] if state is None else state:
             rows = next(self._turn)[: end - start]
 
-            def then(kind: str = kind, number: int = number, rows: Tensor = rows) -> None:
+            def then(kind: str = kind, rows: Tensor = rows) -> None:
                 if state is not None:
-                    state[number][start:end].copy_(rows, non_blocking=True)
-                if kind == "master":
+                    state[kind][start:end].copy_(rows, non_blocking=True)
+                if kind == MASTER:
                     self._weights(buffer, part, rows)
                 wait_for_copies(self._device)  # the stage is another part's next
 
@@ -154,8 +157,8 @@ class _Loading:
 
 def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:
     """Master weights, float32, of one buffer of the committed generation, by parameter name."""
-    spec = next(spec for spec in store.arrays() if (spec.buffer, spec.kind) == (name, "master"))
+    spec = next(spec for spec in store.arrays() if (spec.buffer, spec.kind) == (name, MASTER))
     flat = empty_aligned(layout.numel, torch.float32)
     for part, (start, end) in enumerate(part_ranges(layout.numel, spec.part_numel)):
-        store.read(name, "master", part, flat[start:end]).result()
+        store.read(name, MASTER, part, flat[start:end]).result()
     return layout.views(flat)

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from engine.data.loader import MicroBatch
 from engine.events import Observer
 from engine.forecast.costs import Calibration
-from engine.forecast.request import Task
-from engine.forecast.search import Found
-from engine.hf.prepare import LOGITS_BYTES, layouts
+from engine.forecast.problem import LOGITS_BYTES
+from engine.forecast.request import PlanRequest
+from engine.forecast.search import SearchResult
 from engine.machine.profile import Machine
+from engine.model.spec import layouts
 from engine.preparing import Checklist
 from engine.runtime.calibrate import calibrate
+from engine.runtime.compute import Compute
 from engine.runtime.failures import explain
 from engine.runtime.lanes import Lanes
-from engine.session import Compute
 from storage.errors import UserError
 
 COMPILE_S = 20.0
@@ -37,14 +38,14 @@ torch's fused kernel moves."""
 class Tuning:
     """The measurements of one run's preparation; `batch` is the typical one."""
 
-    task: Task
+    task: PlanRequest
     machine: Machine
     batch: Sequence[MicroBatch]
     lanes: Lanes
     checklist: Checklist
     observer: Observer
 
-    def run(self, found: Found, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
+    def run(self, found: SearchResult, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
         """What the run computes with, and what the ops of the plan take with that.
 
         With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
@@ -52,7 +53,7 @@ class Tuning:
         """
         compiled = self.task.recipe.train.compile == "auto" and compute.compiled
         if compiled and steps_left is not None and steps_left * found.best.step_s < OPTIMIZER_S:
-            compute = compute.with_fused_adamw()
+            compute = compute.with_fused_optimizer(self.task.recipe.train)
         if not compiled or steps_left is None or steps_left * found.best.step_s > CERTAIN_S:
             what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
             return compute, self._calibrate(what, found, compute)
@@ -67,17 +68,17 @@ class Tuning:
         compute.runner.compile(True)
         return compute, self._calibrate("compiling, and timing the ops", found, compute)
 
-    def _calibrate(self, what: str, found: Found, compute: Compute) -> Calibration:
+    def _calibrate(self, what: str, found: SearchResult, compute: Compute) -> Calibration:
         with self.checklist.step(what):
             return self._measure(found, compute, brief=False)
 
-    def _measure(self, found: Found, compute: Compute, *, brief: bool) -> Calibration:
+    def _measure(self, found: SearchResult, compute: Compute, *, brief: bool) -> Calibration:
         try:
             return calibrate(
                 found.plan,
                 layouts(self.task.spec),
                 compute.runner,
-                compute.adamw,
+                compute.optimizer,
                 self.task.recipe.train,
                 self.batch,
                 self.machine,
@@ -92,7 +93,7 @@ class Tuning:
                 raise
             raise told from error
 
-    def _step_s(self, found: Found, calibration: Calibration) -> float:
+    def _step_s(self, found: SearchResult, calibration: Calibration) -> float:
         """Seconds of a step of the plan with these times."""
         task = replace(self.task, graph_bytes=None)
         known = (found.best.chunk_tokens, found.best.choice)

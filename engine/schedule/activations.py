@@ -11,17 +11,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from engine.plan.plan import DKV_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS, Chunk, Plan
-from engine.schedule.ops import Emitter, Resource, Slots
+from engine.plan.plan import Chunk, Plan
+from engine.plan.problem import DKV_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
+from engine.schedule import actions as a
+from engine.schedule import resources as r
+from engine.schedule.ops import Emitter, Slots
+from engine.schedule.resources import Resource
 
-Mode = Literal["forward", "head", "again", "backward", "score"]
-"""The head runs forward and backward at once, so that a chunk's logits die where they are made; "again" computes the
-keys, values and attention of a layer that saved its input only; "score" is forward with no backward to follow: what it
-would find is not saved, and hidden states wait where a step's do, none on NVMe."""
-
-
-RECORDS = ("record.x", "record.saved", "record.kv")
-"""Names of the resources that are a layer's chunk's record; block and chunk follow."""
+Mode = Literal["forward", "head", "recompute", "backward", "evaluate"]
+"""The head runs forward and backward at once, so that a chunk's logits die where they are made; "recompute" computes
+the keys, values and attention of a layer that saved its input only; "evaluate" is forward with no backward to follow:
+what it would find is not saved, and hidden states wait where a step's do, none on NVMe."""
 
 
 class ActivationSchedule:
@@ -62,19 +62,18 @@ class ActivationSchedule:
         last_use = mode == "backward"
         if slot is None:
             slot = self.hidden.take(content)
-            slots = {"slot": slot}
-            if mode in ("again", "backward") and kind == "x" and (layer, chunk.index) in self._plan.spilled:
-                slots["stage"] = self._unspill("x", layer, chunk, keep=not last_use)
-                source: Resource = ("ram.activation_stage", slots["stage"])
+            slots = {a.SLOT: slot}
+            if mode in ("recompute", "backward") and kind == "x" and (layer, chunk.index) in self._plan.spilled:
+                slots[a.STAGE] = self._unspill("x", layer, chunk, keep=not last_use)
+                source: Resource = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
                 source = self._hidden_region(kind, layer, chunk)
             self._emit(
-                "h2d",
-                "load_" + kind,
+                a.LOAD[kind],
                 self._name(layer),
                 chunk.index,
                 reads=[source],
-                writes=[("gpu.hidden", slot)],
+                writes=[r.hidden(slot)],
                 nbytes=self._hidden_bytes(chunk),
                 slots=slots,
             )
@@ -86,14 +85,13 @@ class ActivationSchedule:
         """A hidden state leaves for where its next reader finds it."""
         region, nbytes = self._hidden_region(kind, layer, chunk), self._hidden_bytes(chunk)
         self._emit(
-            "d2h",
-            "store_" + kind,
+            a.STORE[kind],
             self._name(layer),
             chunk.index,
-            reads=[("gpu.hidden", slot)],
+            reads=[r.hidden(slot)],
             writes=[region],
             nbytes=nbytes,
-            slots={"slot": slot},
+            slots={a.SLOT: slot},
         )
         self.hidden.release(slot, keep=True)
         if kind == "x" and mode == "forward" and (layer, chunk.index) in self._plan.spilled:
@@ -103,9 +101,9 @@ class ActivationSchedule:
         """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
         key = (layer, chunk.index)
         saved = kind == "x" and self._plan.blocks[layer].role == "layer"
-        if saved and key not in self._plan.spilled and key not in self._plan.kept:
-            return ("record.x", *key)
-        return ("ram.stream", chunk.index)
+        if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
+            return r.record("x", *key)
+        return r.boundary(chunk.index)
 
     def _hidden_bytes(self, chunk: Chunk) -> int:
         problem = self._plan.problem
@@ -117,12 +115,11 @@ class ActivationSchedule:
         """Write a saved activation to NVMe from where it waits in RAM."""
         self._on_nvme.add((kind, layer, chunk.index))
         self._emit(
-            "nvme_write",
-            "spill_" + kind,
+            a.SPILL[kind],
             self._name(layer),
             chunk.index,
             reads=[source],
-            writes=[("nvme." + kind, layer, chunk.index)],
+            writes=[r.spilled(kind, layer, chunk.index)],
             nbytes=nbytes,
             slots=slots,
         )
@@ -134,20 +131,19 @@ class ActivationSchedule:
         """
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
-        self._emit_unspill(kind, layer, chunk, ("ram.activation_stage", stage), {"stage": stage}, keep)
+        self._emit_unspill(kind, layer, chunk, r.stage(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
         return stage
 
     def _emit_unspill(
         self, kind: str, layer: int, chunk: Chunk, target: Resource, slots: dict[str, int], keep: bool
     ) -> None:
-        file: Resource = ("nvme." + kind, layer, chunk.index)
+        file = r.spilled(kind, layer, chunk.index)
         if not keep:
             self._on_nvme.remove((kind, layer, chunk.index))
         nbytes = self._hidden_bytes(chunk) if kind == "x" else self._attention_bytes(kind, layer, chunk)
         # A file that goes with its content is written as well as read.
         self._emit(
-            "nvme_read",
-            ("peek_" if keep else "unspill_") + kind,
+            (a.PEEK if keep else a.UNSPILL)[kind],
             self._name(layer),
             chunk.index,
             reads=[file] if keep else [],
@@ -160,8 +156,8 @@ class ActivationSchedule:
         """Remove an activation from NVMe, if it is there, because backward found it elsewhere."""
         if (kind, layer, chunk.index) in self._on_nvme:
             self._on_nvme.remove((kind, layer, chunk.index))
-            file = ("nvme." + kind, layer, chunk.index)
-            self._emit("nvme_read", "discard_" + kind, self._name(layer), chunk.index, writes=[file])
+            file = r.spilled(kind, layer, chunk.index)
+            self._emit(a.DISCARD[kind], self._name(layer), chunk.index, writes=[file])
 
     # ------------------------------------------------------------------ attention's output and log-sum-exp
 
@@ -178,30 +174,29 @@ class ActivationSchedule:
             self._discard("saved", layer, chunk)
             return slot
         slot = self.saved.take(content)
-        region: Resource = ("record.saved", layer, chunk.index)
+        region = r.record("saved", layer, chunk.index)
         if layer in self._plan.recomputed:
-            region = ("ram.window_saved", chunk.local)
-        self._load_part("saved", layer, chunk, region, ("gpu.saved", slot), {"saved": slot})
+            region = r.window(r.RAM_WINDOW_SAVED, chunk.local)
+        self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SAVED: slot})
         return slot
 
     def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Attention's output and log-sum-exp leave, unless backward makes them again or keeps them where they are."""
         key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
-        if mode == "score" or key in self._plan.kept or (recomputed and mode == "forward"):
+        if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
-        region: Resource = ("ram.window_saved", chunk.local) if recomputed else ("record.saved", *key)
+        region = r.window(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
         self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
     def _load_part(
         self, kind: str, layer: int, chunk: Chunk, region: Resource, target: Resource, slots: dict[str, int]
     ) -> None:
         if (kind, layer, chunk.index) in self._on_nvme:
-            slots["stage"] = self._unspill(kind, layer, chunk)
-            region = ("ram.activation_stage", slots["stage"])
+            slots[a.STAGE] = self._unspill(kind, layer, chunk)
+            region = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         nbytes = self._attention_bytes(kind, layer, chunk)
         self._emit(
-            "h2d",
-            "load_" + kind,
+            a.LOAD[kind],
             self._name(layer),
             chunk.index,
             reads=[region],
@@ -215,14 +210,15 @@ class ActivationSchedule:
     ) -> None:
         """Move to RAM; on to NVMe through a stage if the record is spilled."""
         nbytes = self._attention_bytes(kind, layer, chunk)
-        spilled = (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed and mode != "score"
-        staged = spilled and region[0] != "ram.window_kv"
+        spilled = (
+            (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed and mode != "evaluate"
+        )
+        staged = spilled and region[0] != r.RAM_WINDOW_KV
         if staged:
-            slots["stage"] = self._stages.take((kind, layer, chunk.index))
-            region = ("ram.activation_stage", slots["stage"])
+            slots[a.STAGE] = self._stages.take((kind, layer, chunk.index))
+            region = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._emit(
-            "d2h",
-            "store_" + kind,
+            a.STORE[kind],
             self._name(layer),
             chunk.index,
             reads=[source],
@@ -231,15 +227,15 @@ class ActivationSchedule:
             slots=slots,
         )
         if spilled:
-            self._spill(kind, layer, chunk, region, nbytes, {k: v for k, v in slots.items() if k != "kv"})
+            self._spill(kind, layer, chunk, region, nbytes, {k: v for k, v in slots.items() if k != a.KV})
         if staged:
-            self._stages.release(slots["stage"])
+            self._stages.release(slots[a.STAGE])
 
     # ------------------------------------------------------------------ keys and values, whole
 
     def window(self, chunk: Chunk) -> list[Resource]:
         """The places in the window of a chunk and of those before it."""
-        return [("gpu.kv", i) for i in range(chunk.local + 1)]
+        return [r.kv(i) for i in range(chunk.local + 1)]
 
     def write_window(self, layer: int, chunk: Chunk) -> None:
         """The chunk's place in the window is about to be computed."""
@@ -248,8 +244,8 @@ class ActivationSchedule:
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again."""
         if layer not in self._plan.recomputed:
-            region: Resource = ("record.kv", layer, chunk.index)
-            self._store_part("kv", "forward", layer, chunk, ("gpu.kv", chunk.local), region, {})
+            region = r.record("kv", layer, chunk.index)
+            self._store_part("kv", "forward", layer, chunk, r.kv(chunk.local), region, {})
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its place in the window, unless they are there."""
@@ -258,7 +254,7 @@ class ActivationSchedule:
             self._discard("kv", layer, chunk)
             return
         self._window[chunk.local] = content
-        self._load_part("kv", layer, chunk, ("record.kv", layer, chunk.index), ("gpu.kv", chunk.local), {})
+        self._load_part("kv", layer, chunk, r.record("kv", layer, chunk.index), r.kv(chunk.local), {})
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
@@ -282,7 +278,7 @@ class ActivationSchedule:
 
         The order alternates from chunk to chunk, so that the last ones of a chunk serve the next one from their slots.
         """
-        reach = self._plan.blocks[layer].window_tokens
+        reach = self._plan.blocks[layer].sliding_window
         row = self._plan.problem.row_tokens
         first = chunk.start // row * row  # a row starts a document
         if self.documents is not None:
@@ -297,18 +293,18 @@ class ActivationSchedule:
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
         if layer in self._plan.recomputed or (layer, chunk.index) in self._plan.spilled:
-            return ("ram.window_kv", chunk.local)
-        return ("record.kv", layer, chunk.index)
+            return r.window(r.RAM_WINDOW_KV, chunk.local)
+        return r.record("kv", layer, chunk.index)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
         region = self._kv_region(layer, chunk)
         last = chunk.local == self._plan.window_chunks - 1
-        if last and (mode == "score" or (mode == "forward" and layer in self._plan.recomputed)):
+        if last and (mode == "evaluate" or (mode == "forward" and layer in self._plan.recomputed)):
             return  # nobody reads them, or backward makes them again before
-        if region[0] == "ram.window_kv":
+        if region[0] == r.RAM_WINDOW_KV:
             self._window[chunk.local] = self.content(layer, chunk)
-        self._store_part("kv", mode, layer, chunk, ("gpu.kv", slot), region, {"kv": slot})
+        self._store_part("kv", mode, layer, chunk, r.kv(slot), region, {a.KV: slot})
 
     def load_kv(self, layer: int, chunk: Chunk) -> int:
         """Slot with a chunk's keys and values, loaded unless they are there; pinned."""
@@ -319,14 +315,13 @@ class ActivationSchedule:
             region = self._kv_region(layer, chunk)
             nbytes = self._attention_bytes("kv", layer, chunk)
             self._emit(
-                "h2d",
-                "load_kv",
+                a.LOAD["kv"],
                 self._name(layer),
                 chunk.index,
                 reads=[region],
-                writes=[("gpu.kv", slot)],
+                writes=[r.kv(slot)],
                 nbytes=nbytes,
-                slots={"kv": slot},
+                slots={a.KV: slot},
             )
         return slot
 
@@ -339,7 +334,7 @@ class ActivationSchedule:
                 self._discard("kv", layer, other)
                 continue
             self._window[other.local] = self.content(layer, other)
-            self._emit_unspill("kv", layer, other, ("ram.window_kv", other.local), {}, False)
+            self._emit_unspill("kv", layer, other, r.window(r.RAM_WINDOW_KV, other.local), {}, False)
 
     def load_dkv(self, layer: int, chunk: Chunk) -> tuple[int, bool]:
         """Slot with the gradients of a chunk's keys and values summed so far, pinned; True where there are none yet."""
@@ -349,19 +344,19 @@ class ActivationSchedule:
         if slot is None:
             slot = self.dkv.take(content)
             if not new:
-                self._move_dkv("h2d", "load_dkv", layer, chunk, slot)
+                self._move_dkv(a.LOAD["dkv"], layer, chunk, slot)
         return slot, new
 
     def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
         """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
-        self._move_dkv("d2h", "store_dkv", layer, chunk, slot)
+        self._move_dkv(a.STORE["dkv"], layer, chunk, slot)
         self.dkv.release(slot, keep=True)
 
-    def _move_dkv(self, lane: Literal["h2d", "d2h"], action: str, layer: int, chunk: Chunk, slot: int) -> None:
+    def _move_dkv(self, action: a.Action, layer: int, chunk: Chunk, slot: int) -> None:
         block = self._plan.blocks[layer]
-        there: list[Resource] = [("ram.window_dkv", chunk.local)]
-        here: list[Resource] = [("gpu.dkv", slot)]
-        reads, writes = (there, here) if lane == "h2d" else (here, there)
+        there: list[Resource] = [r.window(r.RAM_WINDOW_DKV, chunk.local)]
+        here: list[Resource] = [r.dkv(slot)]
+        reads, writes = (there, here) if action is a.LOAD["dkv"] else (here, there)
         nbytes = (chunk.end - chunk.start) * block.kv_numel_per_token * 4
-        slots = {"dkv": slot}
-        self._emit(lane, action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
+        slots = {a.DKV: slot}
+        self._emit(action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)

@@ -15,12 +15,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.plan.plan import Chunk, Plan
-from engine.schedule.activations import RECORDS, ActivationSchedule, Mode
-from engine.schedule.ops import WHOLE, Emitter, Op, Resource
+from engine.plan.problem import Role
+from engine.schedule import actions as a
+from engine.schedule import resources as r
+from engine.schedule.activations import ActivationSchedule, Mode
+from engine.schedule.ops import WHOLE, Emitter, Op
+from engine.schedule.resources import Resource
 from engine.schedule.state import Load, StateSchedule
 
 Documents = Sequence[Sequence[int]]
 
+
+_ACTIONS: dict[tuple[Role, Mode], a.Action] = {
+    ("embed", "forward"): a.EMBED_FORWARD,
+    ("embed", "backward"): a.EMBED_BACKWARD,
+    ("embed", "evaluate"): a.EMBED_EVALUATE,
+    ("layer", "forward"): a.LAYER_FORWARD,
+    ("layer", "recompute"): a.LAYER_RECOMPUTE,
+    ("layer", "backward"): a.LAYER_BACKWARD,
+    ("layer", "evaluate"): a.LAYER_EVALUATE,
+    ("head", "head"): a.HEAD,
+    ("head", "evaluate"): a.HEAD_EVALUATE,
+}
+"""What runs a block whole."""
 
 _Visit = tuple[Mode, int, list[Chunk]]
 """A pass of a block over chunks, in their order."""
@@ -70,9 +87,9 @@ class ScheduleBuilder:
     """Emits the ops of consecutive optimizer steps.
 
     `step(s)` is forward and backward of step s, preceded block by block by the updates of the gradient that still
-    waits, and ends with op "clip", after which loss and gradient norm are known. `score` is a forward that nothing
-    follows, behind the same updates, and ends with op "score", after which its loss is known. `finish` is the updates
-    alone.
+    waits, and ends with op "clip", after which loss and gradient norm are known. `evaluate` is a forward that nothing
+    follows, behind the same updates, and ends with op "evaluate", after which its loss is known. `finish` is the
+    updates alone.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -108,11 +125,13 @@ class ScheduleBuilder:
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._state.read_ahead(step)
-        self._emit("optimizer", "clip", "all", reads=[("gpu.norms",), ("gpu.losses",)], writes=[("ram.clip",)])
+        self._emit(
+            a.CLIP, "all", reads=[r.running(r.GPU_NORMS), r.running(r.GPU_LOSSES)], writes=[r.running(r.RAM_CLIP)]
+        )
         self._state.waiting = step
         yield self._emitter.take()
 
-    def score(
+    def evaluate(
         self, step: int, batch: int, *, documents: Documents, commit_previous: bool = False
     ) -> Iterator[list[Op]]:
         """Ops, block by block, that find the loss of the micro-batches of `documents` as of the end of step `step`.
@@ -123,10 +142,10 @@ class ScheduleBuilder:
         assert batch > 0
         self._begin(step, batch, documents)
         chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
-        for _ in self._passes(self._scoring(chunks), commit_previous):
+        for _ in self._passes(self._evaluating(chunks), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
-        self._emit("optimizer", "score", "all", reads=[("gpu.scores",)], writes=[("ram.score",)])
+        self._emit(a.EVALUATE, "all", reads=[r.running(r.GPU_EVALUATIONS)], writes=[r.running(r.RAM_EVALUATION)])
         yield self._emitter.take()
 
     def _begin(self, step: int, batch: int, documents: Documents | None) -> None:
@@ -162,14 +181,14 @@ class ScheduleBuilder:
             # One micro-batch at a time: its keys and values are in the window when its backward begins.
             for end in range(len(chunks), 0, -plan.window_chunks):
                 stream = chunks[end - plan.window_chunks : end]
-                visits += [("again", layer, stream), ("backward", layer, stream[::-1])]
+                visits += [("recompute", layer, stream), ("backward", layer, stream[::-1])]
         return _in_order(visits)
 
-    def _scoring(self, chunks: list[Chunk]) -> list[_Task]:
+    def _evaluating(self, chunks: list[Chunk]) -> list[_Task]:
         """Forward alone, of these chunks; the head begins with the chunk that was computed last."""
         head = len(self._plan.blocks) - 1
-        visits: list[_Visit] = [("score", layer, chunks) for layer in range(head)]
-        return _in_order([*visits, ("score", head, chunks[::-1])])
+        visits: list[_Visit] = [("evaluate", layer, chunks) for layer in range(head)]
+        return _in_order([*visits, ("evaluate", head, chunks[::-1])])
 
     def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
         """Emit the ops of all passes, with a pause after each."""
@@ -227,37 +246,37 @@ class ScheduleBuilder:
     def _load(self, task: _Task) -> dict[str, int]:
         """Emit the loads of a task's activations; their slots by role."""
         block, layer, chunk = self._plan.blocks[task.layer], task.layer, task.chunk
-        kept = task.mode == "backward" and (layer, chunk.index) in self._plan.kept
+        has_graph = task.mode == "backward" and (layer, chunk.index) in self._plan.saved_graphs
         loaded: dict[str, int] = {}
-        if block.role != "embed" and not kept:
-            loaded["x"] = self._activations.load_hidden("x", task.mode, layer, chunk)
+        if block.role != "embed" and not has_graph:
+            loaded[a.X] = self._activations.load_hidden("x", task.mode, layer, chunk)
         if task.mode == "backward":
-            loaded["dy"] = self._activations.load_hidden("dy", task.mode, layer, chunk)
-            if block.attends and not kept:
-                loaded["saved"] = self._activations.load_saved(layer, chunk)
+            loaded[a.DY] = self._activations.load_hidden("dy", task.mode, layer, chunk)
+            if block.attends and not has_graph:
+                loaded[a.SAVED] = self._activations.load_saved(layer, chunk)
         return loaded
 
     def _compute(self, task: _Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
-        onward = task.mode in ("forward", "score")
+        onward = task.mode in ("forward", "evaluate")
         kind, layer = ("x", task.layer + 1) if onward else ("dy", task.layer - 1)
         slots = dict(loaded)
-        if 0 <= layer < len(self._plan.blocks) and task.mode != "again":
-            slots["out"] = activations.hidden.take((kind, *activations.content(layer, chunk)))
+        if 0 <= layer < len(self._plan.blocks) and task.mode != "recompute":
+            slots[a.OUT] = activations.hidden.take((kind, *activations.content(layer, chunk)))
         if not block.attends:
             self._emit_block(task, operands, slots)
         elif self._plan.streamed:
             self._compute_streamed(task, operands, slots)
         else:
             self._compute_whole(task, operands, slots)
-        if "out" in slots:
-            activations.store_hidden(kind, task.mode, layer, chunk, slots["out"])
-        for role in loaded.keys() & {"x", "dy"}:
+        if a.OUT in slots:
+            activations.store_hidden(kind, task.mode, layer, chunk, slots[a.OUT])
+        for role in loaded.keys() & {a.X, a.DY}:
             # The input of a layer is read again in backward.
-            activations.hidden.release(loaded[role], keep=role == "x" and task.mode in ("forward", "again"))
-        if "saved" in slots:
-            activations.saved.release(slots["saved"], keep=task.mode in ("forward", "again"))
+            activations.hidden.release(loaded[role], keep=role == a.X and task.mode in ("forward", "recompute"))
+        if a.SAVED in slots:
+            activations.saved.release(slots[a.SAVED], keep=task.mode in ("forward", "recompute"))
 
     def _operands(self, task: _Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
@@ -267,8 +286,8 @@ class ScheduleBuilder:
             operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
             if task.mode in ("head", "backward"):
                 if state.open_gradient(name):
-                    operands.zero.append("zero:" + name)
-                operands.gradient_slots["gradient:" + name] = state.gradient_slot[name]
+                    operands.zero.append(a.zero(name))
+                operands.gradient_slots[a.gradient_of(name)] = state.gradient_slot[name]
                 operands.gradients.append(state.gradient(name))
         return operands
 
@@ -277,27 +296,26 @@ class ScheduleBuilder:
         task: _Task,
         operands: _Operands,
         slots: dict[str, int],
+        action: a.Action | None = None,
         *,
         reads: Iterable[Resource] = (),
         writes: Iterable[Resource] = (),
         flags: Iterable[str] = (),
     ) -> None:
-        """Emit the op that runs the block on the chunk, from its input to its output."""
+        """Emit the op that runs the block on the chunk from its input to its output; `action`: only its last part."""
         block = self._plan.blocks[task.layer]
-        action = "head" if task.mode == "head" else f"{block.role}_{task.mode}"
-        reads = [*operands.weights, *(("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots), *reads]
+        reads = [*operands.weights, *(r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots), *reads]
         writes = [*writes, *operands.gradients]
         if block.role == "head":
-            writes.append(("gpu.scores",) if task.mode == "score" else ("gpu.losses",))
+            writes.append(r.running(r.GPU_EVALUATIONS if task.mode == "evaluate" else r.GPU_LOSSES))
         flags = [*flags, *operands.zero]
-        if "out" in slots:
-            writes.append(("gpu.hidden", slots["out"]))
-        if task.mode != "score" and (task.layer, task.chunk.index) in self._plan.kept:
-            writes.append(("gpu.graph", task.layer, task.chunk.index))
-            flags.append("kept")
+        if a.OUT in slots:
+            writes.append(r.hidden(slots[a.OUT]))
+        if task.mode != "evaluate" and (task.layer, task.chunk.index) in self._plan.saved_graphs:
+            writes.append(r.saved_graph(task.layer, task.chunk.index))
+            flags.append(a.SAVED_GRAPH)
         self._emit(
-            "compute",
-            action,
+            action or _ACTIONS[block.role, task.mode],
             block.name,
             task.chunk.index,
             reads=reads,
@@ -311,20 +329,20 @@ class ScheduleBuilder:
         layer, chunk, activations = task.layer, task.chunk, self._activations
         window, last = activations.window(chunk), chunk.local == self._plan.window_chunks - 1
         if task.mode != "backward":
-            slots["saved"] = activations.saved.take(activations.content(layer, chunk))
+            slots[a.SAVED] = activations.saved.take(activations.content(layer, chunk))
             activations.write_window(layer, chunk)
-            written = [window[-1], ("gpu.saved", slots["saved"])]
+            written = [window[-1], r.saved(slots[a.SAVED])]
             self._emit_block(task, operands, slots, reads=window[:-1], writes=written)
-            activations.store_saved(layer, chunk, slots["saved"], task.mode)
+            activations.store_saved(layer, chunk, slots[a.SAVED], task.mode)
             if task.mode == "forward":
                 activations.store_window(layer, chunk)
             return
         if last:
             # A micro-batch's last chunk attends to all of its keys and values.
             activations.load_whole_window(layer, chunk)
-        saved: list[Resource] = [("gpu.saved", slots["saved"])] if "saved" in slots else []
-        flags = ["zero:dkv"] if last else []
-        self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[("gpu.dkv",)], flags=flags)
+        saved: list[Resource] = [r.saved(slots[a.SAVED])] if a.SAVED in slots else []
+        flags = [a.ZERO_DKV] if last else []
+        self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[r.dkv()], flags=flags)
         activations.load_window_ahead(layer, chunk)
 
     # ------------------------------------------------------------------ keys and values in pieces
@@ -339,81 +357,84 @@ class ScheduleBuilder:
             return
         layer, chunk, activations = task.layer, task.chunk, self._activations
         own = activations.kv.take(activations.content(layer, chunk))
-        slots["saved"] = activations.saved.take(activations.content(layer, chunk))
+        slots[a.SAVED] = activations.saved.take(activations.content(layer, chunk))
         self._emit(
-            "compute",
-            "layer_project",
+            a.LAYER_PROJECT,
             self._plan.blocks[layer].name,
             chunk.index,
-            reads=[*operands.weights, ("gpu.hidden", slots["x"])],
-            writes=[("gpu.q",), ("gpu.kv", own)],
-            slots=operands.weight_slots | {"x": slots["x"], "kv": own},
+            reads=[*operands.weights, r.hidden(slots[a.X])],
+            writes=[r.running(r.GPU_QUERIES), r.kv(own)],
+            slots=operands.weight_slots | {a.X: slots[a.X], a.KV: own},
         )
         activations.store_kv(layer, chunk, own, task.mode)
         activations.kv.release(own, keep=True)
         keys = [chunk, *activations.keys(layer, chunk)]
         for other in keys:
             kv = activations.load_kv(layer, other)
-            flags = ["first"] * (other is keys[0]) + ["last"] * (other is keys[-1])
-            saved: list[Resource] = [("gpu.saved", slots["saved"])] if other is keys[-1] else []
+            flags = [a.FIRST] * (other is keys[0]) + [a.LAST] * (other is keys[-1])
+            saved: list[Resource] = [r.saved(slots[a.SAVED])] if other is keys[-1] else []
             self._emit(
-                "compute",
-                "attend",
+                a.ATTEND,
                 self._plan.blocks[layer].name,
                 chunk.index,
-                reads=[("gpu.q",), ("gpu.kv", kv)],
-                writes=[("gpu.partial",), *saved],
-                slots={"kv": kv, "keys": other.index, "saved": slots["saved"]},
+                reads=[r.running(r.GPU_QUERIES), r.kv(kv)],
+                writes=[r.running(r.GPU_PARTIAL), *saved],
+                slots={a.KV: kv, a.KEYS: other.index, a.SAVED: slots[a.SAVED]},
                 flags=flags,
             )
             activations.kv.release(kv, keep=True)
-        activations.store_saved(layer, chunk, slots["saved"], task.mode)
-        if task.mode != "again":
-            self._emit_block(task, operands, slots, reads=[("gpu.saved", slots["saved"])], flags=["attended"])
+        activations.store_saved(layer, chunk, slots[a.SAVED], task.mode)
+        if task.mode != "recompute":
+            action = a.LAYER_FORWARD_BOTTOM if task.mode == "forward" else a.LAYER_EVALUATE_BOTTOM
+            self._emit_block(task, operands, slots, action, reads=[r.saved(slots[a.SAVED])])
 
     def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
         layer, chunk, activations = task.layer, task.chunk, self._activations
-        name, kept = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.kept
+        name, has_graph = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.saved_graphs
         if chunk.local == self._plan.window_chunks - 1:
             activations.restore_window(layer, chunk)
-        graph: Resource = ("gpu.graph", layer, chunk.index) if kept else ("gpu.graph",)
-        saved: list[Resource] = [] if kept else [("gpu.saved", slots["saved"])]
-        inputs: list[Resource] = [("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots]
+        graph = r.saved_graph(layer, chunk.index) if has_graph else r.running(r.GPU_GRAPH)
+        saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]
+        inputs: list[Resource] = [r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots]
         self._emit(
-            "compute",
-            "layer_backward_top",
+            a.LAYER_BACKWARD_TOP,
             name,
             chunk.index,
             reads=[*operands.weights, *inputs, *saved],
-            writes=[*operands.gradients, graph, ("gpu.q",), ("gpu.dout",)],
+            writes=[*operands.gradients, graph, r.running(r.GPU_QUERIES), r.running(r.GPU_DOUT)],
             slots=operands.weight_slots | operands.gradient_slots | slots,
-            flags=[*operands.zero, *(["kept"] if kept else [])],
+            flags=[*operands.zero, *([a.SAVED_GRAPH] if has_graph else [])],
         )
         keys = [*activations.keys(layer, chunk), chunk]
         dkv = WHOLE
         for other in keys:
             kv, (dkv, new) = activations.load_kv(layer, other), activations.load_dkv(layer, other)
-            flags = ["zero:dkv"] * new + ["first"] * (other is keys[0]) + ["kept"] * kept
+            flags = [a.ZERO_DKV] * new + [a.FIRST] * (other is keys[0]) + [a.SAVED_GRAPH] * has_graph
             self._emit(
-                "compute",
-                "attend_backward",
+                a.ATTEND_BACKWARD,
                 name,
                 chunk.index,
-                reads=[("gpu.q",), ("gpu.dout",), ("gpu.kv", kv), *saved, *([graph] if kept else [])],
-                writes=[("gpu.partial",), ("gpu.dkv", dkv)],
-                slots={role: slots[role] for role in ("saved",) if role in slots}
-                | {"kv": kv, "dkv": dkv, "keys": other.index},
+                reads=[
+                    r.running(r.GPU_QUERIES),
+                    r.running(r.GPU_DOUT),
+                    r.kv(kv),
+                    *saved,
+                    *([graph] if has_graph else []),
+                ],
+                writes=[r.running(r.GPU_PARTIAL), r.dkv(dkv)],
+                slots={role: slots[role] for role in (a.SAVED,) if role in slots}
+                | {a.KV: kv, a.DKV: dkv, a.KEYS: other.index},
                 flags=flags,
             )
             activations.kv.release(kv, keep=other is not chunk)
             if other is not chunk:
                 activations.store_dkv(layer, other, dkv)
         operands.zero = []
-        sums: list[Resource] = [("gpu.partial",), ("gpu.dkv", dkv)]
-        self._emit_block(task, operands, slots | {"dkv": dkv}, reads=sums, writes=[graph], flags=["attended"])
+        sums: list[Resource] = [r.running(r.GPU_PARTIAL), r.dkv(dkv)]
+        self._emit_block(task, operands, slots | {a.DKV: dkv}, a.LAYER_BACKWARD_BOTTOM, reads=sums, writes=[graph])
         activations.dkv.release(dkv)
 
 
 def stays_aside(plan: Plan, op: Op) -> bool:
     """Whether a copy puts a record aside on the compute device, or brings it back, and so crosses no link."""
-    return any(resource[0] in RECORDS and resource[1:] in plan.held for resource in (*op.reads, *op.writes))
+    return any(resource[0] in r.RECORDS and resource[1:] in plan.saved_on_gpu for resource in (*op.reads, *op.writes))

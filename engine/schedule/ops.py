@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
-LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
-
-Resource = tuple[str | int, ...]
-"""Name of a piece of memory or disk, for example ("gpu.hidden", 2) or ("nvme.state", "layers.3", 0)."""
+from engine.schedule.actions import Action, Lane
+from engine.schedule.resources import Resource
 
 WHOLE = -1
 """Index of an op that concerns a whole block; slot number of a buffer that is resident and needs none."""
@@ -21,9 +18,7 @@ class Op:
     """One piece of work on a lane."""
 
     id: int
-    lane: Lane
-    action: str
-    """What the runtime does; each action is one method there."""
+    action: Action
     block: str
     """Block, or buffer for ops on state."""
     index: int
@@ -34,11 +29,15 @@ class Op:
     deps: tuple[int, ...]
     nbytes: int = 0
     slots: Mapping[str, int] = field(default_factory=dict)
-    """Slot of each operand by role: x, dy, out, saved, stage, weights, gradient:NAME, or the name of a flat buffer."""
+    """Slot of each operand by role (engine/schedule/actions.py), or by the name of a flat buffer for its weights."""
     flags: frozenset[str] = frozenset()
-    """zero:NAME where the op is the first to add to that gradient, zero:dkv likewise."""
     batch: int = 0
     """Whose tokens it is about: 0 the step's own, else those of a pass of the validation after the step."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of its action."""
+        return self.action.lane
 
 
 class Emitter:
@@ -60,8 +59,7 @@ class Emitter:
 
     def emit(
         self,
-        lane: Lane,
-        action: str,
+        action: Action,
         block: str,
         index: int = WHOLE,
         *,
@@ -79,7 +77,6 @@ class Emitter:
             deps.update(self._readers.get(resource, ()))
         op = Op(
             id=self._next_id,
-            lane=lane,
             action=action,
             block=block,
             index=index,

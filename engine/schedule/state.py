@@ -6,8 +6,12 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from engine.plan.plan import FP32, STATE_KINDS, BlockShape, BufferPlan, Plan, Pool
-from engine.schedule.ops import WHOLE, Emitter, Resource, Slots
+from engine.plan.plan import BufferPlan, Plan
+from engine.plan.problem import FP32, POOLS, BlockShape
+from engine.schedule import actions as a
+from engine.schedule import resources as r
+from engine.schedule.ops import WHOLE, Emitter, Slots
+from engine.schedule.resources import Resource
 
 Load = Callable[[], None]
 """Emits the ops that bring some of a block's weights to the compute device."""
@@ -20,16 +24,15 @@ class StateSchedule:
     """Emits the ops on flat buffers. What it returns are the resources that compute ops read and write."""
 
     def __init__(self, plan: Plan, emitter: Emitter) -> None:
-        self._plan = plan
+        self._plan, self._kinds = plan, plan.problem.state_kinds
         self._emit = emitter.emit
         self.waiting: int | None = None
         """Step whose gradient waits for the optimizer."""
         self.uncommitted: int | None = None
         """Step whose gradient has been applied, but whose generation has not been committed."""
         self._version = dict.fromkeys(plan.buffers, 0)
-        pools: tuple[Pool, ...] = ("layer", "edge")
-        self._weights = {pool: Slots(f"gpu.weights.{pool}", plan.weight_slots[pool]) for pool in pools}
-        self._gradients = {pool: Slots(f"gpu.gradient.{pool}", plan.gradient_slots[pool]) for pool in pools}
+        self._weights = {pool: Slots(f"gpu.weights.{pool}", plan.weight_slots[pool]) for pool in POOLS}
+        self._gradients = {pool: Slots(f"gpu.gradient.{pool}", plan.gradient_slots[pool]) for pool in POOLS}
         self._stages = Slots("ram.state_stage", plan.state_stages)
         self._part_stages = Slots("ram.part_stage", plan.part_stages)
         self.weight_slot: dict[str, int] = {}
@@ -45,8 +48,8 @@ class StateSchedule:
         """Where the weights of buffer `name` are on the compute device."""
         buffer = self._plan.buffers[name]
         if buffer.weights == "gpu":
-            return ("gpu.weights", name)
-        return ("gpu.weights", buffer.pool, self.weight_slot[name])
+            return r.resident_weights(name)
+        return r.weight_slot(buffer.pool, self.weight_slot[name])
 
     def fetch(self, block: BlockShape, turns: int) -> list[Load]:
         """Pin slots for the weights of all buffers of `block`; what brings them there, unless they are there.
@@ -77,18 +80,17 @@ class StateSchedule:
 
     def _loads(self, buffer: BufferPlan, slot: int, turns: int) -> list[Load]:
         name, item = buffer.name, self._plan.problem.compute_bytes
-        target: list[Resource] = [("gpu.weights", buffer.pool, slot)]
+        target: list[Resource] = [r.weight_slot(buffer.pool, slot)]
         if buffer.weights == "ram":
             pieces = max(1, min(turns, buffer.numel * item // LEAST_PIECE_BYTES))
             return [partial(self._load_piece, buffer, slot, index, pieces) for index in range(pieces)]
         if self._plan.problem.device_reads:
-            reads: list[Resource] = [("nvme.weights", name, part) for part in range(buffer.num_parts)]
+            reads: list[Resource] = [r.on_nvme(r.NVME_WEIGHTS, name, part) for part in range(buffer.num_parts)]
             size = buffer.numel * item
             return [
                 partial(
                     self._emit,
-                    "nvme_read",
-                    "read_weights_whole",
+                    a.READ_WEIGHTS_WHOLE,
                     name,
                     reads=reads,
                     writes=target,
@@ -102,14 +104,13 @@ class StateSchedule:
         """Weights in RAM to their slot, in `pieces` copies."""
         start, end = buffer.piece(index, pieces)
         self._emit(
-            "h2d",
-            "load_weights",
+            a.LOAD_WEIGHTS,
             buffer.name,
             index,
-            reads=[("ram.weights", buffer.name)],
-            writes=[("gpu.weights", buffer.pool, slot)],
+            reads=[r.ram(r.RAM_WEIGHTS, buffer.name)],
+            writes=[r.weight_slot(buffer.pool, slot)],
             nbytes=(end - start) * self._plan.problem.compute_bytes,
-            slots={buffer.name: slot, "pieces": pieces},
+            slots={buffer.name: slot, a.PIECES: pieces},
         )
 
     def _load_part(self, buffer: BufferPlan, slot: int, part: int) -> None:
@@ -118,20 +119,19 @@ class StateSchedule:
         start, end = buffer.part(part)
         size = (end - start) * self._plan.problem.compute_bytes
         stage = self._part_stages.take((name, part))
-        staged: list[Resource] = [("ram.part_stage", stage)]
-        slots = {"stage": stage, name: slot}
+        staged: list[Resource] = [r.stage(r.RAM_PART_STAGE, stage)]
+        slots = {a.STAGE: stage, name: slot}
         self._emit(
-            "nvme_read",
-            "read_weights",
+            a.READ_WEIGHTS,
             name,
             part,
-            reads=[("nvme.weights", name, part)],
+            reads=[r.on_nvme(r.NVME_WEIGHTS, name, part)],
             writes=staged,
             nbytes=size,
             slots=slots,
         )
-        target: list[Resource] = [("gpu.weights", buffer.pool, slot)]
-        self._emit("h2d", "load_weights_part", name, part, reads=staged, writes=target, nbytes=size, slots=slots)
+        target: list[Resource] = [r.weight_slot(buffer.pool, slot)]
+        self._emit(a.LOAD_WEIGHTS_PART, name, part, reads=staged, writes=target, nbytes=size, slots=slots)
         self._part_stages.release(stage)
 
     # ------------------------------------------------------------------ gradients
@@ -140,8 +140,8 @@ class StateSchedule:
         """Where the gradient of buffer `name` is being summed."""
         buffer = self._plan.buffers[name]
         if buffer.gradient == "gpu":
-            return ("gpu.gradient", name)
-        return ("gpu.gradient", buffer.pool, self.gradient_slot[name])
+            return r.resident_gradient(name)
+        return r.gradient_slot(buffer.pool, self.gradient_slot[name])
 
     def open_gradient(self, name: str) -> bool:
         """Make sure that `name` has a place for its gradient in this step; True when it is new and must be zeroed."""
@@ -156,22 +156,22 @@ class StateSchedule:
         buffer = self._plan.buffers[name]
         source = [self.gradient(name)]
         slot = self.gradient_slot.pop(name)
-        self._emit("compute", "norm", name, reads=source, writes=[("gpu.norms",)], slots={name: slot})
+        self._emit(a.NORM, name, reads=source, writes=[r.running(r.GPU_NORMS)], slots={name: slot})
         if buffer.gradient == "gpu":
             return
         item = self._plan.problem.gradient_bytes
         if buffer.gradient == "ram":
-            size, waiting = buffer.numel * item, [("ram.gradient", name)]
-            self._emit("d2h", "store_gradient", name, reads=source, writes=waiting, nbytes=size, slots={name: slot})
+            size, waiting = buffer.numel * item, [r.ram(r.RAM_GRADIENT, name)]
+            self._emit(a.STORE_GRADIENT, name, reads=source, writes=waiting, nbytes=size, slots={name: slot})
         for part in range(buffer.num_parts if buffer.gradient == "nvme" else 0):
             start, end = buffer.part(part)
             size = (end - start) * item
             stage = self._part_stages.take((name, part))
-            staged: list[Resource] = [("ram.part_stage", stage)]
-            file: list[Resource] = [("nvme.gradient", name, part)]
-            slots = {"stage": stage, name: slot}
-            self._emit("d2h", "store_gradient_part", name, part, reads=source, writes=staged, nbytes=size, slots=slots)
-            self._emit("nvme_write", "write_gradient", name, part, reads=staged, writes=file, nbytes=size, slots=slots)
+            staged: list[Resource] = [r.stage(r.RAM_PART_STAGE, stage)]
+            file: list[Resource] = [r.on_nvme(r.NVME_GRADIENT, name, part)]
+            slots = {a.STAGE: stage, name: slot}
+            self._emit(a.STORE_GRADIENT_PART, name, part, reads=source, writes=staged, nbytes=size, slots=slots)
+            self._emit(a.WRITE_GRADIENT, name, part, reads=staged, writes=file, nbytes=size, slots=slots)
             self._part_stages.release(stage)
         self._gradients[buffer.pool].release(slot)
 
@@ -204,9 +204,9 @@ class StateSchedule:
         name = buffer.name
         self._version[name] += 1
         if buffer.state == "gpu":
-            reads: list[Resource] = [("gpu.gradient", name), ("ram.clip",)]
-            writes: list[Resource] = [("gpu.state", name), ("gpu.weights", name)]
-            self._emit("compute", "update_on_gpu", name, reads=reads, writes=writes, step=step)
+            reads: list[Resource] = [r.resident_gradient(name), r.running(r.RAM_CLIP)]
+            writes: list[Resource] = [r.resident_state(name), r.resident_weights(name)]
+            self._emit(a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)
             return
         for index in range(buffer.num_updates):
             self._update_part(buffer, index, step)
@@ -216,71 +216,69 @@ class StateSchedule:
         name = buffer.name
         start, end = buffer.update(part)
         numel = end - start
-        state_bytes = len(STATE_KINDS) * numel * FP32
-        reads: list[Resource] = [("ram.clip",)]
+        state_bytes = len(self._kinds) * numel * FP32
+        reads: list[Resource] = [r.running(r.RAM_CLIP)]
         writes: list[Resource] = []
         slots: dict[str, int] = {}
         staged: list[Resource] = []
         if "nvme" in (buffer.state, buffer.gradient):
             ahead = self._ahead.pop((name, part), None)
-            slots["stage"] = self._read_state(buffer, part, step) if ahead is None else ahead
-            staged = [("ram.state_stage", slots["stage"])]
+            slots[a.STAGE] = self._read_state(buffer, part, step) if ahead is None else ahead
+            staged = [r.stage(r.RAM_STATE_STAGE, slots[a.STAGE])]
             reads += staged
             if buffer.state == "nvme":
                 writes += staged
         if buffer.gradient == "ram":
-            reads.append(("ram.gradient", name))
+            reads.append(r.ram(r.RAM_GRADIENT, name))
         if buffer.state == "ram":
-            writes.append(("ram.state", name))
+            writes.append(r.ram(r.RAM_STATE, name))
         if buffer.weights == "ram":
-            writes.append(("ram.weights", name))
+            writes.append(r.ram(r.RAM_WEIGHTS, name))
         else:
-            slots["weights"] = self._part_stages.take((name, part))
-            writes.append(("ram.part_stage", slots["weights"]))
-        self._emit("optimizer", "update", name, part, reads=reads, writes=writes, slots=slots, step=step)
+            slots[a.WEIGHTS_STAGE] = self._part_stages.take((name, part))
+            writes.append(r.stage(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE]))
+        self._emit(a.UPDATE, name, part, reads=reads, writes=writes, slots=slots, step=step)
         if buffer.state == "nvme":
             self._emit(
-                "nvme_write",
-                "write_state",
+                a.WRITE_STATE,
                 name,
                 part,
-                reads=[*staged, ("generation",)],
-                writes=[("nvme.state", name, part)],
+                reads=[*staged, r.generation()],
+                writes=[r.on_nvme(r.NVME_STATE, name, part)],
                 nbytes=state_bytes,
                 slots=slots,
                 step=step,
             )
-        if "weights" in slots:
+        if a.WEIGHTS_STAGE in slots:
             self._weights_leave(buffer, part, slots, step)
-            self._part_stages.release(slots["weights"])
-        if "stage" in slots:
-            self._stages.release(slots["stage"])
+            self._part_stages.release(slots[a.WEIGHTS_STAGE])
+        if a.STAGE in slots:
+            self._stages.release(slots[a.STAGE])
 
     def _read_state(self, buffer: BufferPlan, part: int, step: int) -> int:
         """Bring what NVMe holds of a part to a stage; its number."""
         name = buffer.name
         start, end = buffer.part(part)
-        slots = {"stage": self._stages.take((name, part))}
+        slots = {a.STAGE: self._stages.take((name, part))}
         files: list[Resource] = []
         item = 0
         if buffer.state == "nvme":
-            files.append(("nvme.state", name, part))
-            item += len(STATE_KINDS) * FP32
+            files.append(r.on_nvme(r.NVME_STATE, name, part))
+            item += len(self._kinds) * FP32
         if buffer.gradient == "nvme":
-            files.append(("nvme.gradient", name, part))
+            files.append(r.on_nvme(r.NVME_GRADIENT, name, part))
             item += self._plan.problem.gradient_bytes
         self._emit(
-            "nvme_read",
-            "read_state",
+            a.READ_STATE,
             name,
             part,
             reads=files,
-            writes=[("ram.state_stage", slots["stage"])],
+            writes=[r.stage(r.RAM_STATE_STAGE, slots[a.STAGE])],
             nbytes=(end - start) * item,
             slots=slots,
             step=step,
         )
-        return slots["stage"]
+        return slots[a.STAGE]
 
     def read_ahead(self, step: int) -> None:
         """Fill the state stages with what the next updates need first.
@@ -297,12 +295,11 @@ class StateSchedule:
         assert buffer.weights == "nvme"
         start, end = buffer.part(part)
         self._emit(
-            "nvme_write",
-            "write_weights",
+            a.WRITE_WEIGHTS,
             buffer.name,
             part,
-            reads=[("ram.part_stage", slots["weights"])],
-            writes=[("nvme.weights", buffer.name, part)],
+            reads=[r.stage(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE])],
+            writes=[r.on_nvme(r.NVME_WEIGHTS, buffer.name, part)],
             nbytes=(end - start) * self._plan.problem.compute_bytes,
             slots=slots,
             step=step,
@@ -313,7 +310,7 @@ class StateSchedule:
     def commit(self) -> None:
         """Commit the generation whose state has been written, unless it has been committed."""
         if self._newest is not None:
-            self._emit("nvme_write", "commit", "all", writes=[("generation",)], step=self._newest)
+            self._emit(a.COMMIT, "all", writes=[r.generation()], step=self._newest)
 
     def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""
@@ -322,32 +319,28 @@ class StateSchedule:
         size = (end - start) * FP32
         if buffer.state == "ram":
             self._emit(
-                "nvme_write",
-                "checkpoint_state",
+                a.CHECKPOINT_STATE,
                 name,
                 part,
-                reads=[("ram.state", name), ("generation",)],
-                writes=[("nvme.state", name, part)],
-                nbytes=len(STATE_KINDS) * size,
+                reads=[r.ram(r.RAM_STATE, name), r.generation()],
+                writes=[r.on_nvme(r.NVME_STATE, name, part)],
+                nbytes=len(self._kinds) * size,
                 step=step,
             )
             return
-        for kind in STATE_KINDS:
-            slots = {"stage": self._part_stages.take((name, kind, part))}
-            staged: list[Resource] = [("ram.part_stage", slots["stage"])]
-            resident: list[Resource] = [("gpu.state", name)]
+        for number, kind in enumerate(self._kinds):
+            slots = {a.STAGE: self._part_stages.take((name, kind, part)), a.KIND: number}
+            staged: list[Resource] = [r.stage(r.RAM_PART_STAGE, slots[a.STAGE])]
+            resident: list[Resource] = [r.resident_state(name)]
+            self._emit(a.STAGE_STATE, name, part, reads=resident, writes=staged, nbytes=size, slots=slots, step=step)
             self._emit(
-                "d2h", "stage_" + kind, name, part, reads=resident, writes=staged, nbytes=size, slots=slots, step=step
-            )
-            self._emit(
-                "nvme_write",
-                "checkpoint_" + kind,
+                a.CHECKPOINT_STAGED,
                 name,
                 part,
-                reads=[*staged, ("generation",)],
-                writes=[("nvme.state", name, part, kind)],
+                reads=[*staged, r.generation()],
+                writes=[r.state_kind_on_nvme(name, part, kind)],
                 nbytes=size,
                 slots=slots,
                 step=step,
             )
-            self._part_stages.release(slots["stage"])
+            self._part_stages.release(slots[a.STAGE])

@@ -12,7 +12,7 @@ from transformers import GPT2Config, PretrainedConfig, Qwen3Config
 from app.cli import main
 from engine.config import DataConfig
 from engine.data.corpus import require_text
-from engine.model.spec import ModelSpec, validate_context
+from engine.model.anatomy import take_apart, validate_context
 from storage.errors import UserError
 
 RECIPE = """
@@ -137,7 +137,7 @@ def rope(kind: str, **values: object) -> PretrainedConfig:
     ids=["default", "linear", "yarn within", "yarn beyond", "dynamic", "absolute"],
 )
 def test_how_far_positions_reach(config: PretrainedConfig, reach: int | None) -> None:
-    spec = ModelSpec.from_config(config)
+    spec = take_apart(config)
     if reach is None:
         validate_context(spec, 10**6)
         return

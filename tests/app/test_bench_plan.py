@@ -14,10 +14,11 @@ from app.bench.plan import CaseFailed, bench_plan, cases_here, compare, progress
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.recipe import from_json, to_json
 from engine.config import parse_bytes
-from engine.forecast.request import Budgets, Task
-from engine.hf.prepare import model_config, model_spec
+from engine.forecast.request import Budgets, PlanRequest
+from engine.hf.config import model_config
 from engine.machine.device import LEAST_LIMIT_BYTES
 from engine.machine.presets import generic_gpu
+from engine.model.anatomy import model_spec
 from storage.errors import UserError
 
 
@@ -175,7 +176,7 @@ def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
         budgets = [parse_bytes(getattr(recipe.budgets, tier) or 0, tier) for tier in ("gpu", "ram")]
         assert budgets[0] >= LEAST_LIMIT_BYTES  # so the allocator keeps to it
         assert budgets[1] <= 10 * GIB
-        task = Task(
+        task = PlanRequest(
             spec=model_spec(model_config(recipe, None), recipe.data),
             recipe=recipe,
             budgets=Budgets(budgets[0], budgets[1], None, {}),

@@ -13,8 +13,7 @@ from sample_forecast import fitting, refused
 
 from app.bench import heatmap, planned
 from app.bench.published import PUBLISHED
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from engine.machine.presets import PRESETS
 from storage.errors import UserError
 

@@ -20,11 +20,13 @@ from app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shap
 from app.bench.state import DrawnState
 from app.bench.suite_worker import WarmUpLoader, learnt
 from engine.config import DataConfig, Recipe
-from engine.data.loader import IGNORE_LABEL, MicroBatch
+from engine.data.loader import MicroBatch
 from engine.forecast.flops import StepFlops, executed_flops, model_flops
-from engine.hf.prepare import ALLOCATOR_SHARE, layouts
+from engine.forecast.problem import ALLOCATOR_SHARE
+from engine.model.spec import layouts
+from engine.model.tokens import IGNORE_LABEL
+from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
-from engine.session import Compute
 from storage.errors import UserError
 
 CPU_SHORT, CPU_LONG, CPU_TIERS = SUITES["cpu"]

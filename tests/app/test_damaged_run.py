@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.recipe import Recipe, from_json, from_run_json, to_run_json
+from app.recipe import from_json, from_run_json, to_run_json
 from app.rundir import RunDir, read_recipe
+from engine.config import Recipe
 from storage.errors import UserError
 
 RECIPE = """

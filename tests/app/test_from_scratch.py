@@ -11,11 +11,11 @@ from transformers import PretrainedConfig
 
 from app.cli import main
 from app.launch import from_scratch, require_weights
-from app.recipe import Recipe, from_json, to_json
-from engine.config import DataConfig, ModelConfig
+from app.recipe import from_json, to_json
+from engine.config import DataConfig, ModelConfig, Recipe
 from engine.data.tokenizer import train_tokenizer
-from engine.hf.prepare import model_config
-from engine.model.spec import ModelSpec
+from engine.hf.config import model_config
+from engine.model.anatomy import take_apart
 from storage.errors import UserError
 
 SHAPE: dict[str, Any] = {
@@ -114,7 +114,7 @@ def test_from_scratch_takes_the_folder_s_shape_where_the_recipe_has_none(folder:
     assert (scratch.model.path, scratch.model.vocab_size) == (None, 300)
     ours, theirs = (config_of(r.model) for r in (scratch, recipe))
     assert ours.to_diff_dict() == theirs.to_diff_dict()
-    assert ModelSpec.from_config(ours).buffers == ModelSpec.from_config(theirs).buffers
+    assert take_apart(ours).buffers == take_apart(theirs).buffers
 
 
 def test_from_scratch_keeps_the_folder_s_tokenizer(folder: Path) -> None:

@@ -106,7 +106,7 @@ def _read_spans(folder: Path, text: bytes) -> None:
 
 
 def _read_config(folder: Path, text: bytes) -> None:
-    from engine.hf.prepare import read_config
+    from engine.hf.config import read_config
 
     (folder / "config.json").write_bytes(text)
     read_config(folder)

@@ -13,7 +13,7 @@ from app.bench.cases import SUITES, TINY, Rates
 from app.gpu_check import smoke, stages, tables
 from app.gpu_check.results import Results
 from engine.config import parse_bytes
-from engine.forecast.request import Budgets, Task
+from engine.forecast.request import Budgets, PlanRequest
 from engine.machine.presets import generic_gpu
 from storage.errors import UserError
 
@@ -164,7 +164,7 @@ def test_what_the_smoke_calls_wrong() -> None:
 @pytest.mark.parametrize("smoke_case", smoke.SMOKES, ids=lambda case: case.shape.name)
 def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(smoke_case: smoke.Smoke, tmp_path: Path) -> None:
     setup = smoke.prepare(replace(smoke_case, gpu="400GiB", ram="400GiB"), tmp_path, CPU)
-    task = Task(
+    task = PlanRequest(
         spec=setup.spec,
         recipe=setup.recipe,
         budgets=Budgets(parse_bytes(smoke_case.gpu, "gpu"), parse_bytes(smoke_case.ram, "ram"), None, {}),

@@ -20,7 +20,6 @@ from app import control
 from app.checkpoints import CheckpointRequests, checkpoint_steps, committed_step, make_for_export
 from app.cli import main
 from app.launcher import _spawn
-from app.recipe import Recipe
 from app.run_log import RunLog, drop_steps
 from app.rundir import (
     OWN_FILES,
@@ -34,6 +33,7 @@ from app.rundir import (
     read_status,
     state_of,
 )
+from engine.config import Recipe
 from engine.events import Progress, Span, StepMetrics, ValidationMetrics
 from storage.errors import UserError
 

@@ -15,9 +15,9 @@ import pytest
 from cli_process import FAKE_RUN, REPOSITORY, Cli, default_signals, wait_until
 
 from app import control, launcher
-from app.recipe import Recipe, to_json
+from app.recipe import to_json
 from app.rundir import is_live, read_info
-from engine.config import DataConfig, ModelConfig, TrainConfig
+from engine.config import DataConfig, ModelConfig, Recipe, TrainConfig
 from storage.errors import UserError
 
 LONG = Recipe(name="tiny", train=TrainConfig(steps=100_000))

@@ -15,9 +15,9 @@ import torch
 from test_run_log import metrics, span, told, validation
 
 from app.checkpoints import make_checkpoint, scrub_run
-from app.recipe import Recipe
 from app.run_log import RunLog
 from app.rundir import RunDir, RunLock, is_live
+from engine.config import Recipe
 from engine.hf.constants import write_constants
 from storage.errors import UserError
 from storage.manifest import ArraySpec

@@ -34,9 +34,9 @@ from hypothesis.stateful import (
 )
 
 from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
-from app.recipe import Recipe, to_json
+from app.recipe import to_json
 from app.rundir import RunDir, read_recipe
-from engine.config import StorageConfig
+from engine.config import Recipe, StorageConfig
 from engine.folders import drive_folders, state_folder
 from engine.hf.constants import write_constants
 from engine.session import CONSTANTS_FILE

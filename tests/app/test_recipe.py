@@ -9,19 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.recipe import (
-    AfterConfig,
-    Recipe,
-    apply_overrides,
-    change_run,
-    fields,
-    from_json,
-    load_recipe,
-    resolve_paths,
-    to_dict,
-    to_json,
-)
-from engine.config import DataConfig, ModelConfig, TrainConfig, config_digest
+from app.recipe import apply_overrides, change_run, fields, from_json, load_recipe, resolve_paths, to_dict, to_json
+from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
 from storage.errors import UserError
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.recipe import AfterConfig, Recipe, load_recipe, to_dict
+from app.recipe import load_recipe, to_dict
 from app.recipe_file import save_recipe, to_python
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+from engine.config import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from storage.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))

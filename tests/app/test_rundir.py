@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from cli_process import REPOSITORY
 
-from app.recipe import Recipe
 from app.run_log import RunLog
 from app.rundir import (
     LEFT_BY_LAUNCHER,
@@ -25,6 +24,7 @@ from app.rundir import (
     read_recipe,
     state_of,
 )
+from engine.config import Recipe
 from engine.events import StepMetrics
 from storage.errors import UserError
 

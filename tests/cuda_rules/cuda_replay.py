@@ -27,13 +27,16 @@ from engine.attention import chunk as attention
 from engine.attention.chunk import AttentionCall, AttentionState
 from engine.config import TrainConfig
 from engine.data.loader import MicroBatch
-from engine.hf.prepare import LOGITS_BYTES, compute_dtype, layouts
+from engine.forecast.problem import LOGITS_BYTES
+from engine.machine.device import compute_dtype
 from engine.model.layers import LayerInputs, Projection
 from engine.model.runner import ModelRunner
 from engine.model.skeleton import LayerCall
-from engine.model.spec import ModelSpec
-from engine.plan.plan import Choice, Plan
-from engine.runtime.batch import BatchCarrier, ChunkTokens, ScoreData, StepData
+from engine.model.spec import ModelSpec, layouts
+from engine.model.tokens import ChunkTokens
+from engine.plan.plan import Plan
+from engine.plan.problem import PlanOptions
+from engine.runtime.batch import BatchCarrier, EvaluationData, StepData
 from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from engine.runtime.runtime import Runtime
 from engine.schedule.builder import ScheduleBuilder
@@ -49,7 +52,7 @@ class Case:
 
     recipe: str
     machine: str
-    choice: Choice | None = None
+    choice: PlanOptions | None = None
     """None: what the search finds best."""
     device_reads: bool = True
 
@@ -402,7 +405,7 @@ class Replay:
         """As engine.validation: one pass, of one micro-batch."""
         self.runtime.drop_tokens()
         micro_batches = [self._micro_batch()]
-        data = ScoreData(micro_batches, self._carrier.carry(micro_batches), 1)
+        data = EvaluationData(micro_batches, self._carrier.carry(micro_batches), 1)
         self.runtime.begin_score(batch, data)
         last = 0
         for ops in self.builder.score(step, batch, documents=[m.documents for m in micro_batches]):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from cuda_replay import Case, Replay, replay
 
-from engine.hf.prepare import ALLOCATOR_SHARE
-from engine.machine.device import CUBLAS_WORKSPACE_BYTES, overhead_bytes
+from engine.forecast.problem import ALLOCATOR_SHARE, overhead_bytes
 from engine.machine.limits import RAM_RESERVE
-from engine.plan.plan import STATE_KINDS as KINDS
-from engine.plan.plan import Choice
+from engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
+from tui.data.blocks import KINDS
 
 BEST_7B = Case("7b_512k", "gh200-480")
-RESIDENT_7B = Case("7b_512k", "gh200-480", Choice(gpu_first="blocks"))
+RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))
 BEST_120B = Case("120b_gh200", "gh200-480")
 STREAMED_7B = Case("7b_512k_24gb", "rtx4090-64")
 WEIGHTS_ON_NVME = Case("32b_workstation", "rtx4090-64")

@@ -12,7 +12,7 @@ from cuda_pretended import DEVICE, LARGE_PAGE, SMALL_PAGE, Pretended, Stream, pr
 from cuda_replay import Case, Replay, planned, replay
 from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
 
-from engine.optim.adamw import wait_for_copies
+from engine.clock import wait_for_copies
 from engine.plan.plan import cut_chunks
 from engine.runtime.batch import BatchCarrier
 from engine.runtime.memory import DeviceArena

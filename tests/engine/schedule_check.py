@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from engine.schedule.ops import Op, Resource
+from engine.schedule.ops import Op
+from engine.schedule.resources import Resource
 
 
 def races(ops: Iterable[Op]) -> Iterator[str]:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from engine.plan.plan import Plan
-from engine.schedule.ops import Op, Resource
+from engine.schedule.ops import Op
+from engine.schedule.resources import Resource
 
 MOVES = ("load", "store", "spill", "unspill", "peek", "discard")
 KINDS = ("x", "dy", "saved", "kv", "dkv")

@@ -8,13 +8,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from engine.forecast.search import dimensions
-from engine.plan.plan import BlockShape, BufferShape, Choice, Plan, Problem, Save, Window
+from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
+from engine.plan.problem import BlockShape, BufferShape, PlanInput, PlanOptions, Save, Window
 from storage.errors import BudgetError
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
 TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
-"""Tier -> the field of Problem that is its budget."""
+"""Tier -> the field of PlanInput that is its budget."""
 
 
 def problem(
@@ -39,7 +40,7 @@ def problem(
     kv_window: Window = "whole",
     sliding: frozenset[int] = frozenset(),
     graph_bytes: int | None = 700,
-) -> Problem:
+) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head."""
     blocks = [BlockShape(name="embed", role="embed", buffers=("embed",))]
     for i in range(layers):
@@ -69,7 +70,7 @@ def problem(
     sizes = {"embed": edge * 2048} | {f"layers.{i}": 4 * 2048 for i in range(layers)}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
-    return Problem(
+    return PlanInput(
         blocks=tuple(blocks),
         buffers=tuple(BufferShape(name=n, numel=s, part_numel=min(s, 4096)) for n, s in sizes.items()),
         hidden_size=HIDDEN,
@@ -135,31 +136,31 @@ streaming = st.builds(
 problems = st.one_of(general, streaming)
 
 
-def window_chunks(shape: Problem) -> int:
+def window_chunks(shape: PlanInput) -> int:
     """Chunks of one micro-batch."""
     return shape.rows if shape.chunk_per_row else -(-shape.rows * shape.row_tokens // shape.chunk_tokens)
 
 
 @st.composite
-def planned(draw: Any, shapes: st.SearchStrategy[Problem] = problems) -> Plan:
+def planned(draw: Any, shapes: st.SearchStrategy[PlanInput] = problems) -> Plan:
     """A plan: of a problem, with one of the choices that the search would try."""
     shape = draw(shapes)
     values = dimensions(shape, window_chunks(shape))
-    choice = Choice(**{name: draw(st.sampled_from(found)) for name, found in values.items()})
+    choice = PlanOptions(**{name: draw(st.sampled_from(found)) for name, found in values.items()})
     return some_plan(shape, choice)
 
 
-def some_plan(shape: Problem, choice: Choice | None = None) -> Plan:
+def some_plan(shape: PlanInput, choice: PlanOptions | None = None) -> Plan:
     """A plan for `shape`; where a budget is too small, one for the budget that the refusal asks for."""
     for _ in range(4):
         try:
-            return make_plan(shape, choice or Choice())
+            return make_plan(shape, choice or PlanOptions())
         except BudgetError as refusal:
             shape = with_need(shape, refusal)
     raise AssertionError("the budgets that the refusals ask for are refused")
 
 
-def with_need(shape: Problem, refusal: BudgetError) -> Problem:
+def with_need(shape: PlanInput, refusal: BudgetError) -> PlanInput:
     """`shape` with the budget that a refusal asks for."""
     assert refusal.tier is not None
     field = TIERS[refusal.tier]

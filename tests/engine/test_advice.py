@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from engine.config import DataConfig, StorageConfig, TrainConfig
 from engine.forecast.advice import Change, applied, best_change, fits, fixes
-from engine.forecast.request import Budgets, Task
-from engine.hf.prepare import model_config
+from engine.forecast.request import Budgets, PlanRequest
+from engine.hf.config import model_config
 from engine.machine.presets import GENERIC
 from storage.errors import UserError
 
 SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
 
 
-def a_task(d: DataConfig, t: TrainConfig, s: StorageConfig, budgets: Budgets, **changes: Any) -> Task:
+def a_task(d: DataConfig, t: TrainConfig, s: StorageConfig, budgets: Budgets, **changes: Any) -> PlanRequest:
     recipe = tiny.recipe(model=tiny.model(**changes), data=d, train=t, storage=s)
     spec = tiny.spec_of(model_config(recipe, None))
-    return Task(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu")
+    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu")
 
 
 tasks = st.builds(
@@ -56,7 +56,7 @@ tasks = st.builds(
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(tasks)
-def test_every_suggested_change_is_accepted(task: Task) -> None:
+def test_every_suggested_change_is_accepted(task: PlanRequest) -> None:
     error = task.refusal()
     assume(error is not None)
     assert error is not None

@@ -12,7 +12,8 @@ import torch
 
 from engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
 from engine.runtime.executor import Executor
-from engine.schedule.ops import LANES, Op
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 
 GPU = "0000:3b:00.0"
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, AttentionState, attend, attend_backward, finish, merge_, sink_gradient
+from engine.attention.chunk import AttentionCall, AttentionState, attend, attend_backward, finish, sink_gradient
+from engine.attention.compute import merge_
 from storage.errors import UserError
 
 

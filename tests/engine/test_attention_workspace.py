@@ -9,9 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention.flash_attn import FlashAttention2
-from engine.attention.select import MOST_MULTIPROCESSORS, _strategies, workspace_bytes
+from engine.attention.select import _strategies
 from engine.attention.spans import Geometry, spans
-from engine.hf.prepare import make_problem, model_config
+from engine.attention.workspace import MOST_MULTIPROCESSORS, workspace_bytes
+from engine.forecast.problem import make_problem
+from engine.hf.config import model_config
 
 SHAPES = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
 """Heads, key and value heads, width."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from engine.model.anatomy import take_apart
 from engine.model.check import TokenStream, new_states, reference_gradients, relative_errors, stream_gradients
 from engine.model.runner import ModelRunner
-from engine.model.spec import ModelSpec
+from engine.model.tokens import ChunkTokens
 from engine.model.trace import random_model
-from engine.runtime.batch import ChunkTokens
 
 
 def tiny(model_type: str = "qwen3", **fields: Any) -> PretrainedConfig:
@@ -43,7 +43,7 @@ def documents(lengths: list[int], vocabulary: int = 101) -> list[Tensor]:
 def qwen3() -> tuple[PretrainedConfig, Any, ModelRunner, dict[str, Tensor]]:
     config = tiny()
     model = random_model(config)
-    runner = ModelRunner(ModelSpec.from_config(config), device="cpu", dtype=torch.float32)
+    runner = ModelRunner(take_apart(config), device="cpu", dtype=torch.float32)
     return config, model, runner, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -145,7 +145,7 @@ def test_weights_are_used_in_place(qwen3: Any) -> None:
 def test_rotary_tables_come_from_the_longest_position() -> None:
     """Tables of one chunk do not depend on the chunk, nor on which lengths were asked for before."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    spec = ModelSpec.from_config(tiny("llama", max_position_embeddings=32, rope_parameters=rope))
+    spec = take_apart(tiny("llama", max_position_embeddings=32, rope_parameters=rope))
     assert spec.length_dependent_rotary
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
 
@@ -175,7 +175,7 @@ def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     config = tiny(num_hidden_layers=3)
     model = random_model(config)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    spec = ModelSpec.from_config(config)
+    spec = take_apart(config)
     stream = [TokenStream.of(documents([64]))]
     eager = stream_gradients(ModelRunner(spec, device="cpu", dtype=torch.float32), weights, stream, 32)
     torch._dynamo.reset()

@@ -14,18 +14,21 @@ import tiny
 import torch
 
 from engine.config import BudgetConfig, ModelConfig, TrainConfig
+from engine.data.prepare import make_loader, prepare_data
 from engine.forecast.costs import Calibration, Costs, op_kind
+from engine.forecast.problem import LOGITS_BYTES
 from engine.forecast.simulate import simulate
-from engine.hf.prepare import LOGITS_BYTES, layouts, make_loader, model_config, prepare_data
+from engine.hf.config import model_config
 from engine.machine.presets import GENERIC
+from engine.model.spec import layouts
 from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
 from engine.runtime.calibrate import calibrate
+from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
 from engine.runtime.memory import allocate_gpu
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE
-from engine.session import Compute
 from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore

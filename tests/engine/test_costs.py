@@ -22,7 +22,8 @@ from engine.forecast.costs import (
     op_kind,
     representatives,
 )
-from engine.plan.plan import BlockShape, Choice, Plan
+from engine.plan.plan import Plan
+from engine.plan.problem import BlockShape, PlanOptions
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE, Op
 
@@ -44,7 +45,7 @@ GRAPH_BYTES = 700
 def a_plan(streamed: bool = False, **changes: Any) -> Plan:
     """Two chunks of 64 tokens, or eight of 16, of a row of 128; layers as above and a head of 16,384 parameters."""
     size = {"row_tokens": 128, "micro_batches": 1, "chunk_tokens": 16 if streamed else 64, "kv_window": "auto"}
-    return some_plan(problem(**(size | changes)), Choice(streamed=streamed))
+    return some_plan(problem(**(size | changes)), PlanOptions(streamed=streamed))
 
 
 def an_op(action: str, lane: str = "compute", index: int = 0, **changes: Any) -> Op:

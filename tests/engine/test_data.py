@@ -25,8 +25,9 @@ from engine.data.corpus import (
     read_pieces,
 )
 from engine.data.corpus_files import CorpusWriter, TokenCorpus
-from engine.data.loader import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
+from engine.data.loader import DataLoader, MicroBatch, ValidationSet, split_documents
 from engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
+from engine.model.tokens import IGNORE_LABEL
 from storage.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x * {i} + len('naïve ☃ {i * 37}')\n" * (1 + i % 5) for i in range(40)]

@@ -14,7 +14,8 @@ from streams_on_cpu import EventOnCpu, StreamOnCpu, current_stream, streams_on_c
 
 from engine.runtime import executor as executors
 from engine.runtime.executor import GPU_LANES, Executor
-from engine.schedule.ops import LANES, Op
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 
 CUDA = torch.device("cuda")
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.attention.pairs import visible_pairs
 from engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
-from engine.hf.prepare import make_config
+from engine.hf.config import make_config
 from engine.model.spec import AttentionShape, ModelSpec
 from engine.plan.plan import Plan
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plan.plan import LAST_GOOD
+from engine.plan.problem import LAST_GOOD
 from engine.retention import Retention
 from engine.runtime.failures import DivergedError
 from engine.runtime.health import LARGEST, LossWatch, require_usable

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from engine import opening
 from engine.config import ModelConfig
 from engine.hf import weights
-from engine.hf.prepare import model_config
+from engine.hf.config import model_config
 from engine.train import export
 from storage.nvme import NvmeStore
 

@@ -17,7 +17,8 @@ from engine.config import BudgetConfig
 from engine.optim.adamw import AdamW, scalars
 from engine.runtime.executor import Executor
 from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from engine.schedule.ops import LANES, Op
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 from engine.train import train
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ import engine.runtime.progress
 import engine.train
 from engine.events import LaneTotals, Progress, StepMetrics, Want
 from engine.runtime.progress import Live
-from engine.schedule.ops import LANES, Op
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import TrainResult, train, train_step
 from storage.checkpoints import list_checkpoints

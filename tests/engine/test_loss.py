@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.model.anatomy import Initializer
 from engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
 from engine.model.runner import ModelRunner
-from engine.model.spec import HEAD, Initializer
-from engine.runtime.batch import ChunkTokens
+from engine.model.spec import HEAD
+from engine.model.tokens import ChunkTokens
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -77,7 +78,7 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
 
 
 def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
-    from engine.hf.prepare import model_config
+    from engine.hf.config import model_config
 
     config = model_config(tiny.recipe(model=tiny.model(**model)), None)
     spec = tiny.spec_of(config)

@@ -19,8 +19,10 @@ from transformers import (
     T5Config,
 )
 
+from engine.model import skeleton
+from engine.model.anatomy import Initializer, initial_constants, take_apart, validate_context
 from engine.model.shrink import fewer_layers, shrink
-from engine.model.spec import BlockSpec, Initializer, ModelSpec, initial_constants, validate_context
+from engine.model.spec import BlockSpec
 from storage.errors import UserError
 
 
@@ -41,7 +43,7 @@ def qwen3(**fields: Any) -> Qwen3Config:
 
 
 def test_qwen3_blocks_and_buffers() -> None:
-    spec = ModelSpec.from_config(qwen3())
+    spec = take_apart(qwen3())
     assert [block.name for block in spec.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
     assert spec.blocks[-1] == BlockSpec("head", "head", ("head",))
     assert [p.name for p in spec.buffers["embed"]] == ["model.embed_tokens.weight"]
@@ -59,13 +61,13 @@ def test_qwen3_blocks_and_buffers() -> None:
 
 
 def test_tied_parameters_are_the_embeddings() -> None:
-    spec = ModelSpec.from_config(qwen3(tie_word_embeddings=True))
+    spec = take_apart(qwen3(tie_word_embeddings=True))
     assert spec.blocks[-1].buffers == ("head", "embed")
     assert [p.name for p in spec.buffers["head"]] == ["model.norm.weight"]
 
 
 def test_learned_positions_belong_to_the_embedding() -> None:
-    spec = ModelSpec.from_config(
+    spec = take_apart(
         GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=211, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )
     assert {p.name for p in spec.buffers["embed"]} == {"transformer.wte.weight", "transformer.wpe.weight"}
@@ -73,23 +75,23 @@ def test_learned_positions_belong_to_the_embedding() -> None:
 
 
 def test_windows_and_wide_heads_are_read_from_the_layers() -> None:
-    gemma = ModelSpec.from_config(Gemma3TextConfig(num_hidden_layers=12, sliding_window=512))
+    gemma = take_apart(Gemma3TextConfig(num_hidden_layers=12, sliding_window=512))
     assert [s.window for s in gemma.attention if s] == [512, 512, 512, 512, 512, None] * 2
     assert len(set(gemma.structures)) == 2
-    deepseek = ModelSpec.from_config(DeepseekV3Config(num_hidden_layers=5))
+    deepseek = take_apart(DeepseekV3Config(num_hidden_layers=5))
     assert all((s.qk_dim, s.v_dim, s.kv_heads) == (192, 128, 128) for s in deepseek.attention if s)
     assert deepseek.structures == (0, 0, 0, 3, 3)
     assert list(deepseek.constants) == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (3, 4)]
 
 
 def test_chunked_attention_is_read_from_the_mask() -> None:
-    spec = ModelSpec.from_config(CONFIG_MAPPING["llama4_text"](num_hidden_layers=4))
+    spec = take_apart(CONFIG_MAPPING["llama4_text"](num_hidden_layers=4))
     assert [(s.chunk, s.window) for s in spec.attention if s] == [(8192, None)] * 3 + [(None, None)]
 
 
 def test_parameters_that_the_model_never_trains_are_constants() -> None:
     config = shrink(CONFIG_MAPPING["ernie4_5_moe"]())[0]
-    spec = ModelSpec.from_config(config)
+    spec = take_apart(config)
     name = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
     assert name in spec.constants
     assert all(param.name != name for params in spec.buffers.values() for param in params)
@@ -97,7 +99,7 @@ def test_parameters_that_the_model_never_trains_are_constants() -> None:
 
 
 def test_layers_that_carry_state_are_found() -> None:
-    spec = ModelSpec.from_config(Qwen3NextConfig(num_hidden_layers=4))
+    spec = take_apart(Qwen3NextConfig(num_hidden_layers=4))
     assert spec.recurrent
     assert [shape is None for shape in spec.attention] == [True, True, True, False]
 
@@ -119,20 +121,20 @@ def test_layers_that_carry_state_are_found() -> None:
 )
 def test_untrainable_models_are_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ModelSpec.from_config(config)
+        take_apart(config)
 
 
 def test_context_must_be_reachable() -> None:
-    spec = ModelSpec.from_config(qwen3())
+    spec = take_apart(qwen3())
     validate_context(spec, 128)
     with pytest.raises(UserError, match=r"129 tokens .* max_position_embeddings 128 .* yarn"):
         validate_context(spec, 129)
     dynamic = qwen3(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
-    validate_context(ModelSpec.from_config(dynamic), 512)
+    validate_context(take_apart(dynamic), 512)
 
 
 def test_initialisation_is_the_models_own_and_repeats() -> None:
-    spec = ModelSpec.from_config(qwen3(initializer_range=0.03, pad_token_id=7))
+    spec = take_apart(qwen3(initializer_range=0.03, pad_token_id=7))
     initializer = Initializer(spec, seed=3)
     first = initializer.values("layers.1")
     initializer.values("embed")
@@ -152,7 +154,7 @@ def test_initialisation_is_the_models_own_and_repeats() -> None:
 
 def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building one of a thousand layers takes seconds; for each of them, a start took over 9 minutes."""
-    spec, built = ModelSpec.from_config(qwen3()), []
+    spec, built = take_apart(qwen3()), []
     build = skeleton.build
     monkeypatch.setattr(skeleton, "build", lambda *args: built.append(args) or build(*args))
     initializer = Initializer(spec, seed=3)
@@ -162,7 +164,7 @@ def test_initialisation_builds_the_model_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_initial_constants_are_the_models_own() -> None:
     config = shrink(DeepseekV3Config())[0]
-    constants = initial_constants(ModelSpec.from_config(config))
+    constants = initial_constants(take_apart(config))
     expected = {n: b for n, b in AutoModelForCausalLM.from_config(config).named_buffers() if n in constants}
     assert constants.keys() == expected.keys()
     assert len(constants) == 1

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from small_problems import planned, problem, problems, some_plan, window_chunks, with_need
 
 from engine.forecast.search import dimensions
-from engine.plan.plan import KV_SLOTS, Choice, Plan, Problem, RamFirst
+from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
+from engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions, RamFirst
 from storage.errors import BudgetError
 
 ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")
 TIERS = ["gpu", "ram", "nvme"]
 
 
-def floor(tier: str, choice: Choice | None = None, **shape: Any) -> int:
+def floor(tier: str, choice: PlanOptions | None = None, **shape: Any) -> int:
     """The least budget of a tier that the problem is planned with."""
     return some_plan(problem(**shape | {f"{tier}_budget": 1}), choice).tiers[tier].peak_bytes
 
@@ -52,7 +53,7 @@ def test_what_is_saved_of_a_chunk_is_in_one_place(plan: Plan) -> None:
 
 
 def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
-    blocks = Choice(gpu_first="blocks")
+    blocks = PlanOptions(gpu_first="blocks")
     roomy = make_plan(problem(), blocks)
     assert {b.state for b in roomy.buffers.values()} == {"gpu"}
     gpu = floor("gpu")
@@ -71,11 +72,11 @@ def test_ram_is_filled_in_the_order_that_the_choice_says() -> None:
     gpu = floor("gpu")
     # All weights; and of 24 records a page each for the input and for keys and values, two for output and log-sum-exp.
     weights, records = 28 * 2048 * 2, 24 * 4 * 4096
-    room = {first: floor("ram", Choice(ram_first=first), gpu_budget=gpu) for first in ORDERS}
+    room = {first: floor("ram", PlanOptions(ram_first=first), gpu_budget=gpu) for first in ORDERS}
     assert room["activations"] == room["weights"] + records - 2 * 2 * 4096, "no record may leave, so no stage for any"
 
     def plan(first: RamFirst, more: int) -> Plan:
-        return make_plan(problem(gpu_budget=gpu, ram_budget=room[first] + more), Choice(ram_first=first))
+        return make_plan(problem(gpu_budget=gpu, ram_budget=room[first] + more), PlanOptions(ram_first=first))
 
     for first in ORDERS:
         assert {b.weights for b in plan(first, weights).buffers.values()} == {"ram"}
@@ -112,7 +113,7 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
     shape = {"save": "auto", "edge": 16, "row_tokens": 512, "chunk_tokens": 64}
     budget = floor("gpu", **shape) + 1_100_000
     plans: dict[str, Plan] = {
-        first: make_plan(problem(gpu_budget=budget, **shape), Choice(gpu_first=first, ram_first="activations"))
+        first: make_plan(problem(gpu_budget=budget, **shape), PlanOptions(gpu_first=first, ram_first="activations"))
         for first in ("graphs", "blocks", "half", "records")
     }
     resident = {first: sum(b.numel for b in plan.buffers.values() if b.state == "gpu") for first, plan in plans.items()}
@@ -126,17 +127,17 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
     held = plans["records"]
     assert held.tiers["gpu"].parts["held activations"] == sum(held.record_bytes(*key) for key in held.held)
     for first in ("graphs", "blocks", "half"):
-        roomy = make_plan(problem(save="auto"), Choice(gpu_first=first, ram_first="activations"))  # type: ignore[arg-type]
+        roomy = make_plan(problem(save="auto"), PlanOptions(gpu_first=first, ram_first="activations"))  # type: ignore[arg-type]
         assert roomy.kept == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
         assert {b.state for b in roomy.buffers.values()} == {"gpu"}
-    assert not make_plan(problem(save="auto"), Choice(gpu_first="graphs", ram_first="weights")).kept
+    assert not make_plan(problem(save="auto"), PlanOptions(gpu_first="graphs", ram_first="weights")).kept
 
 
 def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
     gpu = floor("gpu")
-    ram = floor("ram", Choice(ram_first="weights"), gpu_budget=gpu) + 400_000
+    ram = floor("ram", PlanOptions(ram_first="weights"), gpu_budget=gpu) + 400_000
     shape = problem(layers=5, gpu_budget=gpu, ram_budget=ram, save="auto", without_attention=frozenset({1}))
-    none, half, every = (make_plan(shape, Choice(recompute=r)) for r in ("none", "half", "all"))  # type: ignore[arg-type]
+    none, half, every = (make_plan(shape, PlanOptions(recompute=r)) for r in ("none", "half", "all"))  # type: ignore[arg-type]
     assert not none.recomputed
     assert half.recomputed == {1, 3}, "of those with attention the ones whose records wait longest"
     assert every.recomputed == {1, 3, 4, 5}
@@ -148,17 +149,17 @@ def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
 
 def test_stages_are_as_many_as_the_choice_says() -> None:
     gpu = floor("gpu")
-    budget = floor("ram", Choice(stages=4), gpu_budget=gpu)
+    budget = floor("ram", PlanOptions(stages=4), gpu_budget=gpu)
     for stages in (2, 4):
-        plan = make_plan(problem(gpu_budget=gpu, ram_budget=budget), Choice(stages=stages))
+        plan = make_plan(problem(gpu_budget=gpu, ram_budget=budget), PlanOptions(stages=stages))
         assert (plan.state_stages, plan.part_stages) == (stages, stages)
     with pytest.raises(BudgetError, match="staging"):
-        make_plan(problem(gpu_budget=gpu, ram_budget=budget - 1), Choice(stages=4))
+        make_plan(problem(gpu_budget=gpu, ram_budget=budget - 1), PlanOptions(stages=4))
 
 
 def test_a_streamed_window_takes_the_same_memory_at_any_length() -> None:
     long = {"row_tokens": 2048, "kv_window": "auto"}
-    streamed, whole = Choice(streamed=True), Choice()
+    streamed, whole = PlanOptions(streamed=True), PlanOptions()
     need = floor("gpu", streamed, **long)
     assert need < floor("gpu", whole, **long)
     with pytest.raises(BudgetError, match=r"budgets\.gpu: .*give at least \d+ bytes"):
@@ -173,7 +174,9 @@ def test_a_streamed_window_takes_the_same_memory_at_any_length() -> None:
 def test_layers_fetched_ahead_take_slots() -> None:
     gpu = floor("gpu")
     slots = [
-        make_plan(problem(layers=5, gpu_budget=gpu + 100_000), Choice(spare_slots=n, gpu_first="records")).weight_slots
+        make_plan(
+            problem(layers=5, gpu_budget=gpu + 100_000), PlanOptions(spare_slots=n, gpu_first="records")
+        ).weight_slots
         for n in (1, 2)
     ]
     assert [found["layer"] for found in slots] == [2, 3]
@@ -194,42 +197,42 @@ def test_only_what_can_differ_is_tried() -> None:
 
 def test_everything_is_kept_or_refused_with_the_need() -> None:
     with pytest.raises(BudgetError, match=r"budgets\.gpu: .*train\.save=everything needs") as e:
-        make_plan(problem(save="everything", gpu_budget=400_000), Choice())
+        make_plan(problem(save="everything", gpu_budget=400_000), PlanOptions())
     assert e.value.tier == "gpu"
-    plan = make_plan(problem(save="everything", gpu_budget=e.value.need_bytes), Choice())
+    plan = make_plan(problem(save="everything", gpu_budget=e.value.need_bytes), PlanOptions())
     assert len(plan.kept) == 3 * len(plan.chunks)
     with pytest.raises(BudgetError, match=r"train\.save: what layers\.0 would have to keep is not known"):
-        make_plan(problem(save="everything", graph_bytes=None), Choice())
+        make_plan(problem(save="everything", graph_bytes=None), PlanOptions())
 
 
 def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:
     # 8 pages of 2,048 in embedding and head, 4 in each of 3 layers: 28 pages of parameters, 12 bytes of state each,
     # in chunk files of parts of 4,096 parameters or less.
-    parts = make_plan(problem(), Choice()).tiers["nvme"].parts
+    parts = make_plan(problem(), PlanOptions()).tiers["nvme"].parts
     generation = parts["state, two generations"] // 2
     assert 28 * 2048 * 12 <= generation < 28 * 2048 * 12 * 1.6
-    kept = make_plan(problem(kept_generations=3), Choice()).tiers["nvme"]
+    kept = make_plan(problem(kept_generations=3), PlanOptions()).tiers["nvme"]
     assert kept.parts["kept generations"] == 3 * generation
     with pytest.raises(BudgetError, match=r"budgets\.nvme: .*give at least (\d+) bytes") as e:
-        make_plan(problem(kept_generations=3, nvme_budget=kept.peak_bytes - 1), Choice())
+        make_plan(problem(kept_generations=3, nvme_budget=kept.peak_bytes - 1), PlanOptions())
     assert (e.value.tier, e.value.need_bytes) == ("nvme", kept.peak_bytes)
-    assert make_plan(problem(kept_generations=3, nvme_budget=kept.peak_bytes), Choice()).tiers["nvme"] == kept
+    assert make_plan(problem(kept_generations=3, nvme_budget=kept.peak_bytes), PlanOptions()).tiers["nvme"] == kept
 
 
 @pytest.mark.parametrize("tier", ["gpu", "ram", "nvme"])
 def test_a_budget_below_what_is_needed_is_refused_with_the_need(tier: str) -> None:
     shape = problem(**{"gpu_budget": floor("gpu"), f"{tier}_budget": 1000})
     with pytest.raises(BudgetError) as e:
-        make_plan(shape, Choice())
+        make_plan(shape, PlanOptions())
     assert e.value.tier == tier
-    assert make_plan(with_need(shape, e.value), Choice()).tiers[tier].peak_bytes == e.value.need_bytes
+    assert make_plan(with_need(shape, e.value), PlanOptions()).tiers[tier].peak_bytes == e.value.need_bytes
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems)
-def test_what_a_refusal_asks_for_is_enough_whatever_the_choice(shape: Problem) -> None:
+def test_what_a_refusal_asks_for_is_enough_whatever_the_choice(shape: PlanInput) -> None:
     values = dimensions(shape, window_chunks(shape))
     poor = replace(shape, gpu_budget=1, ram_budget=1, nvme_budget=1)
     for streamed in values["streamed"]:
         for recompute in values["recompute"]:
-            some_plan(poor, Choice(streamed=streamed, recompute=recompute, gpu_first=values["gpu_first"][0]))
+            some_plan(poor, PlanOptions(streamed=streamed, recompute=recompute, gpu_first=values["gpu_first"][0]))

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+from engine.model.anatomy import take_apart
 from engine.model.recompute import GradientOnlyLinear, unread_linear
 from engine.model.shrink import shrink
-from engine.model.spec import ModelSpec
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -52,5 +52,5 @@ def test_last_projection_is_left_out_only_if_nothing_reads_it(norm: bool, expect
     [("llama", "mlp.down_proj"), ("cohere", "mlp.down_proj"), ("gemma2", None), ("mixtral", None)],
 )
 def test_architectures(model_type: str, expected: str | None) -> None:
-    spec = ModelSpec.from_config(shrink(CONFIG_MAPPING[model_type]())[0])
+    spec = take_apart(shrink(CONFIG_MAPPING[model_type]())[0])
     assert set(spec.unread) == {expected}

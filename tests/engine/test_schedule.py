@@ -14,10 +14,12 @@ from schedule_check import races
 from schedule_replay import Replay
 from small_problems import planned, problem
 
-from engine.plan.plan import ALIGNMENT, DKV_SLOTS, KV_SLOTS, Choice, Plan, cut_chunks
+from engine.plan.plan import Plan, cut_chunks
 from engine.plan.planner import make_plan
+from engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, PlanOptions
+from engine.schedule.actions import LANES
 from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import LANES, Op
+from engine.schedule.ops import Op
 
 BLOCK_OPS = {f"{role}_{mode}" for role in ("embed", "layer") for mode in ("forward", "backward")} | {"head"}
 SCORE_OPS = {"embed_score", "layer_score", "head_score"}
@@ -150,7 +152,7 @@ def test_a_large_load_lets_small_ones_pass(chunks: int) -> None:
     """Weights in RAM come in pieces, all of them before half of the block before has been computed."""
     shape = problem(micro_batches=1, row_tokens=16 * chunks, chunk_tokens=16, gpu_budget=900_000)
     large = tuple(replace(b, numel=16 * 4096) if b.name.startswith("layers") else b for b in shape.buffers)
-    plan = make_plan(replace(shape, buffers=large), Choice(gpu_first="records"))
+    plan = make_plan(replace(shape, buffers=large), PlanOptions(gpu_first="records"))
     assert plan.buffers["layers.1"].weights == "ram"
     ops = steps_of(plan, 1)
     loads = [op for op in ops if op.action == "load_weights" and op.block == "layers.1"][: max(1, chunks // 2)]

@@ -13,26 +13,26 @@ from machines import ROUND, machines
 from small_problems import TIERS, problem, window_chunks, with_need
 
 from engine.forecast.costs import Costs
-from engine.forecast.search import Found, chunk_options, decisions, dimensions, promised_s, rank, search, why_not
+from engine.forecast.search import SearchResult, chunk_options, decisions, dimensions, promised_s, rank, search, why_not
 from engine.forecast.simulate import Clocks, simulate
 from engine.machine.profile import AttentionRate, Drive, Machine
-from engine.plan.plan import Choice, Problem
 from engine.plan.planner import make_plan
+from engine.plan.problem import PlanInput, PlanOptions
 from engine.schedule.builder import ScheduleBuilder
 from storage.errors import BudgetError
 
 EVENLY = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def found(shape: Problem, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> Found:
+def found(shape: PlanInput, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> SearchResult:
     return search(lambda n: replace(shape, chunk_tokens=n), chunks or (shape.chunk_tokens,), machine, **kept)
 
 
-def refusal(shape: Problem) -> BudgetError | None:
+def refusal(shape: PlanInput) -> BudgetError | None:
     return why_not(lambda n: replace(shape, chunk_tokens=n), [shape.chunk_tokens])
 
 
-def fitting(shape: Problem, machine: Machine) -> tuple[Problem, Found]:
+def fitting(shape: PlanInput, machine: Machine) -> tuple[PlanInput, SearchResult]:
     """The problem, its budgets raised as far as refusals ask for, and its best plan."""
     for _ in range(6):
         error = refusal(shape)
@@ -45,10 +45,10 @@ def fitting(shape: Problem, machine: Machine) -> tuple[Problem, Found]:
     raise AssertionError("what the refusals ask for is refused")
 
 
-def choices(shape: Problem) -> list[Choice]:
+def choices(shape: PlanInput) -> list[PlanOptions]:
     """All that the search may try."""
     values = dimensions(shape, window_chunks(shape))
-    return [Choice(**dict(zip(values, found, strict=True))) for found in itertools.product(*values.values())]
+    return [PlanOptions(**dict(zip(values, found, strict=True))) for found in itertools.product(*values.values())]
 
 
 small = st.builds(
@@ -70,7 +70,7 @@ small = st.builds(
 )
 
 
-def slowdown(shape: Problem, richer: Problem, machine: Machine) -> float:
+def slowdown(shape: PlanInput, richer: PlanInput, machine: Machine) -> float:
     """What is promised with more over what is promised with less."""
     return promised_s(found(richer, machine).best.step_s) / promised_s(found(shape, machine).best.step_s)
 
@@ -78,7 +78,7 @@ def slowdown(shape: Problem, richer: Problem, machine: Machine) -> float:
 @settings(EVENLY, max_examples=40, phases=[Phase.explicit, Phase.generate])
 @given(small, machines(), st.sets(st.sampled_from(["gpu", "ram", "nvme"]), min_size=1), st.sampled_from([1.05, 1.3, 2]))
 def test_more_budget_never_promises_a_clearly_slower_step(
-    shape: Problem, machine: Machine, tiers: set[str], times: float
+    shape: PlanInput, machine: Machine, tiers: set[str], times: float
 ) -> None:
     """What a choice places with less memory it places with more as well (test_planner.py).
 
@@ -125,7 +125,7 @@ def test_a_place_on_the_gpu_can_cost_time() -> None:
 
 @EVENLY
 @given(small, machines())
-def test_every_plan_tried_runs_within_its_budgets(shape: Problem, machine: Machine) -> None:
+def test_every_plan_tried_runs_within_its_budgets(shape: PlanInput, machine: Machine) -> None:
     shape, best = fitting(shape, machine)
     for candidate in best.tried:
         plan = candidate.plan
@@ -144,7 +144,7 @@ def test_every_plan_tried_runs_within_its_budgets(shape: Problem, machine: Machi
 
 @EVENLY
 @given(small, st.permutations(list(TIERS)))
-def test_a_refusal_names_a_tier_and_what_it_needs(shape: Problem, order: list[str]) -> None:
+def test_a_refusal_names_a_tier_and_what_it_needs(shape: PlanInput, order: list[str]) -> None:
     """Whatever is scarce; the budgets asked for are accepted, one tier after the other."""
     poor = replace(shape, **{TIERS[tier]: 1 for tier in order[:2]})
     raised, best = fitting(poor, ROUND)
@@ -157,7 +157,7 @@ def test_a_refusal_names_a_tier_and_what_it_needs(shape: Problem, order: list[st
 
 @settings(EVENLY, max_examples=60)
 @given(small, st.floats(1, 10), st.floats(1, 1.5))
-def test_nothing_is_refused_that_some_choice_fits(shape: Problem, gpu: float, ram: float) -> None:
+def test_nothing_is_refused_that_some_choice_fits(shape: PlanInput, gpu: float, ram: float) -> None:
     poor, _ = fitting(replace(shape, gpu_budget=1, ram_budget=1, nvme_budget=None), ROUND)
     near = replace(poor, gpu_budget=int(poor.gpu_budget * gpu), ram_budget=int(poor.ram_budget * ram / 2))
     error = refusal(near)
@@ -228,7 +228,7 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
 @settings(EVENLY, max_examples=40)
 @given(small, machines(), st.lists(st.floats(0.6, 1.6), min_size=3, max_size=3))
 def test_a_second_search_looks_again_at_what_other_times_may_favour(
-    shape: Problem, machine: Machine, factors: list[float]
+    shape: PlanInput, machine: Machine, factors: list[float]
 ) -> None:
     shape, _ = fitting(shape, machine)
     first = found(shape, machine, rough=True)
@@ -246,8 +246,8 @@ def test_a_second_search_looks_again_at_what_other_times_may_favour(
 
 def test_plans_that_run_other_schedules_are_simulated_apart() -> None:
     shape = problem(layers=4, gpu_budget=700_000, ram_budget=600_000, save="auto")
-    one = make_plan(shape, Choice(gpu_first="records", spare_slots=1))
-    two = make_plan(shape, Choice(gpu_first="records", spare_slots=2))
+    one = make_plan(shape, PlanOptions(gpu_first="records", spare_slots=1))
+    two = make_plan(shape, PlanOptions(gpu_first="records", spare_slots=2))
     assert one.weight_slots != two.weight_slots
     assert decisions(one) != decisions(two)
     assert decisions(one) == decisions(replace(one, choice=two.choice)), "whatever they were called"

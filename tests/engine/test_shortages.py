@@ -15,7 +15,8 @@ from used_up import SHORTAGES, no_thread
 
 from engine.runtime.executor import Executor
 from engine.runtime.runtime import Runtime
-from engine.schedule.ops import LANES, Op
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 

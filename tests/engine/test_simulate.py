@@ -14,12 +14,14 @@ from small_problems import planned, problem, some_plan
 
 from engine.events import Span
 from engine.forecast.costs import Costs
-from engine.forecast.extrapolate import FULL_OPS, estimate, estimate_score, num_ops
+from engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation, num_ops
 from engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
 from engine.machine.profile import Machine
-from engine.plan.plan import Choice, Plan
+from engine.plan.plan import Plan
+from engine.plan.problem import PlanOptions
+from engine.schedule.actions import LANES, Lane
 from engine.schedule.builder import ScheduleBuilder, stays_aside
-from engine.schedule.ops import LANES, Lane, Op
+from engine.schedule.ops import Op
 
 B, D = BUILD_S, DISPATCH_S
 CPU = replace(ROUND, gpu=None)
@@ -187,32 +189,41 @@ def _second_step(plan: Plan) -> list[Op]:
     return builder.step(2)
 
 
-DEEP: dict[str, tuple[dict[str, Any], Choice]] = {
-    "all on the GPU": ({"layers": 32}, Choice(gpu_first="blocks")),
-    "all in RAM": ({"layers": 32, "gpu_budget": 1}, Choice()),
-    "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, Choice(gpu_first="blocks")),
-    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "save": "auto"}, Choice()),
-    "records held": ({"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000}, Choice(gpu_first="records")),
-    "all on NVMe": ({"layers": 28, "gpu_budget": 1, "ram_budget": 1}, Choice()),
-    "weights in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 1_500_000}, Choice()),
-    "activations in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000}, Choice(ram_first="activations")),
-    "attention again": ({"layers": 36, "gpu_budget": 1, "save": "input"}, Choice(recompute="all")),
-    "streamed": ({"layers": 24, "gpu_budget": 1, "micro_batches": 1, "row_tokens": 512}, Choice(streamed=True)),
+DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
+    "all on the GPU": ({"layers": 32}, PlanOptions(gpu_first="blocks")),
+    "all in RAM": ({"layers": 32, "gpu_budget": 1}, PlanOptions()),
+    "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, PlanOptions(gpu_first="blocks")),
+    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "save": "auto"}, PlanOptions()),
+    "records held": (
+        {"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000},
+        PlanOptions(gpu_first="records"),
+    ),
+    "all on NVMe": ({"layers": 28, "gpu_budget": 1, "ram_budget": 1}, PlanOptions()),
+    "weights in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 1_500_000}, PlanOptions()),
+    "activations in RAM": (
+        {"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000},
+        PlanOptions(ram_first="activations"),
+    ),
+    "attention again": ({"layers": 36, "gpu_budget": 1, "save": "input"}, PlanOptions(recompute="all")),
+    "streamed": ({"layers": 24, "gpu_budget": 1, "micro_batches": 1, "row_tokens": 512}, PlanOptions(streamed=True)),
     "streamed, tight": (
         {"layers": 26, "gpu_budget": 1, "ram_budget": 1, "micro_batches": 1, "row_tokens": 512},
-        Choice(streamed=True),
+        PlanOptions(streamed=True),
     ),
-    "many chunks": ({"layers": 24, "gpu_budget": 1, "micro_batches": 24, "row_tokens": 128}, Choice()),
-    "chunks of two micro-batches": ({"layers": 24, "gpu_budget": 1, "micro_batches": 10, "row_tokens": 192}, Choice()),
+    "many chunks": ({"layers": 24, "gpu_budget": 1, "micro_batches": 24, "row_tokens": 128}, PlanOptions()),
+    "chunks of two micro-batches": (
+        {"layers": 24, "gpu_budget": 1, "micro_batches": 10, "row_tokens": 192},
+        PlanOptions(),
+    ),
     "every other window slides": (
         {"layers": 36, "sliding": frozenset(range(0, 36, 2)), "gpu_budget": 1, "ram_budget": 2_000_000},
-        Choice(),
+        PlanOptions(),
     ),
     "one window in six is full": (
         {"layers": 60, "sliding": frozenset(set(range(60)) - set(range(5, 60, 6))), "gpu_budget": 1},
-        Choice(),
+        PlanOptions(),
     ),
-    "sliding windows below": ({"layers": 30, "sliding": frozenset(range(14)), "gpu_budget": 1}, Choice()),
+    "sliding windows below": ({"layers": 30, "sliding": frozenset(range(14)), "gpu_budget": 1}, PlanOptions()),
 }
 RATES = {
     "computing": ROUND,
@@ -234,6 +245,6 @@ def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     for lane in LANES:
         assert short.busy_s[lane] == pytest.approx(whole.busy_s[lane], rel=0.1, abs=0.1 * whole.step_s)
         assert short.bytes[lane] == pytest.approx(whole.bytes[lane], rel=0.1, abs=0.01 * max(whole.bytes.values()))
-    score_s = estimate_score(plan, machine, full=True)
-    assert estimate_score(plan, machine) == pytest.approx(score_s, rel=0.1)
+    score_s = estimate_evaluation(plan, machine, full=True)
+    assert estimate_evaluation(plan, machine) == pytest.approx(score_s, rel=0.1)
     assert score_s < 0.7 * whole.step_s

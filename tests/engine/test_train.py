@@ -17,7 +17,8 @@ from torch import Tensor
 from engine.forecast.extrapolate import estimate
 from engine.machine.presets import GENERIC
 from engine.schedule.ops import Op
-from engine.train import Session, train, train_step
+from engine.session import Session
+from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 

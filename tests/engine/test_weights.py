@@ -14,6 +14,7 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 
 from engine.data.tokenizer import train_tokenizer
 from engine.hf.weights import export_folder, import_blocks, read_constants
+from engine.model.anatomy import take_apart
 from engine.model.spec import ModelSpec
 from storage.errors import UserError
 from storage.safetensors_io import CheckpointReader
@@ -69,7 +70,7 @@ def random_model(model_type: str, tied: bool = False, dtype: torch.dtype = torch
 def _spec(config: str) -> ModelSpec:
     """Taking a model apart runs a trial of it: once for each config is enough."""
     values = json.loads(config)
-    return ModelSpec.from_config(AutoConfig.for_model(**values))
+    return take_apart(AutoConfig.for_model(**values))
 
 
 def spec_of(folder: Path) -> ModelSpec:
@@ -268,7 +269,7 @@ def test_overridden_config_fields_are_exported(tmp_path):
     random_model("llama").save_pretrained(original)
     config = AutoConfig.from_pretrained(original)
     config.max_position_embeddings = 4096
-    exported = round_trip(original, tmp_path, ModelSpec.from_config(config))
+    exported = round_trip(original, tmp_path, take_apart(config))
     values = json.loads((original / "config.json").read_text())
     assert json.loads((exported / "config.json").read_text()) == values | {"max_position_embeddings": 4096}
 
@@ -294,7 +295,7 @@ def test_model_from_scratch_exports_as_transformers_saves_it(tmp_path, model_typ
     for name, tensor in model.named_buffers():
         if name in model.state_dict():
             tensor.zero_()
-    spec = ModelSpec.from_config(model.config)
+    spec = take_apart(model.config)
     tokenizer = train_tokenizer(["some text to train on"], 260, tmp_path / "tokenizer")
     state = model.state_dict()
     out = tmp_path / "export"

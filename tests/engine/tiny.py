@@ -15,18 +15,23 @@ from transformers import PretrainedConfig
 
 from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from engine.data.prepare import make_loader, make_validation, prepare_data
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.forecast.request import Budgets, Task
+from engine.forecast.request import Budgets, PlanRequest
 from engine.forecast.search import dimensions
-from engine.hf.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
-from engine.model.spec import Initializer, ModelSpec
-from engine.plan.plan import STATE_KINDS, Choice, GpuFirst, Plan
+from engine.hf.config import make_config, model_config
+from engine.model.anatomy import Initializer, take_apart
+from engine.model.spec import ModelSpec, layouts
+from engine.plan.plan import Plan
+from engine.plan.problem import GpuFirst, PlanOptions
+from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
 from engine.runtime.state import fill_store, read_parameters, state_arrays
-from engine.session import Compute, Session, run_identity, run_meta
+from engine.session import Session, run_identity, run_meta
 from engine.train import train
 from storage.errors import BudgetError
-from storage.nvme import ArraySpec, NvmeStore
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
 from storage.readers import Readers, select_readers
 
 CPU = torch.device("cpu")
@@ -140,7 +145,7 @@ def train_run(
 
 @cache
 def _spec(config_json: str) -> ModelSpec:
-    return ModelSpec.from_config(make_config(json.loads(config_json), "test"))
+    return take_apart(make_config(json.loads(config_json), "test"))
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:
@@ -163,7 +168,7 @@ def plan_of(
     }
     for _ in range(5):
         budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
-        task = Task(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
+        task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
         chunk = task.chunks[-1]
         values = dimensions(
             task.problem(chunk), -(-recipe.train.sequences_per_micro_batch * recipe.data.sequence_length // chunk)
@@ -174,7 +179,9 @@ def plan_of(
             again = values["recompute"][0]
             try:
                 return task.plan(
-                    Choice(streamed=streamed, gpu_first=gpu_first, recompute=again, ram_first=ram_first, stages=stages)
+                    PlanOptions(
+                        streamed=streamed, gpu_first=gpu_first, recompute=again, ram_first=ram_first, stages=stages
+                    )
                 )
             except BudgetError as refusal:
                 refusals.append(refusal)
@@ -287,7 +294,7 @@ def live_digest(session: Session) -> str:
                 rows = _stored(session.store, array, part)
             else:
                 assert memory.state is not None
-                rows = memory.state[STATE_KINDS.index(array.kind)][start:end]
+                rows = memory.state[array.kind][start:end]
             total.update(rows.numpy().tobytes())
     return total.hexdigest()
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.attention import chunk as attention
 from engine.attention.backends import Backend, Problem, TiledReference
 from engine.attention.chunk import AttentionCall
-from engine.attention.select import BACKENDS, attention_report, forget, measure, workspace_bytes
+from engine.attention.select import BACKENDS, attention_report, forget, measure
 from engine.attention.spans import Geometry
+from engine.attention.workspace import workspace_bytes
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the reference in deterministic mode
 

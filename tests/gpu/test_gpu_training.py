@@ -13,10 +13,11 @@ import tiny
 import torch
 
 from engine.machine.affinity import place_threads
-from engine.runtime.batch import ChunkTokens
+from engine.model.tokens import ChunkTokens
 from engine.runtime.failures import explain
 from engine.schedule.ops import Op
-from engine.train import Session, train_step
+from engine.session import Session
+from engine.train import train_step
 from storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

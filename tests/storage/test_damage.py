@@ -13,7 +13,8 @@ import torch
 from nvme_state import SPECS, advance, assert_holds, assert_sound, committed_files, content
 
 from storage.errors import UserError
-from storage.nvme import ArraySpec, NvmeStore
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from nvme_state import SPECS, assert_holds, content, read_all, write_all
 
 from storage import chunk, manifest
 from storage.errors import UserError
-from storage.manifest import Manifest
-from storage.nvme import ArraySpec, NvmeStore
+from storage.manifest import ArraySpec, Manifest
+from storage.nvme import NvmeStore
 
 
 def folders(base: Path, names: str) -> list[Path]:

@@ -20,7 +20,8 @@ from nvme_state import SPECS, advance, assert_holds, assert_sound, committed_fil
 
 from storage.arena import empty_aligned
 from storage.errors import UserError
-from storage.nvme import ArraySpec, NvmeStore
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
 
 Place = tuple[Path, list[Path]]
 

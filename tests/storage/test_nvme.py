@@ -17,8 +17,10 @@ from nvme_state import SPECS, assert_holds, content, read_all, write_all
 
 from storage import chunk
 from storage.arena import HostArena
+from storage.drives import Traffic
 from storage.errors import BudgetError, UserError
-from storage.nvme import ArraySpec, NvmeStore, Traffic
+from storage.manifest import ArraySpec
+from storage.nvme import NvmeStore
 from storage.readers import DirectReader, Readers
 
 MASTER, WEIGHTS, EMBED = SPECS

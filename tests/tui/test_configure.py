@@ -15,7 +15,8 @@ from rich.style import Style
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from app.recipe import Recipe, load_recipe, to_json
+from app.recipe import load_recipe, to_json
+from engine.config import Recipe
 from storage.errors import UserError
 from tui.actions import ACTIONS
 from tui.app import PenstockApp

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.recipe import Recipe, apply_overrides, load_recipe
+from app.recipe import apply_overrides, load_recipe
+from engine.config import Recipe
 from storage.errors import UserError
 from tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.recipe import Recipe
-from engine.config import TrainConfig
+from engine.config import Recipe, TrainConfig
 from tui.data.plan_client import PlanClient, PlanState
 
 FAKE = Path(__file__).with_name("fake_planner.py")

@@ -15,8 +15,9 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
-from app.recipe import Recipe, from_dict, from_json, load_recipe, resolve_paths
+from app.recipe import from_dict, from_json, load_recipe, resolve_paths
 from app.recipe_file import save_recipe
+from engine.config import Recipe
 from storage.errors import UserError
 from storage.untrusted import read_regular
 from tui.data.catalog import SHIPPED

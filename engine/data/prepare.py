@@ -1,0 +1,76 @@
+"""The data of a run: corpus, batches, and what is held out for validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import Recipe
+from engine.data.corpus import prepare_text, random_corpus
+from engine.data.corpus_files import TokenCorpus
+from engine.data.loader import DataLoader, ValidationSet, split_documents
+from engine.data.tokenizer import TextTokenizer
+from engine.hf.config import read_config
+from engine.model.spec import ModelSpec
+from storage.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The tokenised corpus and what it was tokenised with (None for random tokens)."""
+
+    corpus: TokenCorpus
+    tokenizer: TextTokenizer | None
+
+
+def prepare_data(recipe: Recipe, folder: Path) -> Data:
+    """Tokenizer and tokenised corpus in `folder`, made unless they are there already."""
+    model, data = recipe.model, recipe.data
+    if data.source == "random":
+        vocabulary = model.vocab_size
+        if vocabulary is None and model.path is not None:
+            vocabulary = read_config(Path(model.path).expanduser()).get_text_config(decoder=True).vocab_size
+        if vocabulary is None:
+            raise UserError("model.vocab_size: data.source=random needs it; set it")
+        return Data(random_corpus(data, vocabulary, folder / "corpus"), None)
+    tokenizer, corpus = prepare_text(data, Path(model.path).expanduser() if model.path is not None else None, folder)
+    return Data(corpus, tokenizer)
+
+
+def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validation: bool = False) -> DataLoader:
+    """The batches of a run, or of its `validation`, which end.
+
+    Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
+    """
+    data, train, documents = recipe.data, recipe.train, None
+    if data.validation_documents is not None:
+        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed)
+        documents = split[int(validation)]
+    return DataLoader(
+        corpus,
+        vocab_size=spec.vocab_size,
+        sequence_length=data.sequence_length,
+        sequences_per_step=train.sequences_per_step,
+        sequences_per_micro_batch=train.sequences_per_micro_batch,
+        seed=data.seed,
+        one_document_per_row=spec.recurrent,
+        documents=documents,
+        endless=not validation,
+    )
+
+
+def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:
+    """What the validation loss is measured on; None where the recipe asks for none.
+
+    Raises UserError when there is nothing to measure it on.
+    """
+    data, train = recipe.data, recipe.train
+    if train.validate_every is None or data.validation_documents is None:
+        return None
+    rows = train.sequences_per_micro_batch
+    return ValidationSet(
+        make_loader(corpus, spec, recipe, validation=True),
+        num_documents=data.validation_documents,
+        most=(train.validation_sequences or train.sequences_per_step) // rows,
+        per_pass=train.sequences_per_step // rows,
+    )

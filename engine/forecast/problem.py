@@ -1,0 +1,207 @@
+"""From a model, a recipe and budgets to what the planner has to solve; sizes by formula, nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engine.attention import workspace
+from engine.config import Recipe, parse_bytes
+from engine.forecast.costs import representatives
+from engine.forecast.flops import block_matmul, projection_matmul, unread_matmul
+from engine.model.spec import ModelSpec, layouts
+from engine.optim.base import find_optimizer
+from engine.plan.problem import (
+    BYTES_PER_TOKEN,
+    CUBLAS_WORKSPACE_BYTES,
+    FP32,
+    INPUTS_CACHE_BYTES,
+    BlockShape,
+    BufferShape,
+    PlanInput,
+)
+from storage.layout import part_numel_even
+
+LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""What the logits that exist at once take with their gradient and their float32 rows, per device type."""
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+ALLOCATOR_SHARE = 32
+"""One part in so many of the GPU's budget is left to the allocator, whose pieces are larger than what is asked for."""
+
+HOLES_BYTES = 5 * 20 * 2**20
+"""Most that an op's temporaries lose to holes between them, beside that share: the allocator's large segments grow and
+shrink by pages of 20 MiB, and blocks of about that size leave some of them half empty."""
+
+
+def make_problem(
+    spec: ModelSpec,
+    recipe: Recipe,
+    device_type: str,
+    tiers: tuple[int, int, int | None],
+    chunk_tokens: int,
+    *,
+    device_reads: bool = True,
+    reader_bytes: int = 0,
+    graph_bytes: Mapping[str, int] | None = None,
+) -> PlanInput:
+    """What a plan has to solve when chunks have `chunk_tokens` tokens.
+
+    `tiers`: bytes of gpu, ram and nvme, of which the last may be None. `device_reads`: NVMe reads reach the compute
+    device's memory without a stage in RAM. `reader_bytes`: pinned RAM that the reader takes for itself. `graph_bytes`:
+    first layer of a kind -> bytes that a saved graph of it takes per token, where that has been measured.
+    """
+    data, train, storage = recipe.data, recipe.train, recipe.storage
+    flat = layouts(spec)
+    part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
+    gpu_budget, ram_budget, nvme_budget = tiers
+    optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
+    tokens = data.sequence_length if spec.recurrent else chunk_tokens
+    temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device_type])
+    if device_type == "cuda":
+        stream_tokens = train.sequences_per_micro_batch * data.sequence_length
+        temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
+        temporaries += min(temporaries // 8, HOLES_BYTES)
+        temporaries += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
+    return PlanInput(
+        blocks=_learned(block_shapes(spec, train.compute_dtype), graph_bytes or {}),
+        buffers=tuple(
+            BufferShape(
+                name=name,
+                numel=layout.numel,
+                part_numel=part_numel_even(layout.numel, part_bytes // FP32)
+                if optimizer.granularity == "element"
+                else layout.numel,
+            )
+            for name, layout in flat.items()
+        ),
+        hidden_size=spec.hidden_size,
+        compute_bytes=compute_bytes,
+        gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
+        micro_batches=train.sequences_per_step // train.sequences_per_micro_batch,
+        rows=train.sequences_per_micro_batch,
+        row_tokens=data.sequence_length,
+        chunk_tokens=chunk_tokens,
+        chunk_per_row=spec.recurrent,
+        workspace_bytes=temporaries,
+        gpu_budget=gpu_budget,
+        ram_budget=ram_budget,
+        device_reads=device_reads,
+        reader_bytes=reader_bytes,
+        save=train.save,
+        kv_window=train.kv_window,
+        nvme_budget=nvme_budget,
+        state_kinds=optimizer.state_kinds,
+        kept_generations=kept_generations(recipe),
+        last_good=storage.keep_good is not None,
+    )
+
+
+def _learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> tuple[BlockShape, ...]:
+    """The blocks with what was measured of their graphs."""
+    found = [graph_bytes.get(name) for name in representatives(blocks)]
+    return tuple(
+        block if size is None else replace(block, graph_bytes_per_token=max(1, size - block.lse_bytes_per_token))
+        for block, size in zip(blocks, found, strict=True)
+    )
+
+
+def kept_generations(recipe: Recipe) -> int:
+    """Generations that a whole run keeps on disk at its end beside the newest and the one being written."""
+    train, storage = recipe.train, recipe.storage
+    commits = range(storage.checkpoint_every, train.steps + 1, storage.checkpoint_every)
+    for_good = 0 if storage.keep_every is None else sum(step % storage.keep_every == 0 for step in commits)
+    return min(len(commits), storage.keep_last - 1 + for_good)
+
+
+def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:
+    """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found."""
+    shapes, item = [], DTYPE_BYTES[dtype]
+    for i, block in enumerate(spec.blocks):
+        matmul = 0 if block.role == "embed" else block_matmul(spec, block)
+        if block.role != "layer":
+            shapes.append(
+                BlockShape(name=block.name, role=block.role, buffers=block.buffers, matmul_flops_per_token=matmul)
+            )
+            continue
+        shape, graph = spec.attention[i - 1], spec.graph_bytes[dtype][i - 1]
+        unread = unread_matmul(spec, block, spec.unread[i - 1])
+        plain = BlockShape(
+            name=block.name,
+            role=block.role,
+            buffers=block.buffers,
+            graph_bytes_per_token=graph,
+            matmul_flops_per_token=matmul,
+            unread_flops_per_token=unread,
+        )
+        if shape is None:
+            shapes.append(plain)
+            continue
+        kv = shape.kv_heads * (shape.qk_dim + shape.v_dim)
+        shapes.append(
+            replace(
+                plain,
+                out_bytes_per_token=shape.heads * shape.v_dim * item,
+                lse_bytes_per_token=shape.heads * FP32,
+                kv_bytes_per_token=kv * item,
+                kv_numel_per_token=kv,
+                q_numel_per_token=shape.heads * shape.qk_dim,
+                out_numel_per_token=shape.heads * shape.v_dim,
+                sliding_window=shape.window,
+                span_tokens=shape.chunk,
+                projection_flops_per_token=projection_matmul(spec, shape),
+            )
+        )
+    return tuple(shapes)
+
+
+def attention_workspace(spec: ModelSpec, tokens: int, stream_tokens: int, *, deterministic: bool) -> int:
+    """Most that the kernels for a layer's attention take on a GPU, for chunks of a stream of `stream_tokens`."""
+    return max(
+        (
+            workspace.workspace_bytes(
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                qk_dim=shape.qk_dim,
+                v_dim=shape.v_dim,
+                chunk=tokens,
+                total=stream_tokens,
+                deterministic=deterministic,
+            )
+            for shape in spec.attention
+            if shape is not None
+        ),
+        default=0,
+    )
+
+
+def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_bytes: int) -> int:
+    """Estimate of the temporaries of the largest compute op.
+
+    A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
+    hidden states, and the gradients of its parameters before they are summed. Experts count for the tokens routed to
+    them. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in float32.
+    """
+    worst = 0
+    for block in spec.blocks:
+        params = [param for name in block.buffers for param in spec.buffers[name]]
+        gradients = sum(param.numel for param in params) * compute_bytes
+        if block.role == "layer":
+            widths = sum(p.shape[0] for p in params if len(p.shape) == 2)
+            widths += sum(spec.experts_per_token * p.shape[1] for p in params if len(p.shape) == 3)
+            temporaries = tokens * compute_bytes * (2 * widths + 8 * spec.hidden_size)
+        else:
+            logits = min(logits_bytes, tokens * spec.vocab_size * 12) if block.role == "head" else 0
+            temporaries = logits + 4 * tokens * spec.hidden_size * 4
+        worst = max(worst, temporaries + gradients)
+    return worst
+
+
+def overhead_bytes(step_tokens: int) -> int:
+    """GPU memory that a run of `step_tokens` tokens a step takes beside its slots and the temporaries of its ops.
+
+    cuBLAS's workspace on the compute lane, the layers' arguments that are kept (rotary tables), and the tokens of three
+    steps: the one that runs, the one before and the one after.
+    """
+    return CUBLAS_WORKSPACE_BYTES + INPUTS_CACHE_BYTES + 3 * step_tokens * BYTES_PER_TOKEN

@@ -1,0 +1,153 @@
+"""A model's transformers config: read from its folder or made from a recipe's shape, and looked at first."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
+from storage.errors import UserError
+from storage.model_folder import has_model_file, read_model_file
+from storage.untrusted import one_line, parse_object, printable, real_path
+
+_SHAPE_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+"""Recipe field -> transformers config field."""
+
+
+_CONFIG_BYTES = 1 << 24
+_SIZES = (
+    r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer)|vocab_size|hidden_size|n_embd|d_model|head_dim|n_inner|"
+    r"(\w+_)?intermediate_size|((num|n)_\w*|\w+_)?(heads|head|experts|groups)|(\w+_)?max_position_embeddings|"
+    r"(\w+_)?lora_rank|ffn_dim|num_experts_per_tok"
+)
+"""Fields of configs that are sizes or counts, of whatever model; a depth has fewer."""
+
+
+def read_config(path: Path, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The transformers config of a model folder or of a JSON file, with `overrides` replacing fields of it.
+
+    Code that a folder brings along is never run. Raises UserError naming the file when it is missing, is not JSON, or
+    names an unknown architecture.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not has_model_file(file.parent, file.name):
+        raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
+    # A file that the user names may be a link of the user's; what is in a folder may not.
+    place = file if path.is_dir() else real_path(file)
+    values = parse_config(read_model_file(place.parent, place.name, _CONFIG_BYTES), str(file))
+    overrides = overrides or {}
+    if "rope_parameters" in overrides:
+        values.pop("rope_scaling", None)  # its former name, which transformers would prefer
+    return make_config(values | overrides, str(file))
+
+
+def parse_config(content: bytes, where: str) -> dict[str, Any]:
+    """The values of a config.json. Raises UserError naming `where` when it is not JSON or names no model type."""
+    try:
+        values = parse_object(content)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); give the config.json of a transformers model") from None
+    if "model_type" not in values:
+        raise UserError(f"{where}: has no 'model_type'; is it the config.json of a transformers model?")
+    return values
+
+
+def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
+    """The transformers config with these values. Raises UserError naming `where` for unknown types and bad values."""
+    model_type = values["model_type"]
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"{where}: unknown architecture '{one_line(model_type)}'; transformers {transformers.__version__} has no "
+            "such type"
+        )
+    _require_sane(values, where)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))  # it completes nested values in place
+    except Exception as error:  # transformers validates with errors of many types
+        raise UserError(f"{where}: transformers refuses this config: {one_line(error)}") from error
+    return config
+
+
+def _require_sane(values: Any, where: str, name: str = "") -> None:
+    """UserError for a number in a config that no model has, or a text that no terminal should see."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            _require_sane(str(key), where, "a name")
+            _require_sane(value, where, str(key))
+    elif isinstance(values, str) and printable(values) != values:  # transformers' warnings would show them as they are
+        raise UserError(f"{where}: {printable(name)} holds control characters; take them out")
+    elif isinstance(values, list):
+        for value in values:
+            if not (isinstance(value, float) and value == math.inf):  # ranges of some models are open
+                _require_sane(value, where, name)
+    elif isinstance(values, float) and not math.isfinite(values):
+        raise UserError(f"{where}: {name} is {values}, which is no number; correct it")
+    elif is_size := re.fullmatch(_SIZES, name):
+        if isinstance(values, str) or (isinstance(values, float) and not values.is_integer()):
+            raise UserError(f"{where}: {name} is {one_line(repr(values), 80)}, where a whole number is due; correct it")
+        most = MOST_LAYERS if is_size.group("depth") else MOST_SIZE
+        if isinstance(values, int | float) and not isinstance(values, bool) and not 0 <= values <= most:
+            raise UserError(f"{where}: {name} is {values}, and no model has that: 0 to {most:,}; correct it")
+
+
+def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
+    """The transformers config that a recipe describes, `model.overrides` on top.
+
+    Where `model.path` exists, that is its config.json, and shape fields beside it must agree with it; else it is made
+    from the shape. `vocab_size` is the tokenizer's. Raises UserError naming the field and both values.
+    """
+    model = recipe.model
+    if model.path is not None:
+        folder = Path(model.path).expanduser()
+        if folder.exists():
+            _require_agreement(model, read_config(folder), folder)
+            return read_config(folder, model.overrides)
+        if not model.has_shape:
+            raise UserError(
+                f"model.path: {folder} does not exist, and the recipe gives no shape; name a Hugging Face model folder "
+                "or its config.json with --set model.path=..."
+            )
+    vocabulary = model.vocab_size or vocab_size
+    if vocabulary is None:
+        raise UserError("model.vocab_size: there is no tokenizer to take it from; set it")
+    values: dict[str, Any] = {"model_type": model.model_type, "vocab_size": vocabulary}
+    values["tie_word_embeddings"] = model.tie_embeddings
+    values["max_position_embeddings"] = model.max_position or recipe.data.sequence_length
+    for ours, theirs in _SHAPE_FIELDS.items():
+        if getattr(model, ours) is not None:
+            values[theirs] = getattr(model, ours)
+    return make_config(values | model.overrides, "model")
+
+
+def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Path) -> None:
+    """UserError unless the shape that a recipe gives beside a folder is that of the folder's `config`."""
+    text = config.get_text_config(decoder=True)
+    names = _SHAPE_FIELDS | {"vocab_size": "vocab_size", "max_position": "max_position_embeddings"}
+    given = {ours: value for ours in names if (value := getattr(model, ours)) is not None}
+    found = {ours: getattr(text, names[ours], None) for ours in given}
+    if found.get("head_dim", 0) is None:
+        found["head_dim"] = text.hidden_size // text.num_attention_heads
+    if found.get("num_kv_heads", 0) is None:
+        found["num_kv_heads"] = text.num_attention_heads
+    if model.has_shape:
+        given |= {"model_type": model.model_type, "tie_embeddings": model.tie_embeddings}
+        found |= {"model_type": config.model_type, "tie_embeddings": getattr(config, "tie_word_embeddings", None)}
+    for name, value in given.items():
+        if found[name] != value:
+            raise UserError(
+                f"model.{name}: {value} in the recipe, {found[name]} in {folder}; name the folder of the recipe's "
+                f"model with --set model.path=..., or correct model.{name}"
+            )

@@ -1,0 +1,102 @@
+"""What an optimizer is to the rest: its kinds of state, how finely it can be cut, and a step over a range.
+
+No torch is needed to plan for one: only `OptimizerSpec.make` loads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from engine.config import TrainConfig
+from storage.errors import UserError
+from storage.layout import FlatLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MASTER = "master"
+"""Kind of state that every optimizer has: the float32 weights."""
+
+Mode = Literal["compiled", "eager", "fused"]
+"""How an update is computed: under torch.compile, plainly, or by a kernel of torch's where there is no compiler."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """An entry of `OPTIMIZERS`."""
+
+    kinds: tuple[str, ...]
+    """Its state beside the master weights: float32, as many elements as parameters, zero at first; names of folders."""
+    granularity: Literal["element", "parameter"]
+    """What an update must see whole: nothing, or each parameter; then a buffer is updated in one piece."""
+    implementation: str
+    """`module:class` of an `Optimizer`, called with a Mode and `free_threaded`."""
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """All of its state, master weights first."""
+        return (MASTER, *self.kinds)
+
+    def make(self, mode: Mode, *, free_threaded: bool = False) -> Optimizer:
+        """`free_threaded`: an update should not hold the interpreter's lock, so that other lanes go on meanwhile."""
+        module, _, name = self.implementation.partition(":")
+        made: Optimizer = getattr(importlib.import_module(module), name)(mode, free_threaded=free_threaded)
+        return made
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(
+        kinds=("exp_avg", "exp_avg_sq"), granularity="element", implementation="engine.optim.adamw:AdamW"
+    ),
+}
+"""train.optimizer -> what it is."""
+
+
+def find_optimizer(train: TrainConfig) -> OptimizerSpec:
+    """The recipe's optimizer. Raises UserError with the nearest name for an unknown one."""
+    if train.optimizer not in OPTIMIZERS:
+        near = difflib.get_close_matches(train.optimizer, OPTIMIZERS, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"valid names: {', '.join(OPTIMIZERS)}"
+        raise UserError(f"train.optimizer: '{train.optimizer}' is unknown; {hint}")
+    return OPTIMIZERS[train.optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRange:
+    """Elements `start` to `end` of a flat buffer."""
+
+    layout: FlatLayout
+    start: int
+    end: int
+
+    @property
+    def decay_numel(self) -> int:
+        """Weight decay applies to so many elements at the beginning of the range."""
+        return min(max(self.layout.decay_numel - self.start, 0), self.end - self.start)
+
+    def parameters(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of `flat` [end - start] by parameter; for optimizers that see each whole, whose range is the buffer."""
+        return self.layout.views(flat)
+
+
+class Optimizer(Protocol):
+    """Updates ranges of flat buffers in place; called by the optimizer lane, and by the compute lane on the GPU."""
+
+    mode: Mode
+
+    def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Any:
+        """What `step` number `step` (1-based) needs besides tensors, on `device`; gradients count `clip` times."""
+
+    def step(
+        self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, scalars: Any
+    ) -> None:
+        """Update one range.
+
+        state: kind -> float32 [n]; gradient: float32 or bfloat16 [n], unscaled; weights: compute dtype [n], to become
+        the rounded new master weights.
+        """

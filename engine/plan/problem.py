@@ -1,0 +1,156 @@
+"""What a plan is made from: the model's blocks and buffers as the planner sees them, the budgets, the options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["gpu", "ram", "nvme"]
+Pool = Literal["layer", "embedding and head"]
+Role = Literal["embed", "layer", "head"]
+Save = Literal["auto", "input", "attention", "everything"]
+"""What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
+that autograd wants, so that nothing is recomputed."""
+Window = Literal["auto", "whole", "streamed"]
+"""Whether one layer's keys and values are on the compute device whole or pass through it chunk by chunk."""
+
+GpuFirst = Literal["graphs", "blocks", "half", "graphs only", "records"]
+"""What the GPU's memory that the working set leaves goes to: saved graphs, then resident blocks; the other way round;
+half for each; graphs alone, as the update of resident blocks takes time of what computes; or records that wait there,
+then resident blocks. Graphs are saved only where no record goes to NVMe."""
+Recompute = Literal["none", "half", "all"]
+"""Whose attention backward recomputes: no layer's, the first half's, which wait longest, or every layer's."""
+RamFirst = Literal["activations", "weights", "state"]
+"""What RAM is filled with: all records, so that none goes to NVMe, then weights, gradients, state; or weights, records,
+gradients, state; or weights, gradients, state, records. What is not there moves twice a step, weights thrice."""
+
+FP32 = 4
+LAST_GOOD = "last good generation"
+"""Part of the NVMe tier that is there where the disk has room for it."""
+ALIGNMENT = 4096
+UPDATE_PARTS = 8
+"""Parts that one op updates in RAM, where nothing has to be staged: a socket updates a part in 0.7 ms, and an op costs
+0.1 to 0.2 ms of Python."""
+CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
+"""cuBLAS's workspace on the compute lane: eight buffers of 4,096 KiB, as engine/machine/device.py asks for."""
+BYTES_PER_TOKEN = 6 * 8
+"""Device memory of a token in a fetched step, at most: the tensors of engine/model/tokens.py."""
+INPUTS_CACHE_BYTES = 64 * 2**20
+"""Rotary tables and the like of recent chunks are kept on the device up to this size; beyond it they are made again."""
+POOLS: tuple[Pool, ...] = ("layer", "embedding and head")
+HIDDEN_SLOTS = 6
+"""Activations of one chunk on the GPU: x, dy and dx or y of the running op, x and dy of the next, one leaving."""
+SAVED_SLOTS = 3
+"""Attention outputs of one chunk on the GPU: the running op's, the next one's, one leaving."""
+KV_SLOTS = 4
+"""Chunks of keys and values on the GPU when they are streamed: the op's own, the running one's, two on their way."""
+DKV_SLOTS = 4
+"""Chunks of their gradients on the GPU then: the running op's, the next one's, one leaving, the chunk's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferShape:
+    """One flat buffer of the model, as the planner sees it."""
+
+    name: str
+    numel: int
+    """Elements, padding included."""
+    part_numel: int
+    """Elements of one part (chunk file); the last part may be shorter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape:
+    """One streamed unit of the model, as the planner sees it."""
+
+    name: str
+    role: Role
+    buffers: tuple[str, ...]
+    """Flat buffers whose weights it computes with: its own, which bears its name, and shared ones."""
+    out_bytes_per_token: int = 0
+    """Saved attention output, compute dtype; 0 where the layer has no attention."""
+    lse_bytes_per_token: int = 0
+    """Saved log-sum-exp, float32."""
+    kv_bytes_per_token: int = 0
+    """Keys and values, compute dtype."""
+    kv_numel_per_token: int = 0
+    """Elements of keys and values of one token."""
+    q_numel_per_token: int = 0
+    """Elements of the queries of one token."""
+    out_numel_per_token: int = 0
+    """Elements of attention's output of one token."""
+    sliding_window: int | None = None
+    """Keys that a query sees, its own included; None: all before it."""
+    span_tokens: int | None = None
+    """A query sees keys of its own span of so many tokens only, counted from the document's start; None: of all."""
+    graph_bytes_per_token: int | None = None
+    """What autograd keeps of a forward of this layer, weights excluded; None: not known, so it is never saved."""
+    matmul_flops_per_token: int = 0
+    """FLOPs of its matrix products forward; experts count for the tokens routed to them."""
+    unread_flops_per_token: int = 0
+    """Those of them that a forward which is repeated in backward leaves out."""
+    projection_flops_per_token: int = 0
+    """Those of them that make queries, keys and values."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.kv_bytes_per_token > 0
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """Attention output and log-sum-exp of one token."""
+        return self.out_bytes_per_token + self.lse_bytes_per_token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanInput:
+    """Everything that the planner needs to know about a model, a batch and a machine."""
+
+    blocks: tuple[BlockShape, ...]
+    """embed, the decoder layers in order, head."""
+    buffers: tuple[BufferShape, ...]
+    hidden_size: int
+    compute_bytes: int
+    """Bytes of one element in the compute dtype: 2 for bfloat16, 4 for float32."""
+    gradient_bytes: int
+    """Bytes of one element of a waiting gradient."""
+    micro_batches: int
+    rows: int
+    """Sequences laid end to end in one micro-batch."""
+    row_tokens: int
+    chunk_tokens: int
+    chunk_per_row: bool
+    """One chunk per sequence, whatever its length: layers that carry a recurrent state."""
+    workspace_bytes: int
+    """Temporaries of the largest compute op: activations of one layer, gradients before they are summed, logits."""
+    gpu_budget: int
+    ram_budget: int
+    device_reads: bool = True
+    """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
+    reader_bytes: int = 0
+    """Pinned RAM that the reader takes for itself."""
+    save: Save = "auto"
+    kv_window: Window = "auto"
+    nvme_budget: int | None = None
+    """Bytes of disk; None: as much as there is."""
+    kept_generations: int = 0
+    """Generations that are kept on disk beside the two between which a run alternates."""
+    state_kinds: tuple[str, ...]
+    """The optimizer's kinds of state, master weights first."""
+    last_good: bool = False
+    """Whether the last good generation is to be kept beside these, where there is room."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """What the search decides (engine/forecast/search.py); budgets decide the rest."""
+
+    streamed: bool = False
+    gpu_first: GpuFirst = "blocks"
+    recompute: Recompute = "none"
+    ram_first: RamFirst = "weights"
+    stages: int = 2
+    """Parts of state, and of weights or gradients, that are on their way to or from NVMe at once."""
+    spare_slots: int = 1
+    """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead."""

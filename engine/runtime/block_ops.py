@@ -1,0 +1,161 @@
+"""The compute ops of embedding and head, the copies and spills of activations, and what is found out once a step."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.clock import wait_for_copies
+from engine.config import TrainConfig
+from engine.optim.base import Optimizer
+from engine.optim.lr import clip_coefficient
+from engine.runtime.failures import DivergedError, first_not_finite
+from engine.runtime.handlers import handles
+from engine.runtime.views import Views
+from engine.schedule import actions as a
+from engine.schedule.ops import WHOLE, Op
+from storage.nvme import NvmeStore
+
+
+class BlockOps:
+    """`store`: the NVMe tier; who carries out compute ops only needs none."""
+
+    def __init__(
+        self, views: Views, optimizer: Optimizer, store: NvmeStore | None, train: TrainConfig, logits_bytes: int
+    ) -> None:
+        self._views, self._optimizer, self._store, self._train = views, optimizer, store, train
+        self._runner, self._device, self._logits_bytes = views.runner, views.device, logits_bytes
+        plan = views.plan
+        self._number = {name: i for i, name in enumerate(plan.buffers)}
+        # What "clip" reads of a step, in one tensor so that it is one copy.
+        shapes = [(len(plan.chunks),), (len(plan.buffers),), (2, len(plan.blocks), len(plan.chunks))]
+        self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
+        self._losses, self._square_norms, self._marks = self._split_report(self._report)
+        self._evaluations = torch.zeros(len(plan.chunks), dtype=torch.float64, device=self._device)
+        pinned = self._device.type == "cuda"
+        self._report_on_host, self._evaluations_on_host = (
+            torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in (self._report, self._evaluations)
+        )
+
+    # ------------------------------------------------------------------ blocks
+
+    @handles(a.EMBED_FORWARD, a.EMBED_EVALUATE)
+    def _embed(self, op: Op) -> None:
+        views, tokens = self._views, self._views.tokens(op)
+        x = self._runner.embed(views.weights(op), tokens.ids, tokens.positions)
+        views.hidden(op.slots[a.OUT], views.chunk(op)).copy_(x)
+
+    @handles(a.EMBED_BACKWARD)
+    def _embed_backward(self, op: Op) -> None:
+        views = self._views
+        dx = views.hidden(op.slots[a.DY], views.chunk(op))
+        self._runner.embed_backward(views.weights(op), views.tokens(op), dx, views.gradients(op))
+
+    @handles(a.HEAD_EVALUATE)
+    def _head_evaluate(self, op: Op) -> None:
+        views = self._views
+        x = views.hidden(op.slots[a.X], views.chunk(op))
+        total = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
+        self._evaluations[op.index] = total
+
+    @handles(a.HEAD)
+    def _head(self, op: Op) -> None:
+        views, chunk = self._views, self._views.chunk(op)
+        scale = 1.0 / views.steps[op.step].num_targets
+        x, gradients = views.hidden(op.slots[a.X], chunk), views.gradients(op)
+        loss, dx = self._runner.head(views.weights(op), x, views.tokens(op), scale, gradients, self._logits_bytes)
+        self._losses[op.index] = loss
+        views.hidden(op.slots[a.OUT], chunk).copy_(dx)
+
+    def mark(self, op: Op) -> None:
+        """Note a value that is finite if the output of a block's op is; "clip" names the first that is not.
+
+        One more pass over a hidden state, which no one waits for.
+        """
+        views, backward = self._views, op.action.phase != "forward"
+        result = views.hidden(op.slots[a.OUT], views.chunk(op))
+        self._marks[int(backward), views.block_index(op.block), op.index].copy_(result.sum(dtype=torch.float32))
+
+    # ------------------------------------------------------------------ activations on their way
+
+    @handles(a.LOAD["x"], a.LOAD["dy"])
+    def _load_hidden(self, op: Op) -> None:
+        slot = self._views.hidden(op.slots[a.SLOT], self._views.chunk(op))
+        slot.copy_(self._views.aside(op).view(slot.dtype).view(slot.shape), non_blocking=True)
+
+    @handles(a.STORE["x"], a.STORE["dy"])
+    def _store_hidden(self, op: Op) -> None:
+        slot = self._views.hidden(op.slots[a.SLOT], self._views.chunk(op))
+        self._views.aside(op).view(slot.dtype).view(slot.shape).copy_(slot, non_blocking=True)
+
+    @property
+    def _nvme(self) -> NvmeStore:
+        assert self._store is not None
+        return self._store
+
+    @handles(*a.SPILL.values())
+    def _spill(self, op: Op) -> Future[Any]:
+        return self._nvme.spill(_file(op), self._views.aside(op))
+
+    @handles(*a.UNSPILL.values())
+    def _unspill(self, op: Op) -> Future[Any]:
+        return self._nvme.unspill(_file(op), self._views.aside(op))
+
+    @handles(*a.PEEK.values())
+    def _peek(self, op: Op) -> Future[Any]:
+        return self._nvme.unspill(_file(op), self._views.aside(op), keep=True)
+
+    @handles(*a.DISCARD.values())
+    def _discard(self, op: Op) -> Future[Any]:
+        return self._nvme.discard(_file(op))
+
+    # ------------------------------------------------------------------ once a step
+
+    @handles(a.NORM)
+    def _norm(self, op: Op) -> None:
+        gradient = self._views.flat("gradient", op.block, op.slots.get(op.block, WHOLE))
+        self._square_norms[self._number[op.block]] = torch.linalg.vector_norm(gradient).square()
+
+    @handles(a.CLIP)
+    def _clip(self, op: Op) -> None:
+        """Loss, global norm and clipping factor of the step, checked before any state changes.
+
+        Reads the step's results from the compute device, once; the ops that made them are done.
+        """
+        data = self._views.steps[op.step]
+        self._to_host(self._report, self._report_on_host)
+        losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
+        if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
+            raise DivergedError(f"step {op.step}: {culprit} is not finite")
+        data.loss = float(losses.sum()) / data.num_targets
+        data.grad_norm = float(squares.sum().sqrt())
+        clip = clip_coefficient(data.grad_norm, self._train.clip_norm)
+        for device in {torch.device("cpu"), self._device}:
+            data.scalars[device.type] = self._optimizer.scalars(self._train, op.step, clip, device)
+
+    @handles(a.EVALUATE)
+    def _evaluate(self, op: Op) -> None:
+        data = self._views.evaluated[op.batch]
+        self._to_host(self._evaluations, self._evaluations_on_host)
+        data.total_loss = float(self._evaluations_on_host[: len(data.chunks)].sum())
+
+    def _to_host(self, source: Tensor, target: Tensor) -> None:
+        """Copy what ops that are done have left on the compute device, and wait for that copy alone."""
+        target.copy_(source, non_blocking=True)
+        wait_for_copies(self._device)
+
+    def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""
+        plan = self._views.plan
+        chunks, blocks = len(plan.chunks), len(plan.blocks)
+        losses, squares, marks = report.split([chunks, len(plan.buffers), 2 * blocks * chunks])
+        return losses, squares, marks.view(2, blocks, chunks)
+
+
+def _file(op: Op) -> str:
+    """Name of the file of a spilled activation."""
+    return f"{op.action.kind}.{op.block}.{op.index}"

@@ -1,0 +1,47 @@
+"""What a run computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import TrainConfig
+from engine.machine.compilers import Compilation, find_compilation
+from engine.machine.device import compute_dtype
+from engine.model.runner import ModelRunner
+from engine.model.spec import ModelSpec
+from engine.optim.base import Mode, Optimizer, find_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What computes: the model's blocks, and the optimizer."""
+
+    runner: ModelRunner
+    optimizer: Optimizer
+
+    @staticmethod
+    def make(
+        spec: ModelSpec,
+        train: TrainConfig,
+        device: torch.device,
+        constants: dict[str, Tensor],
+        compilation: Compilation | None = None,
+    ) -> Compute:
+        """`compilation`: what is compiled; None: what the recipe wants and the machine can."""
+        what = compilation or find_compilation(train, device, lambda message: None)
+        dtype = compute_dtype(train)
+        runner = ModelRunner(spec, device=device, dtype=dtype, compile=what.layers, constants=constants)
+        mode: Mode = "compiled" if what.optimizer else "eager" if train.compile == "off" else "fused"
+        return Compute(runner, find_optimizer(train).make(mode, free_threaded=device.type == "cuda"))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.runner.compiled
+
+    def with_fused_optimizer(self, train: TrainConfig) -> Compute:
+        """The same with torch's fused kernel for the update."""
+        return Compute(self.runner, find_optimizer(train).make("fused"))

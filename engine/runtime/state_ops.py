@@ -1,0 +1,200 @@
+"""The ops on flat buffers: weights to the compute device, gradients away, updates, state to and from NVMe, commits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.optim.base import Optimizer, UpdateRange
+from engine.plan.plan import BufferPlan
+from engine.runtime.handlers import handles
+from engine.runtime.health import require_usable
+from engine.runtime.views import Views
+from engine.schedule import actions as a
+from engine.schedule.ops import Op
+from storage.nvme import NvmeStore
+
+
+class StateOps:
+    """`store`: the NVMe tier; who carries out compute ops only needs none. `commit` is called with a step's number."""
+
+    def __init__(
+        self, views: Views, optimizer: Optimizer, store: NvmeStore | None, commit: Callable[[int], None]
+    ) -> None:
+        self._views, self._optimizer, self._store, self._commit = views, optimizer, store, commit
+        self._gpu, self._ram, self._kinds = views.gpu, views.ram, views.plan.problem.state_kinds
+
+    @property
+    def _nvme(self) -> NvmeStore:
+        assert self._store is not None
+        return self._store
+
+    def _buffer(self, op: Op) -> BufferPlan:
+        return self._views.plan.buffers[op.block]
+
+    def _part(self, op: Op) -> tuple[int, int]:
+        return self._buffer(op).part(op.index)
+
+    def _staged(self, op: Op, dtype: torch.dtype, stage: str = a.STAGE) -> Tensor:
+        """The op's part in its stage."""
+        start, end = self._part(op)
+        return self._views.part_stage(op.slots[stage], end - start, dtype)
+
+    # ------------------------------------------------------------------ weights
+
+    @handles(a.LOAD_WEIGHTS)
+    def _load_weights(self, op: Op) -> None:
+        weights = self._ram.buffers[op.block].weights
+        assert weights is not None
+        start, end = self._buffer(op).piece(op.index, op.slots[a.PIECES])
+        flat = self._views.flat("weights", op.block, op.slots[op.block])
+        flat[start:end].copy_(weights[start:end], non_blocking=True)
+
+    @handles(a.LOAD_WEIGHTS_PART)
+    def _load_weights_part(self, op: Op) -> None:
+        start, end = self._part(op)
+        flat = self._views.flat("weights", op.block, op.slots[op.block])
+        flat[start:end].copy_(self._staged(op, self._views.dtype), non_blocking=True)
+
+    @handles(a.READ_WEIGHTS)
+    def _read_weights(self, op: Op) -> Future[Any]:
+        return self._nvme.read(op.block, "weights", op.index, self._staged(op, self._views.dtype))
+
+    @handles(a.READ_WEIGHTS_WHOLE)
+    def _read_weights_whole(self, op: Op) -> Future[Any]:
+        """Every part of a buffer's weights at once, straight into their slot on the compute device."""
+        buffer, flat = self._buffer(op), self._views.flat("weights", op.block, op.slots[op.block])
+        bounds = [buffer.part(part) for part in range(buffer.num_parts)]
+        return gather([self._nvme.read(op.block, "weights", i, flat[s:e]) for i, (s, e) in enumerate(bounds)])
+
+    @handles(a.WRITE_WEIGHTS)
+    def _write_weights(self, op: Op) -> Future[Any]:
+        return self._nvme.write(op.block, "weights", op.index, self._staged(op, self._views.dtype, a.WEIGHTS_STAGE))
+
+    # ------------------------------------------------------------------ gradients
+
+    @handles(a.STORE_GRADIENT)
+    def _store_gradient(self, op: Op) -> None:
+        waiting = self._ram.buffers[op.block].gradient
+        assert waiting is not None
+        buffer = self._buffer(op)
+        flat = self._views.flat("gradient", op.block, op.slots[op.block])
+        for part in range(buffer.num_parts):
+            start, end = buffer.part(part)
+            waiting[start:end].copy_(flat[start:end].to(waiting.dtype), non_blocking=True)
+
+    @handles(a.STORE_GRADIENT_PART)
+    def _store_gradient_part(self, op: Op) -> None:
+        start, end = self._part(op)
+        flat = self._views.flat("gradient", op.block, op.slots[op.block])
+        stage = self._staged(op, self._views.gradient_dtype)
+        stage.copy_(flat[start:end].to(stage.dtype), non_blocking=True)
+
+    @handles(a.WRITE_GRADIENT)
+    def _write_gradient(self, op: Op) -> Future[Any]:
+        return self._nvme.write(op.block, "gradient", op.index, self._staged(op, self._views.gradient_dtype))
+
+    # ------------------------------------------------------------------ updates
+
+    @handles(a.UPDATE)
+    def _update(self, op: Op) -> None:
+        views, memory = self._views, self._ram.buffers[op.block]
+        start, end = self._buffer(op).update(op.index)
+        staged = self._ram.state_stages[op.slots[a.STAGE]] if a.STAGE in op.slots else {}
+
+        def of(resident: Tensor | None, kind: str) -> Tensor:
+            return staged[kind][: end - start] if resident is None else resident[start:end]
+
+        state = {kind: of(None if memory.state is None else memory.state[kind], kind) for kind in self._kinds}
+        gradient = of(memory.gradient, "gradient")
+        if memory.weights is not None:
+            weights = memory.weights[start:end]
+        else:
+            weights = views.part_stage(op.slots[a.WEIGHTS_STAGE], end - start, views.dtype)
+        where = UpdateRange(views.layouts[op.block], start, end)
+        self._optimizer.step(state, gradient, weights, where, views.steps[op.step].scalars["cpu"])
+
+    @handles(a.UPDATE_ON_GPU)
+    def _update_on_gpu(self, op: Op) -> None:
+        memory, layout = self._gpu.buffers[op.block], self._views.layouts[op.block]
+        assert memory.state is not None
+        assert memory.gradient is not None
+        assert memory.weights is not None
+        values = self._views.steps[op.step].scalars[self._views.device.type]
+        where = UpdateRange(layout, 0, layout.numel)
+        self._optimizer.step(memory.state, memory.gradient, memory.weights, where, values)
+
+    # ------------------------------------------------------------------ state
+
+    @handles(a.READ_STATE)
+    def _read_state(self, op: Op) -> Future[Any]:
+        buffer, (start, end) = self._buffer(op), self._part(op)
+        kinds = self._kinds if buffer.state == "nvme" else ()
+        kinds += ("gradient",) if buffer.gradient == "nvme" else ()
+        stage = self._ram.state_stages[op.slots[a.STAGE]]
+        return gather([self._nvme.read(op.block, kind, op.index, stage[kind][: end - start]) for kind in kinds])
+
+    @handles(a.WRITE_STATE)
+    def _write_state(self, op: Op) -> Future[Any]:
+        start, end = self._part(op)
+        stage = self._ram.state_stages[op.slots[a.STAGE]]
+        return gather([self._write(kind, op, stage[kind][: end - start]) for kind in self._kinds])
+
+    @handles(a.CHECKPOINT_STATE)
+    def _checkpoint_state(self, op: Op) -> Future[Any]:
+        state = self._ram.buffers[op.block].state
+        assert state is not None
+        start, end = self._part(op)
+        return gather([self._write(kind, op, tensor[start:end]) for kind, tensor in state.items()])
+
+    @handles(a.STAGE_STATE)
+    def _stage_state(self, op: Op) -> None:
+        state = self._gpu.buffers[op.block].state
+        assert state is not None
+        start, end = self._part(op)
+        resident = state[self._kinds[op.slots[a.KIND]]]
+        self._staged(op, torch.float32).copy_(resident[start:end], non_blocking=True)
+
+    @handles(a.CHECKPOINT_STAGED)
+    def _checkpoint_staged(self, op: Op) -> Future[Any]:
+        return self._write(self._kinds[op.slots[a.KIND]], op, self._staged(op, torch.float32))
+
+    def _write(self, kind: str, op: Op, values: Tensor) -> Future[None]:
+        """Write updated state, which is looked at on its way: what cannot be trained on never becomes a generation."""
+        check = partial(require_usable, kind, op.block, op.step, values)
+        return self._nvme.write(op.block, kind, op.index, values, check=check)
+
+    @handles(a.COMMIT)
+    def _commit_generation(self, op: Op) -> None:
+        self._commit(op.step)
+
+
+def gather(futures: Sequence[Future[Any]]) -> Future[None]:
+    """A future that is done when all of `futures` are, with the first exception among them."""
+
+    result: Future[None] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+    assert left
+
+    def one_done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+            if errors:
+                result.set_exception(errors[0])
+            else:
+                result.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(one_done)
+    return result

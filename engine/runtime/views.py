@@ -1,0 +1,133 @@
+"""An op's operands as tensors: what its slots, its block and its chunk stand for in the memory of the run."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from engine.model.layers import LayerInputs
+from engine.model.runner import ModelRunner
+from engine.model.tokens import ChunkTokens
+from engine.plan.plan import Chunk, Plan
+from engine.plan.problem import INPUTS_CACHE_BYTES
+from engine.runtime.batch import Batch, EvaluationData, StepData
+from engine.runtime.memory import GpuMemory, RamMemory
+from engine.schedule import actions as a
+from engine.schedule.ops import Op
+from storage.layout import FlatLayout
+
+
+class Views:
+    """Looks operands up; allocates nothing."""
+
+    def __init__(
+        self, plan: Plan, layouts: dict[str, FlatLayout], runner: ModelRunner, gpu: GpuMemory, ram: RamMemory
+    ) -> None:
+        self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts, runner, gpu, ram
+        self.device, self.dtype = runner.device, runner.dtype
+        self.gradient_dtype = torch.float32 if plan.problem.gradient_bytes == 4 else torch.bfloat16
+        self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
+        self.steps: dict[int, StepData] = {}
+        self.evaluated: dict[int, EvaluationData] = {}
+        """Op.batch -> its tokens, of the validation's passes under way."""
+        self._inputs: OrderedDict[tuple[int, int, int], LayerInputs] = OrderedDict()
+        self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
+
+    def block_index(self, name: str) -> int:
+        """Place of a block in the plan."""
+        return self._blocks[name][0]
+
+    def chunk(self, op: Op) -> Chunk:
+        """The op's chunk."""
+        return self.plan.chunks[op.index]
+
+    # ------------------------------------------------------------------ buffers
+
+    def weights(self, op: Op) -> dict[str, Tensor]:
+        """Parameters of every buffer of the op's block, by name."""
+        views: dict[str, Tensor] = {}
+        for name in self._blocks[op.block][1].buffers:
+            views.update(self._buffer_views("weights", name, op.slots[name]))
+        return views
+
+    def gradients(self, op: Op) -> dict[str, Tensor]:
+        """float32 gradients of every buffer of the op's block, zeroed where this op is the first to add to them."""
+        views: dict[str, Tensor] = {}
+        for name in self._blocks[op.block][1].buffers:
+            slot = op.slots[a.gradient_of(name)]
+            if a.zero(name) in op.flags:
+                self.flat("gradient", name, slot).zero_()
+            views.update(self._buffer_views("gradient", name, slot))
+        return views
+
+    def flat(self, kind: str, name: str, slot: int) -> Tensor:
+        """The flat tensor of a buffer on the compute device: resident, or in its slot."""
+        buffer = self.plan.buffers[name]
+        memory = self.gpu.buffers[name]
+        resident = memory.weights if kind == "weights" else memory.gradient
+        if resident is not None:
+            return resident
+        pools = self.gpu.weights if kind == "weights" else self.gpu.gradients
+        return pools[buffer.pool][slot][: buffer.numel]
+
+    def _buffer_views(self, kind: str, name: str, slot: int) -> dict[str, Tensor]:
+        key = (kind, name, slot)
+        if key not in self._views:
+            self._views[key] = self.layouts[name].views(self.flat(kind, name, slot))
+        return self._views[key]
+
+    def part_stage(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A part on its way to or from NVMe."""
+        return self.ram.part_stages[slot][: numel * dtype.itemsize].view(dtype)
+
+    # ------------------------------------------------------------------ tokens
+
+    def batch(self, op: Op) -> Batch:
+        """Whose tokens the op is about."""
+        return self.evaluated[op.batch] if op.batch else self.steps[op.step]
+
+    def documents(self, op: Op, chunk: Chunk) -> list[int]:
+        """Starts of the documents of the chunk's micro-batch."""
+        return self.batch(op).micro_batches[chunk.micro_batch].documents
+
+    def tokens(self, op: Op) -> ChunkTokens:
+        """The tokens of the op's chunk."""
+        return self.batch(op).chunks[op.index]
+
+    def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
+        """Arguments of every layer for a chunk, made again where they have been dropped."""
+        key = (op.step, op.batch, chunk.index)
+        if key in self._inputs:
+            self._inputs.move_to_end(key)
+            return self._inputs[key]
+        for old in [old for old in self._inputs if old[:2] != key[:2]]:
+            del self._inputs[old]
+        longest = self.batch(op).micro_batches[chunk.micro_batch].max_position
+        inputs = self.runner.inputs(self.tokens(op).positions, longest)
+        self._inputs[key] = inputs
+        while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > INPUTS_CACHE_BYTES:
+            self._inputs.popitem(last=False)
+        return inputs
+
+    # ------------------------------------------------------------------ activations
+
+    def hidden(self, slot: int, chunk: Chunk) -> Tensor:
+        """Activation [tokens, hidden] in a slot on the compute device."""
+        return self.gpu.hidden[slot][: chunk.end - chunk.start]
+
+    def aside(self, op: Op) -> Tensor:
+        """Where an activation of the op's block and chunk is put aside, uint8: its stage, its record, the place of its
+        chunk in one block's pass, or the boundary between two blocks."""
+        if a.STAGE in op.slots:
+            return self.ram.activation_stages[op.slots[a.STAGE]][: op.nbytes]
+        key, kind = (self._blocks[op.block][0], op.index), op.action.kind
+        record = self.gpu.records.get(key) or self.ram.records.get(key) or {}
+        if kind in record:
+            region = record[kind]
+        elif kind in self.ram.window:
+            region = self.ram.window[kind][self.plan.chunks[op.index].local]
+        else:
+            region = self.ram.boundary[op.index]
+        return region.view(torch.uint8).view(-1)[: op.nbytes]

@@ -1,0 +1,495 @@
+"""The table of actions: everything that a lane can be asked to do, each named once.
+
+The emitter takes only actions of this table; handlers register for them (engine/runtime/handlers.py); costs, simulator,
+calibration, traces and the terminal application read what an action is from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from engine.schedule import resources as r
+
+Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
+LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+
+# Slots of an op, by role.
+X, DY, OUT, SAVED, KV, DKV = "x", "dy", "out", "saved", "kv", "dkv"
+SLOT = "slot"
+"""Of a copy: the slot that it fills or empties."""
+STAGE, WEIGHTS_STAGE = "stage", "weights"
+KEYS = "keys"
+"""Chunk whose keys and values a streamed op attends to."""
+PIECES = "pieces"
+"""Into how many copies a load is cut."""
+KIND = "kind"
+"""Which of the optimizer's kinds of state, by number."""
+
+# Flags of an op.
+ZERO_DKV = "zero:dkv"
+FIRST, LAST = "first", "last"
+"""Of a chunk's passes over chunks of keys."""
+SAVED_GRAPH = "saved_graph"
+"""The chunk's graph is saved from forward to backward."""
+
+
+def gradient_of(buffer: str) -> str:
+    """Role of the slot in which a buffer's gradient is summed."""
+    return "gradient:" + buffer
+
+
+def zero(buffer: str) -> str:
+    """Flag: the op is the first to add to that buffer's gradient."""
+    return "zero:" + buffer
+
+
+class Cost(Enum):
+    """Which function of engine/forecast/costs.py says how long an op takes."""
+
+    BLOCK = "block"
+    """By FLOPs and bytes of the block on the op's chunk (`Action.work`)."""
+    BUFFER = "buffer"
+    """By the bytes of a whole buffer on the compute device."""
+    COPY = "copy"
+    UPDATE = "update"
+    REPORT = "report"
+    READ = "read"
+    READ_TO_DEVICE = "read_to_device"
+    WRITE = "write"
+    COMMIT = "commit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a compute op does to a chunk of a block, in units of the block's own figures."""
+
+    matmul: int = 0
+    """Times the forward FLOPs of all matrix products."""
+    projection: int = 0
+    """Times those of queries, keys and values."""
+    recompute: bool = False
+    """And those that backward's graph needs once more, where the graph was not saved."""
+    pairs: tuple[int, int] | None = None
+    """FLOPs per visible pair and element of q.k and of p.v; None: the op attends to nothing."""
+    one_chunk_of_keys: bool = False
+    """The pairs are those of a single chunk of keys, which the slot KEYS names."""
+    sums_gradients: bool = False
+    """Adds the block's gradients to their float32 sums."""
+
+
+Phase = Literal["", "forward", "recompute", "backward", "evaluate", "update"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """What an action moves, as seen from the compute device."""
+
+    kind: Literal["weights", "state", "gradient"]
+    direction: Literal["in", "out"]
+    to: Literal["gpu", "ram", "home"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Action:
+    """One entry of the table; compared by identity."""
+
+    name: str
+    lane: Lane
+    says: str
+    """What it does, for people: `runs a layer forward`."""
+    cost: Cost
+    reads: tuple[str, ...] = ()
+    """Spaces (engine/schedule/resources.py) of what it may read."""
+    writes: tuple[str, ...] = ()
+    """Spaces of what it may write, whatever was there before."""
+    adds: tuple[str, ...] = ()
+    """Spaces of what it may change: read and written."""
+    phase: Phase = ""
+    work: Work = Work()
+    measured_as: str | None = None
+    """Name of the action whose measured time stands for this one's."""
+    kind: str = ""
+    """Which activation a copy, a spill or an unspill is about: x, dy, saved, kv or dkv."""
+    move: Move | None = None
+
+
+ACTIONS: dict[str, Action] = {}
+"""Name -> action."""
+
+
+def _action(name: str, lane: Lane, cost: Cost, says: str, **what: object) -> Action:
+    assert name not in ACTIONS, name
+    ACTIONS[name] = Action(name=name, lane=lane, cost=cost, says=says, **what)  # type: ignore[arg-type]
+    return ACTIONS[name]
+
+
+def _compute(name: str, phase: Phase, says: str, work: Work = Work(), **what: object) -> Action:
+    return _action(name, "compute", Cost.BLOCK, says, phase=phase, work=work, **what)
+
+
+# ---------------------------------------------------------------------- blocks on a chunk
+
+_FORWARD = Work(matmul=1)
+EMBED_FORWARD = _compute(
+    "embed_forward", "forward", "looks up the embeddings", _FORWARD, reads=(r.GPU_WEIGHTS,), writes=(r.GPU_HIDDEN,)
+)
+EMBED_EVALUATE = _compute(
+    "embed_evaluate",
+    "evaluate",
+    "looks up the embeddings, for the validation loss",
+    _FORWARD,
+    reads=EMBED_FORWARD.reads,
+    writes=EMBED_FORWARD.writes,
+    measured_as="embed_forward",
+)
+EMBED_BACKWARD = _compute(
+    "embed_backward",
+    "backward",
+    "adds the embeddings' gradients",
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    adds=(r.GPU_GRADIENT,),
+)
+LAYER_FORWARD = _compute(
+    "layer_forward",
+    "forward",
+    "runs a layer forward",
+    Work(matmul=1, pairs=(2, 2)),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV),
+    writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH),
+)
+LAYER_EVALUATE = _compute(
+    "layer_evaluate",
+    "evaluate",
+    "runs a layer forward, for the validation loss",
+    LAYER_FORWARD.work,
+    reads=LAYER_FORWARD.reads,
+    writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED),
+    measured_as="layer_forward",
+)
+LAYER_RECOMPUTE = _compute(
+    "layer_recompute",
+    "recompute",
+    "recomputes a layer's keys, values and attention",
+    Work(projection=1, pairs=(2, 2)),
+    reads=LAYER_FORWARD.reads,
+    writes=(r.GPU_KV, r.GPU_SAVED),
+)
+LAYER_BACKWARD = _compute(
+    "layer_backward",
+    "backward",
+    "runs a layer backward",
+    Work(matmul=2, recompute=True, pairs=(6, 4), sums_gradients=True),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED),
+    writes=(r.GPU_HIDDEN,),
+    adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
+)
+LAYER_PROJECT = _compute(
+    "layer_project",
+    "forward",
+    "computes queries, keys and values",
+    Work(projection=1),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    writes=(r.GPU_QUERIES, r.GPU_KV),
+)
+ATTEND = _compute(
+    "attend",
+    "forward",
+    "attends to one chunk of keys",
+    Work(pairs=(2, 2), one_chunk_of_keys=True),
+    reads=(r.GPU_QUERIES, r.GPU_KV),
+    writes=(r.GPU_SAVED,),
+    adds=(r.GPU_PARTIAL,),
+)
+LAYER_FORWARD_BOTTOM = _compute(
+    "layer_forward_bottom",
+    "forward",
+    "runs what follows a layer's attention",
+    _FORWARD,
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
+    writes=(r.GPU_HIDDEN, r.GPU_GRAPH),
+)
+LAYER_EVALUATE_BOTTOM = _compute(
+    "layer_evaluate_bottom",
+    "evaluate",
+    "runs what follows a layer's attention, for the validation loss",
+    _FORWARD,
+    reads=LAYER_FORWARD_BOTTOM.reads,
+    writes=(r.GPU_HIDDEN,),
+    measured_as="layer_forward_bottom",
+)
+LAYER_BACKWARD_TOP = _compute(
+    "layer_backward_top",
+    "backward",
+    "runs what follows a layer's attention backward",
+    Work(matmul=2, projection=-2, recompute=True, sums_gradients=True),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
+    writes=(r.GPU_QUERIES, r.GPU_DOUT),
+    adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
+)
+ATTEND_BACKWARD = _compute(
+    "attend_backward",
+    "backward",
+    "runs attention to one chunk of keys backward",
+    Work(pairs=(6, 4), one_chunk_of_keys=True),
+    reads=(r.GPU_QUERIES, r.GPU_DOUT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH),
+    adds=(r.GPU_PARTIAL, r.GPU_DKV),
+)
+LAYER_BACKWARD_BOTTOM = _compute(
+    "layer_backward_bottom",
+    "backward",
+    "runs a layer's projections backward",
+    Work(projection=2),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_PARTIAL, r.GPU_DKV),
+    writes=(r.GPU_HIDDEN,),
+    adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
+)
+HEAD = _compute(
+    "head",
+    "backward",
+    "computes the loss, forward and backward",
+    Work(matmul=3, sums_gradients=True),
+    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    writes=(r.GPU_HIDDEN, r.GPU_LOSSES),
+    adds=(r.GPU_GRADIENT,),
+)
+HEAD_EVALUATE = _compute(
+    "head_evaluate",
+    "evaluate",
+    "computes the validation loss of a chunk",
+    _FORWARD,
+    reads=HEAD.reads,
+    writes=(r.GPU_EVALUATIONS,),
+    measured_as="head",
+)
+
+# ---------------------------------------------------------------------- whole buffers on the compute device
+
+NORM = _action(
+    "norm", "compute", Cost.BUFFER, "takes a gradient's norm", reads=(r.GPU_GRADIENT,), writes=(r.GPU_NORMS,)
+)
+UPDATE_ON_GPU = _action(
+    "update_on_gpu",
+    "compute",
+    Cost.BUFFER,
+    "updates a block on the GPU",
+    reads=(r.GPU_GRADIENT, r.RAM_CLIP),
+    adds=(r.GPU_STATE, r.GPU_WEIGHTS),
+    phase="update",
+)
+
+# ---------------------------------------------------------------------- activations on their way
+
+
+def _for_kinds(verb: str, kinds: tuple[str, ...], make: Callable[[str, str], Action]) -> dict[str, Action]:
+    return {kind: make(f"{verb}_{kind}", kind) for kind in kinds}
+
+
+_NAMES = {
+    "x": "a layer's input",
+    "dy": "the gradient of a layer's output",
+    "saved": "attention's output",
+    "kv": "keys and values",
+    "dkv": "gradients of keys and values",
+}
+_ON_GPU = {"x": r.GPU_HIDDEN, "dy": r.GPU_HIDDEN, "saved": r.GPU_SAVED, "kv": r.GPU_KV, "dkv": r.GPU_DKV}
+_IN_RAM = {
+    "x": (r.RECORD_X, r.RAM_BOUNDARY, r.RAM_ACTIVATION_STAGE),
+    "dy": (r.RAM_BOUNDARY,),
+    "saved": (r.RECORD_SAVED, r.RAM_WINDOW_SAVED, r.RAM_ACTIVATION_STAGE),
+    "kv": (r.RECORD_KV, r.RAM_WINDOW_KV, r.RAM_ACTIVATION_STAGE),
+    "dkv": (r.RAM_WINDOW_DKV,),
+}
+_ON_NVME = {"x": r.NVME_X, "saved": r.NVME_SAVED, "kv": r.NVME_KV}
+
+
+def _load(name: str, kind: str) -> Action:
+    says = f"copies {_NAMES[kind]} to the GPU"
+    return _action(name, "h2d", Cost.COPY, says, reads=_IN_RAM[kind], writes=(_ON_GPU[kind],), kind=kind)
+
+
+def _store(name: str, kind: str) -> Action:
+    says = f"copies {_NAMES[kind]} from the GPU"
+    return _action(name, "d2h", Cost.COPY, says, reads=(_ON_GPU[kind],), writes=_IN_RAM[kind], kind=kind)
+
+
+def _spill(name: str, kind: str) -> Action:
+    says = f"writes {_NAMES[kind]} to NVMe"
+    return _action(name, "nvme_write", Cost.WRITE, says, reads=_IN_RAM[kind], writes=(_ON_NVME[kind],), kind=kind)
+
+
+def _unspill(name: str, kind: str) -> Action:
+    says = f"reads {_NAMES[kind]} from NVMe for the last time"
+    return _action(name, "nvme_read", Cost.READ, says, writes=_IN_RAM[kind], adds=(_ON_NVME[kind],), kind=kind)
+
+
+def _peek(name: str, kind: str) -> Action:
+    says = f"reads {_NAMES[kind]} from NVMe"
+    return _action(name, "nvme_read", Cost.READ, says, reads=(_ON_NVME[kind],), writes=_IN_RAM[kind], kind=kind)
+
+
+def _discard(name: str, kind: str) -> Action:
+    says = f"removes {_NAMES[kind]} from NVMe"
+    return _action(name, "nvme_read", Cost.READ, says, writes=(_ON_NVME[kind],), kind=kind)
+
+
+LOAD = _for_kinds("load", ("x", "dy", "saved", "kv", "dkv"), _load)
+STORE = _for_kinds("store", ("x", "dy", "saved", "kv", "dkv"), _store)
+SPILL = _for_kinds("spill", ("x", "saved", "kv"), _spill)
+UNSPILL = _for_kinds("unspill", ("x", "saved", "kv"), _unspill)
+PEEK = _for_kinds("peek", ("x",), _peek)
+DISCARD = _for_kinds("discard", ("x", "saved", "kv"), _discard)
+
+# ---------------------------------------------------------------------- weights, gradients, state
+
+_WEIGHTS_TO_GPU = Move(kind="weights", direction="in", to="gpu")
+LOAD_WEIGHTS = _action(
+    "load_weights",
+    "h2d",
+    Cost.COPY,
+    "copies weights to the GPU",
+    reads=(r.RAM_WEIGHTS,),
+    writes=(r.GPU_WEIGHTS,),
+    move=_WEIGHTS_TO_GPU,
+)
+LOAD_WEIGHTS_PART = _action(
+    "load_weights_part",
+    "h2d",
+    Cost.COPY,
+    "copies a part of the weights to the GPU",
+    reads=(r.RAM_PART_STAGE,),
+    writes=(r.GPU_WEIGHTS,),
+    move=_WEIGHTS_TO_GPU,
+)
+READ_WEIGHTS = _action(
+    "read_weights",
+    "nvme_read",
+    Cost.READ,
+    "reads a part of the weights",
+    reads=(r.NVME_WEIGHTS,),
+    writes=(r.RAM_PART_STAGE,),
+    move=Move(kind="weights", direction="in", to="ram"),
+)
+READ_WEIGHTS_WHOLE = _action(
+    "read_weights_whole",
+    "nvme_read",
+    Cost.READ_TO_DEVICE,
+    "reads weights straight to the GPU",
+    reads=(r.NVME_WEIGHTS,),
+    writes=(r.GPU_WEIGHTS,),
+    move=_WEIGHTS_TO_GPU,
+)
+WRITE_WEIGHTS = _action(
+    "write_weights",
+    "nvme_write",
+    Cost.WRITE,
+    "writes a part of the weights",
+    reads=(r.RAM_PART_STAGE,),
+    writes=(r.NVME_WEIGHTS,),
+    move=Move(kind="weights", direction="out", to="home"),
+)
+STORE_GRADIENT = _action(
+    "store_gradient",
+    "d2h",
+    Cost.COPY,
+    "copies a gradient from the GPU",
+    reads=(r.GPU_GRADIENT,),
+    writes=(r.RAM_GRADIENT,),
+    move=Move(kind="gradient", direction="out", to="home"),
+)
+STORE_GRADIENT_PART = _action(
+    "store_gradient_part",
+    "d2h",
+    Cost.COPY,
+    "copies a part of a gradient from the GPU",
+    reads=(r.GPU_GRADIENT,),
+    writes=(r.RAM_PART_STAGE,),
+    move=Move(kind="gradient", direction="out", to="ram"),
+)
+WRITE_GRADIENT = _action(
+    "write_gradient",
+    "nvme_write",
+    Cost.WRITE,
+    "writes a part of a gradient",
+    reads=(r.RAM_PART_STAGE,),
+    writes=(r.NVME_GRADIENT,),
+    move=Move(kind="gradient", direction="out", to="home"),
+)
+UPDATE = _action(
+    "update",
+    "optimizer",
+    Cost.UPDATE,
+    "updates a part of a block",
+    reads=(r.RAM_CLIP, r.RAM_GRADIENT, r.RAM_STATE_STAGE),
+    writes=(r.RAM_PART_STAGE,),
+    adds=(r.RAM_STATE_STAGE, r.RAM_STATE, r.RAM_WEIGHTS),
+    phase="update",
+)
+READ_STATE = _action(
+    "read_state",
+    "nvme_read",
+    Cost.READ,
+    "reads a part of the state",
+    reads=(r.NVME_STATE, r.NVME_GRADIENT),
+    writes=(r.RAM_STATE_STAGE,),
+    move=Move(kind="state", direction="in", to="ram"),
+)
+_STATE_LEAVES = Move(kind="state", direction="out", to="home")
+WRITE_STATE = _action(
+    "write_state",
+    "nvme_write",
+    Cost.WRITE,
+    "writes a part of the state",
+    reads=(r.RAM_STATE_STAGE, r.GENERATION),
+    writes=(r.NVME_STATE,),
+    move=_STATE_LEAVES,
+)
+CHECKPOINT_STATE = _action(
+    "checkpoint_state",
+    "nvme_write",
+    Cost.WRITE,
+    "writes a part of the state in RAM, for a commit",
+    reads=(r.RAM_STATE, r.GENERATION),
+    writes=(r.NVME_STATE,),
+    move=_STATE_LEAVES,
+)
+STAGE_STATE = _action(
+    "stage_state",
+    "d2h",
+    Cost.COPY,
+    "copies a part of the state from the GPU, for a commit",
+    reads=(r.GPU_STATE,),
+    writes=(r.RAM_PART_STAGE,),
+    move=_STATE_LEAVES,
+)
+CHECKPOINT_STAGED = _action(
+    "checkpoint_staged",
+    "nvme_write",
+    Cost.WRITE,
+    "writes a part of the state on the GPU, for a commit",
+    reads=(r.RAM_PART_STAGE, r.GENERATION),
+    writes=(r.NVME_STATE,),
+    move=_STATE_LEAVES,
+)
+
+# ---------------------------------------------------------------------- once a step
+
+CLIP = _action(
+    "clip",
+    "optimizer",
+    Cost.REPORT,
+    "takes the step's loss and gradient norm",
+    reads=(r.GPU_NORMS, r.GPU_LOSSES),
+    writes=(r.RAM_CLIP,),
+)
+EVALUATE = _action(
+    "evaluate",
+    "optimizer",
+    Cost.REPORT,
+    "takes a validation's loss",
+    reads=(r.GPU_EVALUATIONS,),
+    writes=(r.RAM_EVALUATION,),
+)
+COMMIT = _action("commit", "nvme_write", Cost.COMMIT, "commits a generation", writes=(r.GENERATION,))
