@@ -71,10 +71,11 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
     """The machine, and what has to be planned for it."""
     import torch
 
-    from engine.forecast.request import PlanRequest, machine_budgets, run_budgets, this_machine
+    from engine.forecast.request import PlanRequest
     from engine.hf.config import model_config
+    from engine.machine.budgets import machine_budgets, run_budgets
     from engine.machine.precision import with_compute_dtype
-    from engine.machine.presets import find_machine
+    from engine.machine.presets import find_machine, this_machine
     from engine.machine.reservations import reserved
     from engine.model.anatomy import model_spec
 

@@ -20,15 +20,17 @@ from engine.events import Observer
 from engine.folders import drive_folders, state_folder
 from engine.forecast.costs import Calibration
 from engine.forecast.report import forecast, predict
-from engine.forecast.request import PlanRequest, run_budgets, this_machine
+from engine.forecast.request import PlanRequest
 from engine.forecast.search import SearchResult
 from engine.hf import weights
 from engine.hf.config import model_config
 from engine.hf.constants import read_constants_file, write_constants
 from engine.machine.affinity import place_threads
+from engine.machine.budgets import run_budgets
 from engine.machine.compilers import Compilation, find_compilation
 from engine.machine.device import compute_dtype, resolve_device, why_no_cuda
 from engine.machine.precision import with_compute_dtype
+from engine.machine.presets import this_machine
 from engine.machine.profile import Machine
 from engine.machine.reservations import Reservation
 from engine.model.anatomy import Initializer, initial_constants, model_spec

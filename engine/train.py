@@ -29,8 +29,8 @@ from engine.model.spec import layouts
 from engine.opening import open_session
 from engine.optim.lr import learning_rate
 from engine.preparing import Checklist
+from engine.progress import Live, memory_peaks
 from engine.runtime.failures import DivergedError, explain
-from engine.runtime.progress import Live, memory_peaks
 from engine.runtime.state import read_parameters
 from engine.schedule.ops import Op
 from engine.session import CONSTANTS_FILE, Session

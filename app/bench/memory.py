@@ -297,7 +297,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     from app.bench.setup import Setup, shape_model
     from app.bench.suite_worker import open_case
     from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
-    from engine.forecast.request import Budgets, PlanRequest
+    from engine.forecast.request import PlanRequest
+    from engine.machine.budgets import Budgets
     from engine.plan.problem import PlanOptions
     from storage.readers import select_readers
 

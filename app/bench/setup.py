@@ -17,10 +17,11 @@ import torch
 from app.bench.cases import Case, Shape
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.forecast.problem import ALLOCATOR_SHARE
-from engine.forecast.request import Budgets, PlanRequest, this_machine
+from engine.forecast.request import PlanRequest
 from engine.hf.config import model_config
+from engine.machine.budgets import Budgets, free_budgets
 from engine.machine.device import resolve_device
-from engine.machine.limits import free_budgets
+from engine.machine.presets import this_machine
 from engine.model.anatomy import model_spec
 from engine.model.spec import ModelSpec
 from engine.plan.plan import Plan, gib
@@ -139,7 +140,7 @@ def _limits(case: Case, device: torch.device) -> tuple[int, int]:
     if gpu is not None and ram is not None:
         return gpu, ram
     free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram)
-    return free.gpu_bytes, free.ram_bytes
+    return free.gpu, free.ram
 
 
 def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, ModelSpec]:

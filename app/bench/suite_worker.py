@@ -28,12 +28,12 @@ from engine.data.loader import DataLoader, MicroBatch
 from engine.data.prepare import make_loader, prepare_data
 from engine.forecast.flops import StepFlops, executed_flops, model_flops
 from engine.forecast.problem import LOGITS_BYTES
-from engine.forecast.request import this_machine
 from engine.machine.affinity import place_threads
+from engine.machine.budgets import free_budgets
 from engine.machine.compilers import find_compilation
 from engine.machine.device import configure, memory_use
-from engine.machine.limits import free_budgets
 from engine.machine.peaks import hfu, mfu, peak_flops
+from engine.machine.presets import this_machine
 from engine.model.spec import layouts
 from engine.opening import choose_kernels, typical_batch
 from engine.runtime.calibrate import calibrate
@@ -247,7 +247,7 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     gc.unfreeze()
     _give_back(setup.device)
     # Products are summed as in the steps; the memory is all that there is.
-    settings = configure(setup.device, free_budgets(setup.device).gpu_bytes, deterministic=False)
+    settings = configure(setup.device, free_budgets(setup.device).gpu, deterministic=False)
     kernels = {
         "attention_tflops": attention_rates(setup.spec, case.row_tokens, chunk, setup.device, DTYPE, case.kernel_s),
         "matmul_tflops": matmul_rates(setup.spec, chunk, setup.device, DTYPE, case.kernel_s),

@@ -34,9 +34,11 @@ from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
 from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, prepare_data
-from engine.forecast.request import Budgets, PlanRequest, this_machine
+from engine.forecast.request import PlanRequest
+from engine.machine.budgets import Budgets, free_budgets
 from engine.machine.device import resolve_device
-from engine.machine.limits import free_budgets, free_disk
+from engine.machine.limits import free_disk
+from engine.machine.presets import this_machine
 from engine.model.spec import layouts
 from engine.train import train_step
 from storage.errors import UserError
@@ -103,9 +105,9 @@ def choose(folder: Path) -> Smoke:
     free, disk = free_budgets(device), free_disk(folder)
     for smoke in SMOKES:
         gpu, ram = max(smoke.plain_bytes, parse_bytes(smoke.gpu, "gpu")), parse_bytes(smoke.ram, "ram")
-        if gpu <= free.gpu_bytes and ram <= free.ram_bytes and 24 * smoke.shape.params <= disk:
+        if gpu <= free.gpu and ram <= free.ram and 24 * smoke.shape.params <= disk:
             return smoke
-    raise UserError(f"no smoke fits {free.gpu_bytes:,} bytes of GPU, {free.ram_bytes:,} of RAM, {disk:,} of disk")
+    raise UserError(f"no smoke fits {free.gpu:,} bytes of GPU, {free.ram:,} of RAM, {disk:,} of disk")
 
 
 def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:

@@ -13,19 +13,13 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from storage.errors import used_up
 from storage.filesystem import mount_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from engine.machine.reservations import Reserved
 
 GIB = 2**30
 
@@ -40,16 +34,6 @@ GPU_TIER_SHARE = 0.4
 
 _NO_LIMIT = 2**62
 """Control groups of version 1 say this, or a page less, where they set no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """What a run may use where its recipe gives no budget."""
-
-    gpu_bytes: int
-    ram_bytes: int
-    why: dict[str, str]
-    """Tier (gpu, ram) -> how its figure came about, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,64 +176,6 @@ def reserve_bytes(reserve: tuple[int, float, int], total_bytes: int, free_bytes:
     """What is left unused of `free_bytes`: a share of the total between two bounds, and never more than half."""
     least, share, most = reserve
     return min(max(least, int(total_bytes * share)), most, free_bytes // 2)
-
-
-def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int | None = None) -> tuple[int, int]:
-    """(gpu, ram) bytes of memory that both tiers share; what a recipe gives one leaves the rest to the other."""
-    if gpu_bytes is None:
-        gpu_bytes = int(total_bytes * GPU_TIER_SHARE) if ram_bytes is None else max(0, total_bytes - ram_bytes)
-    if ram_bytes is None:
-        ram_bytes = max(0, total_bytes - gpu_bytes)
-    return gpu_bytes, ram_bytes
-
-
-def free_budgets(
-    device: torch.device,
-    *,
-    gpu_bytes: int | None = None,
-    ram_bytes: int | None = None,
-    others: Sequence[Reserved] = (),
-    root: Path = Path("/"),
-) -> Free:
-    """What a run on `device` may use of each tier; `gpu_bytes` and `ram_bytes` are what its recipe gives already.
-
-    `others`: what other runs have planned, which is still free. Asking for a GPU's memory makes a CUDA context there,
-    as the run will.
-    """
-    from engine.machine.reservations import gpu_name, words
-
-    memory = free_memory(root)
-    left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
-    ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
-    ram_free = left - ram_reserve
-    planned = f", of which {words(others)}" if left < memory.free_bytes else ""
-    ram_why = f"{_gib(memory.free_bytes)} free ({memory.where}){planned}, less {_gib(ram_reserve)} for the system"
-    if device.type != "cuda":
-        tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
-        shared = f"{ram_why}; without a GPU both tiers share it"
-        return Free(*tiers, {"gpu": shared, "ram": shared})
-    import torch
-
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)
-    gpu = gpu_name(device) if others else ""
-    left = max(0, free - sum(other.gpu_bytes.get(gpu, 0) for other in others))
-    gpu_reserve = reserve_bytes(GPU_RESERVE, total, left)
-    gpu_free = left - gpu_reserve
-    planned = f"of which {words(others, gpu)}, " if left < free else ""
-    gpu_why = (
-        f"{_gib(free)} free, {planned}{_gib(total - free)} of {_gib(total)} taken by other processes and by CUDA, "
-        f"less {_gib(gpu_reserve)} for what CUDA loads later"
-    )
-    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
-        shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
-        return Free(*tiers, {"gpu": shared, "ram": shared})
-    return Free(
-        gpu_free if gpu_bytes is None else gpu_bytes,
-        ram_free if ram_bytes is None else ram_bytes,
-        {"gpu": gpu_why, "ram": ram_why},
-    )
 
 
 def free_disk(folder: Path) -> int:

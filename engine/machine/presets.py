@@ -14,6 +14,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from engine.machine.peaks import peak_flops
 from engine.machine.profile import AttentionRate, Drive, Machine, load_machine
 from storage.errors import UserError
@@ -330,3 +332,13 @@ def stored_machine() -> Machine | None:
     """This machine's profile; None where it was never probed. Raises UserError for a broken profile."""
     path = profile_path()
     return load_machine(path) if path.exists() else None
+
+
+def this_machine(device: torch.device) -> Machine:
+    """The stored profile of this machine, or assumed rates where it was never probed with that device."""
+    import torch
+
+    stored = stored_machine()
+    if stored is not None and (stored.gpu is not None) == (device.type == "cuda"):
+        return stored
+    return GENERIC if device.type == "cpu" else generic_gpu(torch.cuda.get_device_name(device))

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from engine.config import TrainConfig
+from engine.machine.budgets import split_shared
 from engine.machine.device import resolve_device
-from engine.machine.limits import free_memory, split_shared, total_memory
+from engine.machine.limits import free_memory, total_memory
 from engine.machine.probe_compute import (
     CPU_SIZES,
     GPU_SIZES,

@@ -16,11 +16,11 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.machine.budgets import Reserved, gpu_name, words
 from engine.machine.limits import free_memory
 from storage.errors import BudgetError
 from storage.untrusted import is_whole, parse_object, printable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.events import Observer
-    from engine.forecast.request import Budgets
+    from engine.machine.budgets import Budgets
     from engine.plan.plan import Plan
     from engine.preparing import Checklist
 
@@ -40,36 +40,6 @@ _POLL_S = 0.05
 _LOCK, _PREFIX, _NEW = "lock", "run-", "new-"
 _RECORD_BYTES, _MOST_PATH = 8192, 1000
 """Every record is padded to this, so that one is replaced by one write; paths are cut to so many characters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """What another live process has planned and does not hold yet."""
-
-    run: str
-    """Path of its run directory."""
-    pid: int
-    ram_bytes: int
-    gpu_bytes: Mapping[str, int]
-    """Of each GPU, by `gpu_name`."""
-
-    def __str__(self) -> str:
-        with contextlib.suppress(OSError, ValueError):
-            return printable(f"{Path(self.run).relative_to(Path.cwd())} (process {self.pid})")
-        return printable(f"{self.run} (process {self.pid})")
-
-
-def words(others: Sequence[Reserved], gpu: str | None = None) -> str:
-    """Which run has how much reserved: of RAM, or of a GPU."""
-    held = [(other, other.ram_bytes if gpu is None else other.gpu_bytes.get(gpu, 0)) for other in others]
-    return ", ".join(f"{other} has {_gb(size)} reserved" for other, size in held if size)
-
-
-def gpu_name(device: torch.device) -> str:
-    """The same for all processes, whichever GPUs they see."""
-    import torch
-
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
 
 
 def reserved() -> list[Reserved]:

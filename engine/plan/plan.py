@@ -197,7 +197,10 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "layer_chunks": len(self.chunks) * sum(block.role == "layer" for block in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
-            "held_activations": {"chunks": len(self.saved_on_gpu), "bytes": self.tiers["gpu"].parts["saved activations"]},
+            "held_activations": {
+                "chunks": len(self.saved_on_gpu),
+                "bytes": self.tiers["gpu"].parts["saved activations"],
+            },
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "kept_activations": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
             "kv_window": "streamed" if self.streamed else "whole",

@@ -14,8 +14,9 @@ from app.bench.plan import CaseFailed, bench_plan, cases_here, compare, progress
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.recipe import from_json, to_json
 from engine.config import parse_bytes
-from engine.forecast.request import Budgets, PlanRequest
+from engine.forecast.request import PlanRequest
 from engine.hf.config import model_config
+from engine.machine.budgets import Budgets
 from engine.machine.device import LEAST_LIMIT_BYTES
 from engine.machine.presets import generic_gpu
 from engine.model.anatomy import model_spec

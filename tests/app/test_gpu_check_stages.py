@@ -13,7 +13,8 @@ from app.bench.cases import SUITES, TINY, Rates
 from app.gpu_check import smoke, stages, tables
 from app.gpu_check.results import Results
 from engine.config import parse_bytes
-from engine.forecast.request import Budgets, PlanRequest
+from engine.forecast.request import PlanRequest
+from engine.machine.budgets import Budgets
 from engine.machine.presets import generic_gpu
 from storage.errors import UserError
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from engine.config import DataConfig, StorageConfig, TrainConfig
 from engine.forecast.advice import Change, applied, best_change, fits, fixes
-from engine.forecast.request import Budgets, PlanRequest
+from engine.forecast.request import PlanRequest
 from engine.hf.config import model_config
+from engine.machine.budgets import Budgets
 from engine.machine.presets import GENERIC
 from storage.errors import UserError
 

@@ -13,9 +13,9 @@ import torch
 from streams_on_cpu import streams_on_cpu
 
 from engine.clock import elapsed_s
-from engine.forecast.request import this_machine
 from engine.machine import probe, probe_compute
 from engine.machine.device import LEAST_LIMIT_BYTES, configure, memory_use, resolve_device
+from engine.machine.presets import this_machine
 from storage.errors import UserError
 
 GIB = 2**30

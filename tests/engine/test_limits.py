@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from used_up import files_used_up
 
+from engine.machine.budgets import free_budgets, split_shared
 from engine.machine.limits import (
     DISK_RESERVE,
     GIB,
     RAM_RESERVE,
-    free_budgets,
     free_disk,
     free_memory,
     machine_memory,
     memory_groups,
     reserve_bytes,
-    split_shared,
     total_memory,
 )
 
@@ -221,13 +220,13 @@ def test_shared_memory_is_given_once(total: int, gpu: int | None, ram: int | Non
 def test_budgets_without_a_gpu(tmp_path: Path) -> None:
     free = free_budgets(torch.device("cpu"), root=machine(tmp_path))
     usable = 20 * GIB - int(2.56 * GIB)
-    assert free.gpu_bytes + free.ram_bytes == usable
-    assert free.gpu_bytes == int(usable * 0.4)
+    assert free.gpu + free.ram == usable
+    assert free.gpu == int(usable * 0.4)
     assert free.why["ram"] == (
         "20.0 GiB free (this machine's memory), less 2.6 GiB for the system; without a GPU both tiers share it"
     )
     free = free_budgets(torch.device("cpu"), gpu_bytes=GIB, root=tmp_path)
-    assert (free.gpu_bytes, free.ram_bytes) == (GIB, usable - GIB)
+    assert (free.gpu, free.ram) == (GIB, usable - GIB)
 
 
 @pytest.mark.parametrize("integrated", [False, True])
@@ -243,9 +242,9 @@ def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, int
     free = free_budgets(torch.device("cuda", 0), root=machine(tmp_path))
     ram, gpu = 20 * GIB - int(2.56 * GIB), 11 * GIB - 768 * 2**20
     if integrated:
-        assert free.gpu_bytes + free.ram_bytes == min(ram, gpu)
+        assert free.gpu + free.ram == min(ram, gpu)
     else:
-        assert (free.gpu_bytes, free.ram_bytes) == (gpu, ram)
+        assert (free.gpu, free.ram) == (gpu, ram)
         assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]
 
 

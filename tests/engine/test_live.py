@@ -13,7 +13,7 @@ import tiny
 import engine.runtime.progress
 import engine.train
 from engine.events import LaneTotals, Progress, StepMetrics, Want
-from engine.runtime.progress import Live
+from engine.progress import Live
 from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
 from engine.session import Session

@@ -16,9 +16,9 @@ import pytest
 import torch
 from tiny import Silent
 
-from engine.forecast.request import Budgets
-from engine.machine.limits import GIB, Free, free_budgets
-from engine.machine.reservations import Reservation, Reserved, reserved, words
+from engine.machine.budgets import Budgets, Reserved, free_budgets, words
+from engine.machine.limits import GIB, Free
+from engine.machine.reservations import Reservation, reserved
 from engine.plan.plan import Plan
 from engine.preparing import Checklist
 from storage.errors import BudgetError
@@ -38,13 +38,13 @@ root, run, takes = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 observer = Some(on_message=lambda text: print(text, file=sys.stderr), on_prepare=lambda item: None)
 with Reservation(run, Some(type="cpu"), observer, Checklist(observer), root=root) as mine:
     free = free_budgets(Some(type="cpu"), others=mine.others, root=root)
-    mine.reserve(Some(ram=free.ram_bytes, gpu=free.gpu_bytes, why=free.why))
+    mine.reserve(Some(ram=free.ram, gpu=free.gpu, why=free.why))
     print("reserved", flush=True)
     if "hold" in sys.argv:
         sys.stdin.readline()
-    peaks = [int(takes * size) for size in (free.ram_bytes, free.gpu_bytes)]
+    peaks = [int(takes * size) for size in (free.ram, free.gpu)]
     mine.settle(Some(tiers={"ram": Some(peak_bytes=peaks[0]), "gpu": Some(peak_bytes=peaks[1])}))
-    print(json.dumps({"budget": free.ram_bytes + free.gpu_bytes, "planned": sum(peaks), "why": free.why}), flush=True)
+    print(json.dumps({"budget": free.ram + free.gpu, "planned": sum(peaks), "why": free.why}), flush=True)
     sys.stdin.readline()
 """
 
@@ -111,7 +111,7 @@ def plan(ram: int, gpu: int) -> Plan:
 
 
 def budgets(free: Free) -> Budgets:
-    return Budgets(free.gpu_bytes, free.ram_bytes, None, free.why)
+    return Budgets(free.gpu, free.ram, None, free.why)
 
 
 class Listening(Silent):
@@ -131,7 +131,7 @@ class Listening(Silent):
 def test_three_at_once_never_plan_more_than_there_is(machine: Path, start: Start, takes: float) -> None:
     found = [said(process) for process in [start(name, takes) for name in "abc"]]
     alone = free_budgets(CPU, root=machine)
-    assert max(each["budget"] for each in found) == alone.gpu_bytes + alone.ram_bytes
+    assert max(each["budget"] for each in found) == alone.gpu + alone.ram
     assert 0 < sum(each["planned"] for each in found) <= 20 * GIB
     if takes < 1:
         assert all(each["planned"] > 0 for each in found)
@@ -201,7 +201,7 @@ def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, sta
         assert reserved() == [], "one's own is not another's"
         other = said(start("other", 1.0))
         alone = free_budgets(CPU, root=machine)
-        taken = alone.gpu_bytes + alone.ram_bytes - other["budget"]
+        taken = alone.gpu + alone.ram - other["budget"]
         assert 2 * GIB - GIB // 4 < taken <= 2 * GIB
         assert f"mine (process {os.getpid()}) has 2.1 GB reserved" in other["why"]["gpu"]
 
@@ -274,6 +274,6 @@ def test_a_gpus_memory_is_reserved_until_it_is_allocated(
     others = [Reserved("/runs/x", 1, GIB, {"GPU-1": 5 * GIB}), Reserved("/runs/y", 2, 0, {"GPU-2": 5 * GIB})]
     free = free_budgets(cuda, others=others, root=machine)
     if not integrated:
-        assert free.gpu_bytes == 15 * GIB - 768 * 2**20
+        assert free.gpu == 15 * GIB - 768 * 2**20
         assert "20.0 GiB free, of which /runs/x (process 1) has 5.4 GB reserved, 4.0 GiB of 24.0" in free.why["gpu"]
-        assert free.ram_bytes == 19 * GIB - int(2.56 * GIB)
+        assert free.ram == 19 * GIB - int(2.56 * GIB)

@@ -17,9 +17,10 @@ from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, make_validation, prepare_data
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.forecast.request import Budgets, PlanRequest
+from engine.forecast.request import PlanRequest
 from engine.forecast.search import dimensions
 from engine.hf.config import make_config, model_config
+from engine.machine.budgets import Budgets
 from engine.model.anatomy import Initializer, take_apart
 from engine.model.spec import ModelSpec, layouts
 from engine.plan.plan import Plan

@@ -1,0 +1,213 @@
+"""What a run may use of each tier: what its recipe says, else what is really free, less what others have planned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import BudgetConfig, parse_bytes
+from engine.machine.limits import (
+    GPU_RESERVE,
+    GPU_TIER_SHARE,
+    RAM_RESERVE,
+    free_disk,
+    free_memory,
+    reserve_bytes,
+    total_memory,
+)
+from engine.machine.profile import Machine
+from engine.machine.reservations import _gb
+from storage.errors import UserError
+from storage.units import bytes_text
+from storage.untrusted import printable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that a run may use of each tier."""
+
+    gpu: int
+    ram: int
+    nvme: int | None
+    """None: what the drives have."""
+    why: dict[str, str]
+    """Tier -> how its figure came about, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What another live process has planned and does not hold yet."""
+
+    run: str
+    """Path of its run directory."""
+    pid: int
+    ram_bytes: int
+    gpu_bytes: Mapping[str, int]
+    """Of each GPU, by `gpu_name`."""
+
+    def __str__(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            return printable(f"{Path(self.run).relative_to(Path.cwd())} (process {self.pid})")
+        return printable(f"{self.run} (process {self.pid})")
+
+
+def words(others: Sequence[Reserved], gpu: str | None = None) -> str:
+    """Which run has how much reserved: of RAM, or of a GPU."""
+    held = [(other, other.ram_bytes if gpu is None else other.gpu_bytes.get(gpu, 0)) for other in others]
+    return ", ".join(f"{other} has {bytes_text(size)} reserved" for other, size in held if size)
+
+
+def gpu_name(device: torch.device) -> str:
+    """The same for all processes, whichever GPUs they see."""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+
+
+def run_budgets(
+    config: BudgetConfig,
+    device: torch.device,
+    drives: Sequence[Path],
+    *,
+    new: bool,
+    others: Sequence[Reserved] = (),
+    root: Path = Path("/"),
+) -> Budgets:
+    """What a run on this machine may use: what its recipe says, else what is really free.
+
+    `new`: nothing of the run is on the drives yet. `others`: what other runs have reserved. `root`: where memory is
+    looked at. Raises UserError for budgets beyond what the machine has at all.
+    """
+    gpu, ram, nvme = _given(config)
+    free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram, others=others, root=root)
+    why = {
+        tier: "the recipe's" if given is not None else free.why[tier] for tier, given in (("gpu", gpu), ("ram", ram))
+    }
+    total = total_memory(root)
+    _require("ram", ram, total, "this machine")
+    if device.type == "cpu":
+        _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")
+    if nvme is None and new:
+        nvme = _free_on(drives)
+        why["nvme"] = "free on the drives, less a reserve"
+    else:
+        why["nvme"] = "what the drives have" if nvme is None else "the recipe's"
+    return Budgets(free.gpu, free.ram, nvme, why)
+
+
+def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:
+    """What a run on `machine` could use were nothing else running there, or what the recipe says.
+
+    Raises UserError for budgets beyond what the machine has.
+    """
+    gpu, ram, nvme = _given(config)
+    sizes = {"gpu": machine.gpu_bytes, "ram": machine.ram_bytes, "nvme": machine.nvme_bytes}
+    for tier, given in (("gpu", gpu), ("ram", ram), ("nvme", nvme)):
+        _require(tier, given, sizes[tier], f"machine {machine.name}")
+    reserved = machine.ram_bytes - reserve_bytes(RAM_RESERVE, machine.ram_bytes, machine.ram_bytes)
+    if machine.gpu is None:
+        both = split_shared(machine.gpu_bytes + machine.ram_bytes, gpu, ram)
+        own = (machine.gpu_bytes, reserved) if gpu is None and ram is None else both
+    else:
+        left = machine.gpu_bytes - reserve_bytes(GPU_RESERVE, machine.gpu_bytes, machine.gpu_bytes)
+        own = (left if gpu is None else gpu, reserved if ram is None else ram)
+    why = {
+        tier: "the recipe's"
+        if given is not None
+        else f"{machine.name} has {sizes[tier] / 2**30:,.1f} GiB, less a reserve"
+        for tier, given in (("gpu", gpu), ("ram", ram), ("nvme", nvme))
+    }
+    return Budgets(own[0], own[1], machine.nvme_bytes if nvme is None else nvme, why)
+
+
+def _given(config: BudgetConfig) -> tuple[int | None, int | None, int | None]:
+    """(gpu, ram, nvme) bytes that the recipe gives."""
+
+    def read(tier: str) -> int | None:
+        value = getattr(config, tier)
+        return None if value is None else parse_bytes(value, f"budgets.{tier}")
+
+    return read("gpu"), read("ram"), read("nvme")
+
+
+def _require(tier: str, given: int | None, size: int, where: str) -> None:
+    if given is not None and given > size:
+        raise UserError(
+            f"budgets.{tier}: {given:,} bytes, but {where} has {size:,}; lower it, or leave budgets.{tier} out to take "
+            "what is free"
+        )
+
+
+def _free_on(drives: Sequence[Path]) -> int:
+    """Free bytes on the drives together when each takes the same share."""
+    places = []
+    for drive in drives:
+        while not drive.is_dir():
+            drive = drive.parent
+        places.append((os.stat(drive).st_dev, drive))
+    sharing = [device for device, _ in places]
+    return len(places) * min(free_disk(place) // sharing.count(device) for device, place in places)
+
+
+def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int | None = None) -> tuple[int, int]:
+    """(gpu, ram) bytes of memory that both tiers share; what a recipe gives one leaves the rest to the other."""
+    if gpu_bytes is None:
+        gpu_bytes = int(total_bytes * GPU_TIER_SHARE) if ram_bytes is None else max(0, total_bytes - ram_bytes)
+    if ram_bytes is None:
+        ram_bytes = max(0, total_bytes - gpu_bytes)
+    return gpu_bytes, ram_bytes
+
+
+def free_budgets(
+    device: torch.device,
+    *,
+    gpu_bytes: int | None = None,
+    ram_bytes: int | None = None,
+    others: Sequence[Reserved] = (),
+    root: Path = Path("/"),
+) -> Budgets:
+    """What a run on `device` may use of each tier; `gpu_bytes` and `ram_bytes` are what its recipe gives already.
+
+    `others`: what other runs have planned, which is still free. Asking for a GPU's memory makes a CUDA context there,
+    as the run will.
+    """
+    memory = free_memory(root)
+    left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
+    ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
+    ram_free = left - ram_reserve
+    planned = f", of which {words(others)}" if left < memory.free_bytes else ""
+    ram_why = f"{bytes_text(memory.free_bytes)} free ({memory.where}){planned}, less {bytes_text(ram_reserve)} for the system"
+    if device.type != "cuda":
+        tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
+        shared = f"{ram_why}; without a GPU both tiers share it"
+        return Budgets(*tiers, None, {"gpu": shared, "ram": shared})
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)
+    gpu = gpu_name(device) if others else ""
+    left = max(0, free - sum(other.gpu_bytes.get(gpu, 0) for other in others))
+    gpu_reserve = reserve_bytes(GPU_RESERVE, total, left)
+    gpu_free = left - gpu_reserve
+    planned = f"of which {words(others, gpu)}, " if left < free else ""
+    gpu_why = (
+        f"{bytes_text(free)} free, {planned}{bytes_text(total - free)} of {bytes_text(total)} taken by other processes and by CUDA, "
+        f"less {bytes_text(gpu_reserve)} for what CUDA loads later"
+    )
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
+        shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
+        return Budgets(*tiers, None, {"gpu": shared, "ram": shared})
+    return Budgets(
+        gpu_free if gpu_bytes is None else gpu_bytes,
+        ram_free if ram_bytes is None else ram_bytes,
+        None,
+        {"gpu": gpu_why, "ram": ram_why},
+    )
