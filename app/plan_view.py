@@ -8,7 +8,6 @@ what is of least weight, the reasons, fills what is left of a screen.
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from app.progress import bytes_text, duration_text
+from storage.units import bytes_text, duration_text, params_text, percent_text, seconds_text
 
 SCREEN_LINES = 45
 BLOCK_ROWS = (9, 6, 3)
@@ -291,31 +290,6 @@ def _reasons(reasons: dict[str, str], width: int, room: int) -> list[Text]:
 
 
 # ---------------------------------------------------------------------- texts
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Seconds with three figures that count, longer times in minutes and more: 0.0123 s, 4.20 s, 95.3 s, 6m12s."""
-    if seconds is None or not math.isfinite(seconds):
-        return "n/a"
-    if seconds >= 600:
-        return duration_text(seconds)
-    if seconds <= 0:
-        return "0 s"
-    digits = max(0, 2 - math.floor(math.log10(seconds)))
-    return f"{seconds:.{min(digits, 5)}f} s"
-
-
-def percent_text(share: float | None, digits: int = 1) -> str:
-    """A share in percent; n/a when unknown."""
-    return "n/a" if share is None else f"{share:.{digits}%}"
-
-
-def params_text(number: float) -> str:
-    """A number of parameters: 812, 1.5 M, 70.6 B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.{0 if number >= 100 * size else 1}f} {unit}"
-    return f"{number:.0f}"
 
 
 def _stem(name: str) -> str:

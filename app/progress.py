@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from engine.events import LaneTotals, Preparing, Span, StepMetrics
+from storage.units import bytes_text, duration_text
 from storage.untrusted import printable
 
 WARMUP_STEPS = 2
@@ -65,29 +66,6 @@ class _SurvivingStream:
 def run_console() -> Console:
     """The console on which a run shows itself: standard output, for as long as somebody reads it."""
     return Console(file=cast(TextIO, _SurvivingStream(sys.stdout)))
-
-
-def bytes_text(num_bytes: float) -> str:
-    """A size in binary units: 512 B, 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} TiB"
-
-
-def duration_text(seconds: float | None) -> str:
-    """A duration in its two leading units: 42s, 3m05s, 6h12m, 2d03h; n/a when unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return "n/a"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 class StepLanes:

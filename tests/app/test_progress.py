@@ -15,8 +15,6 @@ from app.progress import (
     Eta,
     StepLanes,
     activation_lines,
-    bytes_text,
-    duration_text,
     plan_table,
     print_summary,
     traffic_line,
@@ -35,31 +33,6 @@ def metrics(step: int, step_s: float) -> StepMetrics:
 def screen(terminal: bool = False) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
     return Console(file=out, width=100, force_terminal=terminal, color_system=None), out
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2.00 TiB")],
-)
-def test_bytes_text(num_bytes: int, text: str) -> None:
-    assert bytes_text(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "n/a"),
-        (float("nan"), "n/a"),
-        (0, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m00s"),
-        (185, "3m05s"),
-        (22_320, "6h12m"),
-        (183_600, "2d03h"),
-    ],
-)
-def test_duration_text(seconds: float | None, text: str) -> None:
-    assert duration_text(seconds) == text
 
 
 def busiest(*spans: Span) -> tuple[str, float] | None:
@@ -243,7 +216,7 @@ def test_summary_shows_every_figure() -> None:
         "5.0 s",
         "25%",
         "75%",
-        "512.0 MiB",
+        "512 MiB",
         "50%",
         "/mnt/a/run",
         "7.0 GiB",

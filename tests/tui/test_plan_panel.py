@@ -56,7 +56,7 @@ def test_every_figure_is_there() -> None:
         "a step tokens/s 2,000 steps MFU",
         "gpu 80% 72.0 of 90.0 GiB",
         "█ kept activations 30.0 GiB ▓ K/V window 12.0 GiB ▒ weight slots 11.0 GiB ░ 3 more 19.0 GiB",
-        "ram 91% 400.0 of 440.0 GiB",
+        "ram 91% 400 of 440 GiB",
         "nvme 46% 3.12 of 6.84 TiB",
         "bound by nvme_read",
         "91% 10m12s 1.66 TiB",
@@ -66,8 +66,8 @@ def test_every_figure_is_there() -> None:
         "b applies it",
         "compute-bound from 306,500 tokens a step",
         "32 chunks of 8,192 tokens; keys and values whole; saved for backward: everything 2%, attention 98%",
-        "1562.50 TiB written, endurance used 11.4% of 13671.88 TiB",
-        "/mnt/b: 1464.84 TiB written, endurance used n/a",
+        "1,562 TiB written, endurance used 11.4% of 13,672 TiB",
+        "/mnt/b: 1,465 TiB written, endurance used n/a",
         "chunk tokens: 8,192",
     ):
         assert part in text, part

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from storage.units import bytes_text, of_text
+from tui.data.tiers import FULL_SHARE, Tier
 from tui.glyphs import Glyphs
 from tui.render import Row
-from tui.render.ticks import fit, size_text
-
-FULL_SHARE = 0.95
-"""Above this share of its budget a tier counts as full."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """What a tier may hold, was planned to hold and has held; None where unknown."""
-
-    name: str
-    budget_bytes: float | None
-    planned_bytes: float | None
-    held_bytes: float | None
-
-    @property
-    def share(self) -> float | None:
-        """Most that was held, as a share of the budget; the planned peak while nothing was measured."""
-        held = self.planned_bytes if self.held_bytes is None else self.held_bytes
-        return held / self.budget_bytes if held is not None and self.budget_bytes else None
+from tui.render.ticks import fit
 
 
 def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, token: str) -> Row:
@@ -59,10 +41,10 @@ def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs)
         percent = "n/a" if share is None else f"{share:.0%}"
         measured = tier.held_bytes
         filled = None if measured is None else share
-        held = "planned " + size_text(tier.planned_bytes) if measured is None else size_text(measured)
-        figures = _of(held, size_text(tier.budget_bytes))
+        figures = of_text(tier.planned_bytes if measured is None else measured, tier.budget_bytes)
+        figures = f"planned {figures}" if measured is None else figures
         if rows_each >= 2:
-            plan = f"  plan {size_text(tier.planned_bytes)}" if measured is not None and planned is not None else ""
+            plan = f"  plan {bytes_text(tier.planned_bytes)}" if measured is not None and planned is not None else ""
             text = fit(
                 f"{figures}{plan}" if len(figures + plan) <= width - 10 else figures, width - 10, glyphs.ellipsis
             )
@@ -82,13 +64,6 @@ def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs)
                 row.append((" " + figures, "dim"))
         rows.append(row)
     return [exactly(row, width) for row in rows]
-
-
-def _of(held: str, budget: str) -> str:
-    """`206 of 208 MiB`, where one unit serves both."""
-    if held.split()[-1] == budget.split()[-1] and held != "n/a":
-        held = held.rsplit(" ", 1)[0]
-    return f"{held} of {budget}"
 
 
 def exactly(row: Row, width: int) -> Row:

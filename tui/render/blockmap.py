@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from storage.units import bytes_text
 from tui.data.blocks import KINDS, BlockPlace
 from tui.glyphs import Glyphs
 from tui.render import Row
 from tui.render.bars import exactly
-from tui.render.ticks import fit, size_text
+from tui.render.ticks import fit
 
 _LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}
 _LABELS = {"weights": "weights", "state": "state", "gradient": "grad", "doing": "now"}
@@ -103,7 +104,7 @@ def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row
                 row.append(
                     (shown[: kind_cells - 1].ljust(kind_cells), f"tier.{place}" if place in _LETTERS else "axis")
                 )
-        row += [(size_text(block.num_bytes).rjust(9), "dim"), ("  " + block.doing, "accent")]
+        row += [(bytes_text(block.num_bytes).rjust(9), "dim"), ("  " + block.doing, "accent")]
         rows.append(exactly(row, width))
     return rows
 

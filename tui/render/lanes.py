@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.units import rate_text
 from tui.data.spans import IDLE, LANES, Busy, Floats, Ints, SpanView, StepWindow
 from tui.glyphs import Glyphs
 from tui.render import Row
 from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
-from tui.render.ticks import fit, linear_ticks, rate_text, tick_texts
+from tui.render.ticks import fit, linear_ticks, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
 INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer": "O", "nvme_write": "W"}

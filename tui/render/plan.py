@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from app.plan_view import filled, params_text, percent_text, seconds_text
-from app.progress import bytes_text, duration_text
+from app.plan_view import filled
+from storage.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
 from tui.glyphs import Glyphs
 from tui.render import Row
 
@@ -222,7 +222,7 @@ def _tiers(page: _Page, forecast: dict[str, Any]) -> None:
 def _tier(page: _Page, name: str, tier: dict[str, Any]) -> None:
     peak, budget = tier.get("peak_bytes"), tier.get("budget_bytes")
     share = peak / budget if peak is not None and budget else None
-    figures = _of(peak, budget)
+    figures = of_text(peak, budget)
     percent = percent_text(share, 0)
     token = "text" if share is None or share < _FULL else "warn" if share <= 1 else "bad"
     label: Row = [(f"{name:<5}", f"tier.{name} bold"), (f"{percent:>5} ", f"{token} bold"), (f" {figures}", "text")]
@@ -428,11 +428,3 @@ def _reasons(page: _Page, forecast: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- texts
-
-
-def _of(peak: float | None, budget: float | None) -> str:
-    """61.2 of 78.4 GiB; one unit serves both where it is the same."""
-    used, whole = ("n/a" if size is None else bytes_text(size) for size in (peak, budget))
-    if used.rpartition(" ")[2] == whole.rpartition(" ")[2] and " " in used:
-        used = used.rpartition(" ")[0]
-    return f"{used} of {whole}"

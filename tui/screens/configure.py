@@ -465,8 +465,7 @@ def _missing_weights(recipe: Recipe) -> str | None:
 
 def _launch_text(state: PlanState) -> str:
     """What the question says of the plan here."""
-    from app.plan_view import seconds_text
-    from app.progress import duration_text
+    from storage.units import duration_text, seconds_text
 
     where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."
     forecast = state.forecast

@@ -19,8 +19,8 @@ from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
 from app.machines import MachineInfo, machine_infos, profile_info
-from app.progress import bytes_text
 from storage.errors import UserError
+from storage.units import bytes_text
 from storage.untrusted import parse_printable, read_regular
 from tui.data.draft import Difference
 from tui.glyphs import Glyphs
