@@ -17,9 +17,10 @@ from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
+from app.rows import ASCII, UNICODE, Glyphs
 from storage.untrusted import printable
 from tui.actions import Action, actions, bindings
-from tui.glyphs import ASCII, UNICODE, AsciiFilter, Glyphs, PrintableFilter
+from tui.filters import AsciiFilter, PrintableFilter
 from tui.host import Host
 from tui.paths import written_path
 from tui.screens.base import PenstockScreen

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from textual.dom import DOMNode
 from textual.screen import Screen
 
-from tui.glyphs import Glyphs
+from app.rows import Glyphs
 
 
 class Host(Protocol):

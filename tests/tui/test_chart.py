@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tui.glyphs import ASCII, UNICODE, Glyphs
-from tui.render import Row, plain
+from app.rows import ASCII, UNICODE, Glyphs, Row, plain
 from tui.render.chart import Curve, chart, decimate, sparkline
 from tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 

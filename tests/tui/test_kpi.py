@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.rows import ASCII, UNICODE, plain
 from tui.data.tiers import Tier
-from tui.glyphs import ASCII, UNICODE
-from tui.render import plain
 from tui.render.bars import bar, tier_rows
 from tui.render.kpi import Figure, kpi_row
 

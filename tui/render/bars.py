@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from app.rows import Glyphs, Row, exactly
 from storage.units import bytes_text, of_text
 from tui.data.tiers import FULL_SHARE, Tier
-from tui.glyphs import Glyphs
-from tui.render import Row
 from tui.render.ticks import fit
 
 
@@ -64,17 +63,3 @@ def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs)
                 row.append((" " + figures, "dim"))
         rows.append(row)
     return [exactly(row, width) for row in rows]
-
-
-def exactly(row: Row, width: int) -> Row:
-    """The row cut or padded to `width` cells."""
-    out: Row = []
-    left = width
-    for text, token in row:
-        if left <= 0:
-            break
-        out.append((text[:left], token))
-        left -= len(text)
-    if left > 0:
-        out.append((" " * left, "text"))
-    return out

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from app.rows import Glyphs, Row, exactly
 from storage.units import bytes_text
 from tui.data.blocks import KINDS, BlockPlace
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.bars import exactly
 from tui.render.ticks import fit
 
 _LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}

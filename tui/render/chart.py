@@ -14,9 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from app.rows import Glyphs, Row
 from storage.units import count_text
-from tui.glyphs import Glyphs
-from tui.render import Row
 from tui.render.sparkline import sparkline as one_row
 from tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 

@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from app.rows import Glyphs, Row, exactly
 from storage.units import figure, percent_text
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.bars import exactly
 
 _LABEL = 11
 _CELL = 9

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from app.rows import Row
 from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.spans import Span, SpanView, printable
-from tui.render import Row
 from tui.render.lanes import UnderWay, lane_token
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.rows import Glyphs, Row, exactly
 from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from tui.data.spans import Ints, SpanView
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.lanes import exactly, lane_token
+from tui.render.lanes import lane_token
 from tui.render.span_text import op_name
 from tui.render.ticks import fit
 

@@ -15,6 +15,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
+from app.plan_view import fixes
 from app.recipe import Recipe, from_dict, from_json, load_recipe, resolve_paths
 from app.recipe_file import save_recipe
 from storage.errors import UserError
@@ -22,7 +23,6 @@ from storage.untrusted import read_regular
 from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of
 from tui.data.plan_client import PlanClient, PlanState
-from tui.render.plan import fixes
 from tui.screens.base import PenstockScreen
 from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
 from tui.widgets.form import Form

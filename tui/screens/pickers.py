@@ -19,11 +19,11 @@ from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
 from app.machines import MachineInfo, machine_infos, profile_info
+from app.rows import Glyphs
 from storage.errors import UserError
 from storage.units import bytes_text
 from storage.untrusted import parse_printable, read_regular
 from tui.data.draft import Difference
-from tui.glyphs import Glyphs
 from tui.host import host_of
 from tui.theme import style
 

@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
+from app.rows import Row
 from app.run_files import JsonLines, read_object
 from app.trace import write_trace
 from storage.errors import UserError
@@ -21,7 +22,6 @@ from tui.data.critical import Blockers, StepAnalysis, analyse
 from tui.data.fields import number
 from tui.data.spans import STEP_END, Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
-from tui.render import Row
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from tui.screens.base import PenstockScreen
 from tui.widgets.lane_keys import LaneKeys

@@ -17,8 +17,8 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from app.rows import Glyphs
 from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
-from tui.glyphs import Glyphs
 from tui.host import host_of
 from tui.theme import style
 

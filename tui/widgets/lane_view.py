@@ -9,10 +9,10 @@ import numpy as np
 from textual import events
 from textual.message import Message
 
+from app.rows import Row
 from storage.units import seconds_text
 from tui.data.critical import StepAnalysis, path_busy
 from tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
-from tui.render import Row
 from tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
 from tui.render.span_text import now_row, ops_at, ops_under_way, span_row
 from tui.widgets.lines import LineWidget

@@ -6,9 +6,8 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.glyphs import Glyphs
+from app.rows import Glyphs, Row
 from tui.host import host_of
-from tui.render import Row
 from tui.theme import style
 
 

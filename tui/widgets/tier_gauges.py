@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from app.rows import Row, exactly
 from storage.units import bytes_text, figure, rate_text
 from tui.data.fields import number, objects, text
 from tui.data.run_data import RunData
 from tui.data.tiers import tiers
-from tui.render import Row
-from tui.render.bars import exactly, tier_rows
+from tui.render.bars import tier_rows
 from tui.render.ticks import fit
 from tui.widgets.lines import LineWidget
 
