@@ -120,7 +120,7 @@ class Listening(Silent):
         self.texts: list[str] = []
         self.items: list[str] = []
 
-    def on_message(self, text: str) -> None:
+    def on_message(self, text: str, *, detail: bool = False) -> None:
         self.texts.append(text)
 
     def on_prepare(self, item: Any) -> None:
