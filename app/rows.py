@@ -6,6 +6,7 @@ colours.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ ASCII = Glyphs(
 def plain(rows: Iterable[Row]) -> str:
     """The rows' text alone, a line each."""
     return "\n".join("".join(text for text, _ in row) for row in rows)
+
+
+def merged(row: Iterable[tuple[str, str]]) -> Row:
+    """The row with neighbours of the same token as one piece."""
+    pieces = itertools.groupby(row, key=lambda piece: piece[1])
+    return [("".join(text for text, _ in group), token) for token, group in pieces]
 
 
 def exactly(row: Row, width: int, ellipsis: str = "") -> Row:

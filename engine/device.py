@@ -13,6 +13,7 @@ from engine.batch import BYTES_PER_TOKEN
 from engine.config import TrainConfig
 from engine.runtime import INPUTS_CACHE_BYTES
 from storage.errors import UserError
+from storage.units import bytes_text
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
@@ -141,7 +142,8 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
     settings.call(lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, min(limit, 1.0))
     torch.cuda.reset_peak_memory_stats(device)
     settings.message = (
-        f"GPU memory: {_gib(budget_bytes)} of {_gib(total)} are this run's budget; {_gib(others)} are taken by other "
+        f"GPU memory: {bytes_text(budget_bytes)} of {bytes_text(total)} are this run's budget; "
+        f"{bytes_text(others)} are taken by other "
         "processes and by CUDA itself"
     )
 
@@ -159,10 +161,6 @@ def overhead_bytes(step_tokens: int) -> int:
     steps: the one that runs, the one before and the one after.
     """
     return CUBLAS_WORKSPACE_BYTES + INPUTS_CACHE_BYTES + 3 * step_tokens * BYTES_PER_TOKEN
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def _be_deterministic(settings: DeviceSettings) -> None:

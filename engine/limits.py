@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from storage.errors import used_up
 from storage.filesystem import mount_of
+from storage.units import bytes_text
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +224,8 @@ def free_budgets(
     ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
     ram_free = left - ram_reserve
     planned = f", of which {words(others)}" if left < memory.free_bytes else ""
-    ram_why = f"{_gib(memory.free_bytes)} free ({memory.where}){planned}, less {_gib(ram_reserve)} for the system"
+    ram_why = f"{bytes_text(memory.free_bytes)} free ({memory.where}){planned}, "
+    ram_why += f"less {bytes_text(ram_reserve)} for the system"
     if device.type != "cuda":
         tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
         shared = f"{ram_why}; without a GPU both tiers share it"
@@ -238,8 +240,8 @@ def free_budgets(
     gpu_free = left - gpu_reserve
     planned = f"of which {words(others, gpu)}, " if left < free else ""
     gpu_why = (
-        f"{_gib(free)} free, {planned}{_gib(total - free)} of {_gib(total)} taken by other processes and by CUDA, "
-        f"less {_gib(gpu_reserve)} for what CUDA loads later"
+        f"{bytes_text(free)} free, {planned}{bytes_text(total - free)} of {bytes_text(total)} taken by other processes "
+        f"and by CUDA, less {bytes_text(gpu_reserve)} for what CUDA loads later"
     )
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
@@ -332,7 +334,3 @@ def _table(path: Path) -> dict[str, int]:
 def _pairs(lines: Iterable[str]) -> dict[str, int]:
     rows = (line.split() for line in lines)
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.rows import Glyphs, Row, exactly
+from app.rows import Glyphs, Row, exactly, merged
 from storage.units import bytes_text, of_text
 from tui.data.tiers import FULL_SHARE, Tier
 from tui.render.ticks import fit
@@ -21,13 +21,7 @@ def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, tok
         place = min(width - 1, max(0, math.ceil(mark * width) - 1))
         peak = "┃" if glyphs.braille else glyphs.bar_peak
         cells[place] = (peak, "title" if place >= filled else token + " reverse")
-    row: Row = []
-    for text, name in cells:
-        if row and row[-1][1] == name:
-            row[-1] = (row[-1][0] + text, name)
-        else:
-            row.append((text, name))
-    return row
+    return merged(cells)
 
 
 def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs) -> list[Row]:

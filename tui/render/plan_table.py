@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from app.rows import Glyphs, Row, exactly
+from app.rows import Glyphs, Row, exactly, merged
 from storage.units import figure, percent_text
 
 _LABEL = 11
@@ -72,10 +72,4 @@ def _two_bars(planned: float | None, real: float | None, width: int, lane: str, 
     if planned is not None and math.isfinite(planned):
         place = min(width - 1, max(0, math.ceil(planned * width) - 1))
         cells[place], tokens[place] = ("┃" if glyphs.braille else glyphs.bar_peak), "predicted"
-    row: Row = [(" ", "text")]
-    for text, token in zip(cells, tokens, strict=True):
-        if row[-1][1] == token:
-            row[-1] = (row[-1][0] + text, token)
-        else:
-            row.append((text, token))
-    return row
+    return [(" ", "text"), *merged(zip(cells, tokens, strict=True))]
