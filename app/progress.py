@@ -204,7 +204,7 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
     for drive in summary["drives"]:
         used = "" if drive["percentage_used"] is None else f", endurance used {drive['percentage_used']:.0f}%"
         parts.append(f"{bytes_text(drive['bytes_written'])} written to {short_path(drive['path'])}{used}")
-    return [f"trained {summary['steps']:,} steps, {summary['tokens']:,} tokens: {losses}", "; ".join(parts)]
+    return [f"trained to step {summary['steps']:,}, {summary['tokens']:,} tokens: {losses}", "; ".join(parts)]
 
 
 def short_path(path: str | Path) -> str:

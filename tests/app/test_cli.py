@@ -128,7 +128,7 @@ def test_a_whole_run(cli: Cli) -> None:
         "weights in gpu and ram and nvme",
         "step 2 of 3",
         "busiest compute",
-        "trained 3 steps",
+        "trained to step 3, ",
         "8.0000 -> 2.6667",
     ):
         assert part in done.stdout

@@ -89,7 +89,7 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
             "step 1 of 30  loss ",
             "step 10 of 30  loss ",
             "step 20 of 30  loss ",
-            "trained 30 steps, ",
+            "trained to step 30, ",
             f"{summary['tokens_per_s']:,.0f} tokens/s, ",
             "exported to whole/export",
             "sample, 8 tokens by transformers behind the prompt: 'def ",

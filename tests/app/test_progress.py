@@ -157,7 +157,7 @@ def test_summary_shows_every_figure() -> None:
         "drives": [drive],
     }
     assert summary_lines(summary, [4.0, 5.0], wall_s=20.0) == [
-        "trained 1,500 steps, 1,000,000 tokens: loss 8.3000 -> 4.1000 (mean of the last 2: 4.5000), "
+        "trained to step 1,500, 1,000,000 tokens: loss 8.3000 -> 4.1000 (mean of the last 2: 4.5000), "
         "validation loss 4.5000 (best 4.4000 after step 1,200)",
         "3,457 tokens/s, median step 1.25 s; 0.123 TFLOP/s of the model; compute busy 75%; "
         "at most gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
@@ -165,7 +165,7 @@ def test_summary_shows_every_figure() -> None:
     unknown = dict.fromkeys(("first_loss", "validation_loss", "tokens_per_s", "step_s_median", "model_tflops_per_s"))
     summary |= {**unknown, "last_loss": float("nan"), "lanes": {}, "drives": [drive | {"percentage_used": None}]}
     assert summary_lines(summary, [], wall_s=0.0) == [
-        "trained 1,500 steps, 1,000,000 tokens: loss n/a -> n/a",
+        "trained to step 1,500, 1,000,000 tokens: loss n/a -> n/a",
         "n/a tokens/s, median step n/a; n/a TFLOP/s of the model; "
         "at most gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
     ]
