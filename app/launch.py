@@ -249,9 +249,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
     control.forget(run.path)
-    console = Console()
     log = RunLog(run.path, recipe.train.steps, step)
-    display = Display(console, recipe.train.steps, step)
+    display = Display(Console(), recipe.train.steps, step)
 
     def tell(text: str, level: Level = "info") -> None:
         log.message(text, level)
