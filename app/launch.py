@@ -17,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from app import control
 from app.checkpoints import CheckpointRequests
-from app.progress import Display, StepLanes, item_line, print_summary, run_console
+from app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from app.run_files import JsonLines, number, whole
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info
@@ -132,7 +134,7 @@ class _RunObserver:
         self._signals.interrupts_main = False
         self._run.save_recipe()
         self._run.write_plan(plan, predicted)
-        self._display.plan(plan)
+        self.tell(plan_line(plan))
         self._log.watch_drives(drive_folders(self._run.path, self._run.recipe.storage))
         self._log.set_state("running")
 
@@ -146,17 +148,20 @@ class _RunObserver:
     def on_step(self, metrics: StepMetrics) -> None:
         if not self._stepped:
             self._stepped = True
-            self.tell(f"the first step ended {time.perf_counter() - self._began:.1f} s after the start")
+            self._log.message(f"the first step ended {time.perf_counter() - self._began:.1f} s after the start")
         self._log.step(metrics)
         self._display.step(metrics, self._step_spans.busiest())
         self._step_spans = StepLanes()
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self._log.validation(metrics)
-        self.tell(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
+        self._log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
+        self._display.validation(metrics)
 
-    def on_message(self, text: str) -> None:
-        self.tell(text)
+    def on_message(self, text: str, *, detail: bool = False) -> None:
+        self._log.message(text)
+        if not detail:
+            self._display.message(text)
 
     def tell(self, text: str, level: Level = "info") -> None:
         """Show a message and keep it."""
@@ -244,9 +249,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
     control.forget(run.path)
-    console = run_console()
     log = RunLog(run.path, recipe.train.steps, step)
-    display = Display(console, recipe.train.steps, step)
+    display = Display(Console(), recipe.train.steps, step)
 
     def tell(text: str, level: Level = "info") -> None:
         log.message(text, level)
@@ -260,7 +264,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         display.abandon()
         print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
 
-    tell(f"run directory {run.path}")
+    tell(f"run directory {short_path(run.path)}")
     with StopSignals(on_first, on_abort) as signals:
         observer = _RunObserver(run, log, display, signals)
         try:
@@ -287,17 +291,20 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         display.message(f"{log.dropped_spans:,} spans were dropped because the disk did not take them in time")
     for warning in warnings:
         display.message(f"warning: {warning}")
-    print_summary(console, summary, last_losses, observer.wall_s)
+    for line in summary_lines(summary, last_losses, observer.wall_s):
+        display.message(line)
     if result.stopped:
         display.message(go_on)
         return
     if recipe.after.export:
         folder = run.path / "export"
         export_run(run.path, recipe, folder)
-        display.message(f"exported to {folder}")
+        display.message(f"exported to {short_path(folder)}")
         if recipe.after.sample_prompt is not None:
             text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
-            display.message(f"the prompt, and {recipe.after.sample_tokens} tokens by transformers:\n\n{text}\n")
+            display.message(f"sample, {recipe.after.sample_tokens} tokens by transformers behind the prompt: {text!r}")
+    look = shell("penstock", "watch", short_path(run.path))
+    display.message(f"look closer: {look}; all figures and messages: summary.json, metrics.jsonl and log.jsonl there")
 
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:

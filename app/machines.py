@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.progress import bytes_text
 from engine.machine.limits import machine_memory
 from engine.machine.presets import PRESETS, profile_path
 from engine.machine.profile import Machine, load_machine
 from storage.errors import UserError
+from storage.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True)

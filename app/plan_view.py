@@ -1,146 +1,37 @@
-"""A forecast on one screen: does it fit, where everything lives, how long a step takes and why.
+"""A forecast for people: does it fit, where everything lives, how long a step takes and why.
 
-Reads the JSON object of a forecast (`penstock plan --json`, plan.json of a run directory). A figure that is not known
-reads n/a. Lines are laid out here, not by a table of rich: their number is known before anything is printed, so that
-what is of least weight, the reasons, fills what is left of a screen.
+Reads the JSON object of a forecast (`penstock plan --json`, plan.json of a run directory) and makes rows of it, which
+the command line prints on one screen and the terminal application scrolls. A figure that is not known reads n/a.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from app.progress import bytes_text, duration_text
+from app.rows import ASCII, UNICODE, Glyphs, Page, Row
+from storage.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
 
 SCREEN_LINES = 45
 BLOCK_ROWS = (9, 6, 3)
 """Most rows of blocks: the first number with which all fits the screen."""
-_TARGETS = ("weights", "state", "gradient")
+TARGETS = ("weights", "state", "gradient")
+TIERS = ("gpu", "ram", "nvme")
 _PARTS = 3
-"""Largest parts of a tier that are named."""
-_BAR = 16
-_Row = tuple[list[str], list[str]]
-"""Cells of a row of blocks, and what is saved of them."""
-
-
-def print_plan(forecast: dict[str, Any], console: Console) -> None:
-    """Print the forecast in at most SCREEN_LINES lines, none wider than the console.
-
-    A console narrower than 60 columns wraps as it likes.
-    """
-    width = max(60, console.width)
-    for line in plan_lines(forecast, width, ascii_only=console.options.ascii_only):
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-def plan_lines(forecast: dict[str, Any], width: int, *, ascii_only: bool = False) -> list[Text]:
-    """The lines of `print_plan`; reasons that find no room are left out, and the last line then says how many."""
-    bars = ("#", ".") if ascii_only else ("█", "░")
-    lines: list[Text] = []
-    for rows in BLOCK_ROWS:
-        lines = _without_reasons(forecast, width, bars, rows)
-        if len(lines) <= SCREEN_LINES:
-            break
-    return lines + _reasons(forecast.get("reasons") or {}, width, SCREEN_LINES - len(lines))
-
-
-def _without_reasons(forecast: dict[str, Any], width: int, bars: tuple[str, str], block_rows: int) -> list[Text]:
-    lines = [*_headline(forecast, width), Text()]
-    if forecast["fits"]:
-        lines += _times(forecast, width)
-    else:
-        lines += _refusal(forecast["refusal"], width)
-    if forecast.get("tiers"):
-        lines += [Text(), *_tiers(forecast["tiers"], width, bars)]
-    if forecast["fits"]:
-        lines += [Text(), *_blocks(forecast, width, block_rows)]
-        lines += [Text(), *_lanes(forecast, bars), Text(), *_run(forecast, width)]
-    return lines
-
-
-# ---------------------------------------------------------------------- sections
-
-
-def _headline(forecast: dict[str, Any], width: int) -> list[Text]:
-    machine, model = forecast["machine"], forecast.get("model")
-    verdict = ("fits", "bold green") if forecast["fits"] else ("does not fit", "bold red")
-    recipe = forecast.get("recipe", "this run")
-    lines = [Text.assemble((recipe, "bold"), " on ", (machine["name"], "bold"), ": ", verdict)]
-    if model:
-        active = model.get("active_params")
-        sparse = f" ({params_text(active)} active a token)" if active and active != model["params"] else ""
-        lines += _wrapped(
-            f"{model['type']}, {params_text(model['params'])} parameters{sparse}, {model['layers']} layers; "
-            f"{forecast['tokens_per_step']:,} tokens a step, context {forecast['context']:,}",
-            width,
-        )
-    gpu = machine.get("gpu") or "no GPU: the gpu tier is ordinary memory"
-    lines += _wrapped(f"{gpu}; the machine's figures: {machine['source']}", width, style="dim")
-    return lines
-
-
-def _times(forecast: dict[str, Any], width: int) -> list[Text]:
-    bound = forecast["bound_by"]
-    share = forecast["lanes"].get(bound, {}).get("share")
-    parts = [
-        f"{seconds_text(forecast['step_s'])} a step",
-        f"{forecast['tokens_per_s']:,.{0 if forecast['tokens_per_s'] >= 10 else 2}f} tokens/s",
-        f"bound by {bound}" + (f" ({share:.0%} busy)" if share is not None else ""),
-        f"MFU {percent_text(forecast.get('mfu'))}",
-        f"HFU {percent_text(forecast.get('hfu'))}",
-    ]
-    return _packed(parts, "   ", width, style="bold")
-
-
-def _tiers(tiers: dict[str, Any], width: int, bars: tuple[str, str]) -> list[Text]:
-    rows = []
-    for name, tier in tiers.items():
-        peak, budget = tier.get("peak_bytes"), tier.get("budget_bytes")
-        share = peak / budget if peak is not None and budget else None
-        over = share is not None and share > 1
-        used = " of ".join("n/a" if size is None else bytes_text(size) for size in (peak, budget))
-        if used.count(used[-4:]) == 2:  # one unit serves both
-            used = used.replace(used[-4:], "", 1)
-        style = "red" if over else "green" if share is not None and share < 0.9 else "yellow"
-        rows.append(([name, percent_text(share, 0), used], share, style, tier.get("parts") or {}))
-    lines = []
-    for cells, (_, share, style, parts) in zip(_aligned([row[0] for row in rows], "lrr"), rows, strict=True):
-        bar = _bar(share, bars)
-        prefix = Text.assemble(f"{cells[0]}  ", (bar, style), f"  {cells[1]}  {cells[2]}  ")
-        lines += _hanging(prefix, _largest(parts), width)
-    return lines
-
-
-def _largest(parts: dict[str, int]) -> list[str]:
-    """The biggest parts of a tier, and the sum of those that are not named."""
-    found = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
-    named, rest = found[:_PARTS], found[_PARTS:]
-    texts = [f"{name} {bytes_text(size)}" for size, name in named]
-    if rest:
-        texts.append(f"{len(rest)} more {bytes_text(sum(size for size, _ in rest))}")
-    return texts
-
-
-def _blocks(forecast: dict[str, Any], width: int, max_rows: int) -> list[Text]:
-    head = (["block", *_TARGETS, "size"], ["saved for backward"])
-    rows = [head, *_block_rows(forecast["blocks"], forecast["chunks"], max_rows)]
-    lines: list[Text] = []
-    for (_, saved), cells in zip(rows, _aligned([cells for cells, _ in rows], "llllr"), strict=True):
-        style = "" if lines else "bold"
-        lines += _hanging(Text("  ".join(cells) + "  ", style=style), saved, width, style)
-    chunk = f"{forecast['chunks']:,} chunks of {forecast['chunk_tokens']:,} tokens"
-    parts = [chunk, f"keys and values {forecast['kv_window']}"]
-    parts += [f"{what}: {_slots(forecast[key])}" for what, key in _SLOTS.items() if forecast.get(key)]
-    return lines + _packed(parts, "; ", width, style="dim")
-
-
+"""Largest parts of a tier that have a shade of their own."""
+_SIDE_BY_SIDE = 60
+"""Cells from which a tier's bar stands beside its figures."""
+_FULL = 0.95
+"""Of a budget: from here on a tier is shown as nearly full."""
+_STYLES = {"good": "green", "bad": "red", "warn": "yellow", "accent": "cyan", "ema": "cyan", "title": "bold"}
+_STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
+_POOLS = {"layer": "for layers", "edge": "for embedding and head"}
 _SLOTS = {
     "weight slots": "weight_slots",
     "gradient slots": "gradient_slots",
@@ -150,53 +41,362 @@ _SLOTS = {
 }
 
 
-def _slots(value: Any) -> str:
-    if isinstance(value, dict):
-        return " + ".join(f"{count} {pool}" for pool, count in value.items() if count) or "0"
-    return str(value)
+def print_plan(forecast: dict[str, Any], console: Console) -> None:
+    """Print the forecast in at most SCREEN_LINES lines, none wider than the console.
+
+    A console narrower than 60 columns wraps as it likes. Reasons that find no room are left out, and counted.
+    """
+    width = max(60, console.width)
+    page = Page(width, ASCII if console.options.ascii_only else UNICODE)
+    for rows in BLOCK_ROWS:
+        page.rows = []
+        _page(page, forecast, table_rows=rows)
+        if len(page.rows) <= SCREEN_LINES:
+            break
+    _reasons(page, forecast, SCREEN_LINES - len(page.rows))
+    for row in page.rows:
+        line = Text.assemble(*((text, _console_style(token)) for text, token in row))
+        line.rstrip()
+        console.print(line, soft_wrap=True, highlight=False)
 
 
-def _block_rows(blocks: Sequence[dict[str, Any]], chunks: int, max_rows: int) -> list[_Row]:
-    """Runs of blocks that are treated alike, a row each; where these are too many, rows of like placement wherever
-    they lie, then of all layers."""
+def plan_rows(
+    forecast: dict[str, Any], width: int, glyphs: Glyphs, *, status: str = "", advising: bool = False
+) -> list[Row]:
+    """All of the forecast for the terminal application, where keys apply what helps.
 
-    def place(block: dict[str, Any]) -> tuple[str, ...]:
-        return (_stem(block["name"]), *(block[target] for target in _TARGETS))
+    `status` stands at the right of the verdict; `advising`: what would help is still being tried.
+    """
+    page = Page(width, glyphs)
+    _page(page, forecast, keys=True, status=status, advising=advising)
+    _reasons(page, forecast)
+    return page.rows
+
+
+def fixes(forecast: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The changes of a refused recipe that a key can apply, in their order: key 1 is the first."""
+    if forecast is None or forecast["fits"]:
+        return []
+    return [change for change in forecast["refusal"].get("changes") or [] if change["set"]][:9]
+
+
+def verdict(forecast: dict[str, Any], glyphs: Glyphs) -> tuple[str, str]:
+    """Whether it fits: text and token."""
+    return (f"{glyphs.check} fits", "good bold") if forecast["fits"] else (f"{glyphs.cross} does not fit", "bad bold")
+
+
+def machine_name(forecast: dict[str, Any]) -> str:
+    """This machine has no name of its own before it is probed."""
+    name = forecast["machine"]["name"]
+    return "this machine" if name.startswith("generic") else str(name)
+
+
+def _console_style(token: str) -> str:
+    name, *extras = token.split()
+    return " ".join([_STYLES.get(name.partition(".")[0], ""), *extras]).strip()
+
+
+def _page(
+    page: Page,
+    forecast: dict[str, Any],
+    *,
+    keys: bool = False,
+    status: str = "",
+    advising: bool = False,
+    table_rows: int = 0,
+) -> None:
+    """All but the reasons.
+
+    `keys`: it is said where a key applies a change; `table_rows`: most rows of blocks, which are a map where 0.
+    """
+    _head(page, forecast, status)
+    if not forecast["fits"]:
+        _refusal(page, forecast, keys, advising)
+        return
+    _figures(page, forecast)
+    if forecast.get("tiers"):
+        page.head("memory", "of its budget")
+    for name, tier in (forecast.get("tiers") or {}).items():
+        _tier(page, name, tier)
+    _lanes(page, forecast)
+    _help(page, forecast, keys, advising)
+    if forecast.get("blocks"):
+        if table_rows:
+            _block_table(page, forecast, table_rows)
+        else:
+            _block_map(page, forecast)
+        _slots(page, forecast)
+    _end(page, forecast)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _head(page: Page, forecast: dict[str, Any], status: str) -> None:
+    machine, model = forecast["machine"], forecast.get("model")
+    recipe = f": {forecast['recipe']}" if forecast.get("recipe") else ""
+    row: Row = [verdict(forecast, page.glyphs), (" on ", "dim"), (machine_name(forecast), "text bold")]
+    page.ends([*row, (recipe, "text")], [(status, "accent")] if status else [])
+    gpu = machine.get("gpu") or "no GPU: the gpu tier is ordinary memory"
+    page.wrapped(f"{gpu}; the machine's figures: {machine['source']}", "dim")
+    if model:
+        active = model.get("active_params")
+        sparse = f" ({params_text(active)} active a token)" if active and active != model["params"] else ""
+        page.wrapped(
+            f"{model['type']}, {params_text(model['params'])} parameters{sparse}, {model['layers']} layers; "
+            f"{forecast['tokens_per_step']:,} tokens a step, context {forecast['context']:,}",
+            "text",
+        )
+    if forecast.get("note"):
+        page.wrapped(f"{page.glyphs.diamond} {forecast['note']}", "warn")
+
+
+def _figures(page: Page, forecast: dict[str, Any]) -> None:
+    """The figures that matter, above their units."""
+    rate = forecast.get("tokens_per_s")
+    figures = [
+        (seconds_text(forecast.get("step_s")), "a step"),
+        ("n/a" if rate is None else f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}", "tokens/s"),
+        (duration_text((forecast.get("run") or {}).get("seconds")), f"{forecast['steps']:,} steps"),
+        (percent_text(forecast.get("mfu")), "MFU"),
+        (percent_text(forecast.get("hfu")), "HFU"),
+    ]
+    page.line([])
+    least = max(len(text) for figure in figures for text in figure) + 1
+    each = max(2, min(len(figures), page.width // least))
+    for start in range(0, len(figures), each):
+        shown, room = figures[start : start + each], page.width // each
+        page.line([(f"{value:<{room}}", "accent bold") for value, _ in shown])
+        page.line([(f"{unit:<{room}}", "dim") for _, unit in shown])
+
+
+def _tier(page: Page, name: str, tier: dict[str, Any]) -> None:
+    peak, budget = tier.get("peak_bytes"), tier.get("budget_bytes")
+    share = peak / budget if peak is not None and budget else None
+    token = "text" if share is None or share < _FULL else "warn" if share <= 1 else "bad"
+    figures = of_text(peak, budget)
+    label: Row = [(f"{name:<5}", f"tier.{name} bold"), (f"{percent_text(share, 0):>5} ", f"{token} bold")]
+    parts = _largest(tier.get("parts") or {})
+    if page.width >= _SIDE_BY_SIDE:
+        label.append((f" {figures:<20} ", "text"))
+        room = page.width - sum(cell_len(text) for text, _ in label)
+        page.line([*label, *_bar(room, peak, budget, parts, name, page.glyphs)])
+    else:
+        page.line([*label, (f" {figures}", "text")])
+        page.line(_bar(page.width, peak, budget, parts, name, page.glyphs))
+    shades = _shades(page.glyphs)
+    named = [f"{shades[index]} {part} {bytes_text(size)}" for index, (part, size) in enumerate(parts)]
+    page.items(named, "  ", "dim", indent=5)
+
+
+def _shades(glyphs: Glyphs) -> str:
+    """As many as there are parts with a shade of their own, and one for the others."""
+    return "█▓▒░" if glyphs.braille else "#=+-"
+
+
+def _free(glyphs: Glyphs) -> str:
+    return "·" if glyphs.braille else "."
+
+
+def _bar(
+    width: int, peak: float | None, budget: float | None, parts: Sequence[tuple[str, int]], name: str, glyphs: Glyphs
+) -> Row:
+    """The tier's parts in shades, as far as they fill the budget; beyond it, where it does not fit, in red."""
+    if not budget or peak is None:
+        return [(_free(glyphs) * width, "axis")]
+    scale = width / max(budget, peak)
+    row: Row = []
+    ends = list(itertools.accumulate(float(size) for _, size in parts)) or [peak]
+    done = 0
+    for shade, end in zip(_shades(glyphs), ends, strict=False):
+        cells = max(round(end * scale), done + (1 if done == 0 else 0))
+        row.append((shade * (cells - done), f"tier.{name}"))
+        done = cells
+    if peak > budget:
+        inside = min(width - 1, max(1, round(budget * scale)))
+        full, mark = _shades(glyphs)[0], glyphs.vline
+        return [(full * inside, f"tier.{name}"), (mark, "title"), (full * (width - inside - 1), "bad")]
+    return [*row, (_free(glyphs) * (width - done), "axis")]
+
+
+def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
+    """The biggest parts of a tier, and the sum of the others."""
+    found = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
+    named = [(name, size) for size, name in found[:_PARTS]]
+    rest = found[_PARTS:]
+    return [*named, (f"{len(rest)} more", sum(size for size, _ in rest))] if rest else named
+
+
+def _lanes(page: Page, forecast: dict[str, Any]) -> None:
+    """How busy each lane is in a step, for how long, and what it moves where there is room to say it."""
+    bound = forecast["bound_by"]
+    page.head("lanes", f"bound by {bound}", f"lane.{bound}")
+    name = max(map(len, forecast["lanes"]), default=0)
+    for lane, figures in forecast["lanes"].items():
+        share, moved = figures.get("share"), figures.get("bytes")
+        token = "text bold" if lane == bound else "text"
+        tail = f" {percent_text(share, 0):>4} {seconds_text(figures.get('busy_s')):>8}"
+        if page.width >= _SIDE_BY_SIDE:
+            tail += f" {bytes_text(moved) if moved else '-':>9}"
+        room = page.width - name - 1 - len(tail)
+        bar = _busy(share, room, page.glyphs)
+        free = _free(page.glyphs) * (room - len(bar))
+        page.line([(f"{lane:<{name}} ", token), (bar, f"lane.{lane}"), (free, "axis"), (tail, token)])
+
+
+def _busy(share: float | None, width: int, glyphs: Glyphs) -> str:
+    """A bar in eighths of a cell where the terminal has them."""
+    cells = min(1.0, max(0.0, share or 0.0)) * max(0, width)
+    if not glyphs.braille:
+        return "#" * round(cells)
+    eighths = round(cells * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _help(page: Page, forecast: dict[str, Any], keys: bool, advising: bool) -> None:
+    """What one change would bring."""
+    if "best_change" not in forecast:
+        if advising:
+            page.head("helps most")
+            page.line([(f"trying{page.glyphs.ellipsis}", "dim")])
+        return
+    best = forecast["best_change"]
+    page.head("helps most", "b applies it" if keys and best and best["set"] else "", "accent")
+    if best is None:
+        page.wrapped("no single change was found that helps", "dim")
+    else:
+        page.wrapped(best["text"] + _gain(best, forecast, page.glyphs), "good")
+        _settings(page, best["set"], keys)
+    tokens = forecast.get("compute_bound_tokens")
+    page.wrapped(f"compute-bound from {'n/a' if tokens is None else f'{tokens:,}'} tokens a step", "dim")
+
+
+def _gain(best: dict[str, Any], forecast: dict[str, Any], glyphs: Glyphs) -> str:
+    rate, now, step_s = best.get("tokens_per_s"), forecast.get("tokens_per_s"), best.get("step_s")
+    if not rate or not now:
+        return ""
+    return f" {glyphs.arrow} {seconds_text(step_s)} a step, {rate:,.0f} tokens/s ({rate / now - 1:+.0%})"
+
+
+def _settings(page: Page, settings: Sequence[str], keys: bool) -> None:
+    """The fields that a change sets; as ready arguments, values quoted for a shell, where no key applies it."""
+    if keys:
+        for setting in settings:
+            page.line([("  " + setting, "ema")])
+    else:
+        page.items([f"--set {shlex.quote(item)}" for item in settings], " ", "setting", indent=2)
+
+
+def _refusal(page: Page, forecast: dict[str, Any], keys: bool, advising: bool) -> None:
+    refusal = forecast["refusal"]
+    short = refusal.get("short_bytes")
+    page.line([])
+    if refusal.get("tier"):
+        by = "" if short is None else f" by {bytes_text(short)}"
+        page.wrapped(f"the {refusal['tier']} tier is too small{by}", "bad bold")
+    for name, tier in (forecast.get("tiers") or {}).items():
+        if name in TIERS:
+            _tier(page, name, tier)
+    changes = refusal.get("changes") or []
+    page.head("what would fit", "a key applies it" if keys and fixes(forecast) else "", "accent")
+    if advising:
+        page.line([(f"trying changes one by one{page.glyphs.ellipsis}", "dim")])
+    elif not changes:
+        page.wrapped("no single change was found to fit", "dim")
+    for change in changes:
+        if keys and change["set"] and change in fixes(forecast):
+            page.line([(f"{fixes(forecast).index(change) + 1} ", "accent bold"), (change["text"], "text")])
+        else:
+            page.line([("- ", "dim"), (change["text"], "dim" if keys else "text")])
+        _settings(page, change["set"], keys)
+    page.head("why")
+    page.wrapped(refusal["message"], "dim")
+
+
+def _block_map(page: Page, forecast: dict[str, Any]) -> None:
+    """One cell a block, the first at the left: in which tier its weights, state and gradient live."""
+    blocks = forecast["blocks"]
+    marks = "█▒░" if page.glyphs.braille else "grn"  # told apart without colours
+    page.head("blocks", "  ".join(f"{mark} {tier}" for tier, mark in zip(TIERS, marks, strict=True)))
+    for target in TARGETS:
+        cells = min(len(blocks), page.width - 10)
+        row: Row = [(f"{target:<10}", "dim")]
+        places = [str(blocks[index * len(blocks) // cells][target]) for index in range(cells)]
+        for tier, run in itertools.groupby(places):
+            mark = marks[TIERS.index(tier)] if tier in TIERS else "?"
+            row.append((mark * len(list(run)), f"tier.{tier}"))
+        page.line(row)
+    page.wrapped(f"saved for backward: {', '.join(_saved(blocks, forecast['chunks']))}", "dim")
+
+
+def _block_table(page: Page, forecast: dict[str, Any], most: int) -> None:
+    """Where blocks live, how large they are and what is saved of them for backward, in at most `most` rows."""
+    page.head("blocks")
+    rows = [(["block", *TARGETS, "size"], ["saved for backward"])]
+    rows += [_block_row(members, forecast["chunks"], apart) for members, apart in _alike(forecast["blocks"], most)]
+    widths = [max(len(cells[column]) for cells, _ in rows) for column in range(len(TARGETS) + 2)]
+    for index, (cells, saved) in enumerate(rows):
+        *left, size = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        begin = "  ".join([*left, size.strip().rjust(widths[-1])]) + "  "
+        token = "text" if index else "title"
+        text = ", ".join(saved)
+        if len(begin + text) <= page.width:
+            page.line([(begin + text, token)])
+        else:
+            page.line([(begin, token)])
+            page.wrapped(text, token, indent=4)
+
+
+def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[str, Any]], bool]]:
+    """Runs of blocks that are treated alike; where these are more than `most`, blocks of like placement wherever they
+    lie (True), then of all layers."""
+
+    def stem(block: dict[str, Any]) -> tuple[Any, ...]:
+        return (block["name"].rsplit(".", 1)[0],)
+
+    def place(block: dict[str, Any]) -> tuple[Any, ...]:
+        return (*stem(block), *(block[target] for target in TARGETS))
 
     def treatment(block: dict[str, Any]) -> tuple[Any, ...]:
-        saved = block.get("saved") or {}
-        return (*place(block), tuple(saved.items()), block.get("spilled"), block.get("held"))
+        return (*place(block), tuple((block.get("saved") or {}).items()), block.get("spilled"), block.get("held"))
 
     for key in (treatment, place):
         runs = [list(members) for _, members in itertools.groupby(blocks, key=key)]
-        if len(runs) <= max_rows:
-            return [_block_row(members, chunks) for members in runs]
-    for name in (place, lambda block: place(block)[:1]):
-        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        if len(runs) <= most:
+            return [(members, False) for members in runs]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for key in (place, stem):
+        groups = {}
         for block in blocks:
-            groups.setdefault(name(block), []).append(block)
-        if len(groups) <= max_rows:
+            groups.setdefault(key(block), []).append(block)
+        if len(groups) <= most:
             break
-    return [_block_row(members, chunks, scattered=True) for members in groups.values()]
+    return [(members, True) for members in groups.values()]
 
 
-def _block_row(members: list[dict[str, Any]], chunks: int, scattered: bool = False) -> _Row:
+def _block_row(members: list[dict[str, Any]], chunks: int, apart: bool) -> tuple[list[str], list[str]]:
+    """The cells of a row of blocks, and what is saved of them."""
     first, last = members[0]["name"], members[-1]["name"]
     name = first
     if len(members) > 1:
         end = last.rsplit(".", 1)[-1]
-        name = f"{len(members)} of {first}-{end}" if scattered else f"{first} - {end}"
-    tiers = [_joined(block[target] for block in members) for target in _TARGETS]
+        name = f"{len(members)} of {first}-{end}" if apart else f"{first} - {end}"
+    tiers = [_joined(block[target] for block in members) for target in TARGETS]
     return [name, *tiers, bytes_text(sum(block["bytes"] for block in members))], _saved(members, chunks)
 
 
-def _saved(members: list[dict[str, Any]], chunks: int) -> list[str]:
-    """What backward finds of these blocks' chunks: `attention`, or `everything 3, input 5`; where it lies, unless in
-    RAM."""
+def _joined(values: Iterable[str]) -> str:
+    return "/".join(dict.fromkeys(values))
+
+
+def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
+    """What backward finds of these blocks' chunks: `attention`, or `everything 3%, input 97%`; where it lies, unless
+    in RAM."""
+    members = [block for block in members if block.get("saved")]
     total = chunks * len(members)
     counts: dict[str, int] = {}
     for block in members:
-        for level, count in (block.get("saved") or {}).items():
+        for level, count in block["saved"].items():
             counts[level] = counts.get(level, 0) + count
     found = {level: count for level, count in counts.items() if count}
     if not found:
@@ -216,171 +416,52 @@ def _part(count: int, total: int) -> str:
     return "<1%" if percent == 0 else ">99%" if percent == 100 else f"{percent}%"
 
 
-def _lanes(forecast: dict[str, Any], bars: tuple[str, str]) -> list[Text]:
-    rows = [["lane", "busy", "share", "moved"]]
-    for lane, figures in forecast["lanes"].items():
-        moved = bytes_text(figures["bytes"]) if figures.get("bytes") else "-"
-        rows.append([lane, seconds_text(figures["busy_s"]), percent_text(figures["share"], 0), moved])
-    cells = _aligned(rows, "lrrr")
-    lines = [Text("  ".join(cells[0]), style="bold")]
-    for row, (lane, figures) in zip(cells[1:], forecast["lanes"].items(), strict=True):
-        bound = lane == forecast["bound_by"]
-        bar = (_bar(figures["share"], bars), "red" if bound else "cyan")
-        lines.append(Text.assemble("  ".join(row), "  ", bar, "  bound by this lane" if bound else ""))
-    return lines
+def _slots(page: Page, forecast: dict[str, Any]) -> None:
+    """How a micro-batch is cut, and through how many buffers it streams."""
+    items = [
+        f"{forecast['chunks']:,} chunks of {forecast['chunk_tokens']:,} tokens",
+        f"keys and values {forecast['kv_window']}",
+    ]
+    for what, key in _SLOTS.items():
+        if value := forecast.get(key):
+            if isinstance(value, dict):
+                value = " + ".join(f"{count} {_POOLS.get(pool, pool)}" for pool, count in value.items() if count)
+            items.append(f"{what}: {value or 0}")
+    page.items(items, "; ", "dim")
 
 
-def _run(forecast: dict[str, Any], width: int) -> list[Text]:
-    run = forecast["run"]
-    tokens = forecast.get("compute_bound_tokens")
-    bound = "n/a" if tokens is None else f"{tokens:,} tokens a step"
-    whole = f"whole run: {forecast['steps']:,} steps in {duration_text(run['seconds'])}"
+def _end(page: Page, forecast: dict[str, Any]) -> None:
+    """What the whole run writes, and its validations."""
+    run = forecast.get("run") or {}
+    page.head("whole run", f"{forecast['steps']:,} steps in {duration_text(run.get('seconds'))}")
     if run.get("validations"):
-        whole += f", {run['validations']:,} validations of {seconds_text(run['validation_s'])} in it"
-    lines = _packed([whole, f"compute-bound from: {bound}"], "; ", width)
-    for text, alike in itertools.groupby(map(_drive, run["drives"])):
+        page.wrapped(f"{run['validations']:,} validations of {seconds_text(run['validation_s'])} in it", "text")
+    for text, alike in itertools.groupby(map(_drive, run.get("drives") or [])):
         count = len(list(alike))
-        lines += _wrapped(f"{count} drives, each {text.removeprefix('drive: ')}" if count > 1 else text, width)
-    if best := forecast.get("best_change"):
-        lines += _wrapped(f"helps most: {best['text']}{_gain(best, forecast)}", width, style="bold")
-        lines += _settings(best["set"], width)
-    return lines
+        page.wrapped(f"{count} drives, each {text.removeprefix('drive: ')}" if count > 1 else text, "text")
 
 
 def _drive(drive: dict[str, Any]) -> str:
-    written, step = bytes_text(drive["bytes_written"]), bytes_text(drive["bytes_written_per_step"])
     share, endurance = drive.get("endurance_share"), drive.get("endurance_bytes")
-    worn = "n/a" if share is None else percent_text(share, 1 if share >= 0.01 else 3)
+    worn = percent_text(share, 1 if share is None or share >= 0.01 else 3)
     of = "" if endurance is None else f" of {bytes_text(endurance)}"
     name = f"drive {drive['path']}" if drive.get("path") else "drive"
+    written, step = bytes_text(drive["bytes_written"]), bytes_text(drive.get("bytes_written_per_step"))
     return f"{name}: writes {written} ({step} a step), endurance used {worn}{of}"
 
 
-def _gain(best: dict[str, Any], forecast: dict[str, Any]) -> str:
-    if best.get("tokens_per_s") is None or best.get("step_s") is None:
-        return ""
-    gain = best["tokens_per_s"] / forecast["tokens_per_s"] - 1
-    return f": {seconds_text(best['step_s'])} a step, {best['tokens_per_s']:,.0f} tokens/s ({gain:+.0%})"
-
-
-def _refusal(refusal: dict[str, Any], width: int) -> list[Text]:
-    short = refusal.get("short_bytes")
-    by = "" if short is None else f" by {bytes_text(short)}"
-    lines = [Text(f"the {refusal['tier']} tier is too small{by}", style="bold red")]
-    lines += _wrapped(refusal["message"], width)
-    changes = refusal.get("changes") or []
-    lines += [Text(), Text("each of these makes it fit (tried):" if changes else "no single change was found to fit")]
-    for change in changes:
-        lines += [*_wrapped(change["text"], width, "  "), *_settings(change["set"], width)]
-    return lines
-
-
-def _reasons(reasons: dict[str, str], width: int, room: int) -> list[Text]:
-    """The reasons that fit `room` lines under a heading, whole ones only."""
+def _reasons(page: Page, forecast: dict[str, Any], room: int = 10_000) -> None:
+    """The reasons that fit `room` rows under a heading, whole ones only."""
+    reasons = forecast.get("reasons") or {}
     if not reasons or room < 3:
-        return []
-    groups = [_wrapped(f"{choice}: {text}", width, "  ") for choice, text in reasons.items()]
-    lines = [Text(), Text("why", style="bold")]
-    for index, group in enumerate(groups):
-        left = room - len(lines) - len(group)
-        if left < (1 if index + 1 < len(groups) else 0):
-            lines.append(Text(f"  {len(groups) - index} more with --json", style="dim"))
-            break
-        lines += group
-    return lines if len(lines) <= room else []
-
-
-# ---------------------------------------------------------------------- texts
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Seconds with three figures that count, longer times in minutes and more: 0.0123 s, 4.20 s, 95.3 s, 6m12s."""
-    if seconds is None or not math.isfinite(seconds):
-        return "n/a"
-    if seconds >= 600:
-        return duration_text(seconds)
-    if seconds <= 0:
-        return "0 s"
-    digits = max(0, 2 - math.floor(math.log10(seconds)))
-    return f"{seconds:.{min(digits, 5)}f} s"
-
-
-def percent_text(share: float | None, digits: int = 1) -> str:
-    """A share in percent; n/a when unknown."""
-    return "n/a" if share is None else f"{share:.{digits}%}"
-
-
-def params_text(number: float) -> str:
-    """A number of parameters: 812, 1.5 M, 70.6 B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.{0 if number >= 100 * size else 1}f} {unit}"
-    return f"{number:.0f}"
-
-
-def _stem(name: str) -> str:
-    return name.rsplit(".", 1)[0]
-
-
-def _joined(values: Iterable[str]) -> str:
-    return "/".join(dict.fromkeys(values))
-
-
-def _settings(settings: Sequence[str], width: int) -> list[Text]:
-    """Ready arguments; a value with blanks or shell characters is quoted."""
-    return [
-        Text("    " + line, style="cyan")
-        for line in filled([f"--set {shlex.quote(item)}" for item in settings], " ", width - 4)
-    ]
-
-
-def _bar(share: float | None, bars: tuple[str, str]) -> str:
-    filled = 0 if share is None else min(_BAR, max(round(share * _BAR), int(share > 0)))
-    return bars[0] * filled + bars[1] * (_BAR - filled)
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[list[str]]:
-    """Cells padded to their columns' widths; `sides` is l or r for each column."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
-    return [
-        [
-            cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, sides, strict=True)
-        ]
-        for row in rows
-    ]
-
-
-def _wrapped(text: str, width: int, indent: str = "", style: str = "") -> list[Text]:
-    lines = textwrap.wrap(
-        " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
-    )
-    return [Text(line, style=style) for line in lines]
-
-
-def _hanging(prefix: Text, items: Sequence[str], width: int, style: str = "") -> list[Text]:
-    """The items behind `prefix`, wrapped between them in the column where they start; below it where room is short."""
-    room = width - len(prefix)
-    if max(map(len, items), default=0) + 1 > room:
-        prefix.rstrip()
-        return [prefix, *_wrapped(", ".join(items), width, "    ")]
-    *before, last = filled(items, ", ", room - 1) or [""]
-    pieces = [*(piece + "," for piece in before), last]
-    first = prefix + Text(pieces[0], style=style)
-    first.rstrip()
-    return [first, *(Text(" " * len(prefix) + piece) for piece in pieces[1:])]
-
-
-def filled(items: Sequence[str], separator: str, width: int) -> list[str]:
-    """Whole items on as few lines as they need."""
-    lines: list[str] = []
-    for item in items:
-        if lines and len(lines[-1]) + len(separator) + len(item) <= width:
-            lines[-1] += separator + item
-        else:
-            lines.append(item)
-    return lines
-
-
-def _packed(items: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
-    return [Text(line, style=style) for line in filled(items, separator, width)]
+        return
+    page.head("why this plan")
+    room -= 1
+    for index, (choice, text) in enumerate(reasons.items()):
+        entry = Page(page.width, page.glyphs)
+        entry.wrapped(f"{choice.replace('_', ' ')}: {text}", "dim")
+        room -= len(entry.rows)
+        if room < (1 if index + 1 < len(reasons) else 0):
+            page.line([(f"{len(reasons) - index} more with --json", "dim")])
+            return
+        page.rows += entry.rows

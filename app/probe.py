@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from app.progress import bytes_text
 from engine.machine.presets import profile_path
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
+from storage.units import bytes_text
 
 if TYPE_CHECKING:
     from engine.machine.profile import Machine

@@ -1,23 +1,23 @@
-"""What the terminal shows of a run: where the blocks live, progress while it trains, a summary at the end."""
+"""What a run shows on a console: its plan, progress while it trains and a summary at the end, a line each."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO, cast
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from engine.events import LaneTotals, Preparing, Span, StepMetrics
+from engine.events import LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
+from storage.units import bytes_text, duration_text, of_text, seconds_text
 from storage.untrusted import printable
 
 WARMUP_STEPS = 2
@@ -26,68 +26,10 @@ WARMUP_STEPS = 2
 _ETA_WINDOW = 20
 _ITEM_CELLS = 29
 """The names of a checklist's items are about so long: their times stand below one another."""
-_TARGETS = ("weights", "state", "gradient")
-
-
-class _SurvivingStream:
-    """Standard output that goes nowhere once its reader is gone: a closed pipe or terminal never stops a run."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.encoding = stream.encoding
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            self._give_up()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            self._give_up()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def _give_up(self) -> None:
-        # The text that is still buffered must find an open file too, or the interpreter's exit fails on it.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
-
-
-def run_console() -> Console:
-    """The console on which a run shows itself: standard output, for as long as somebody reads it."""
-    return Console(file=cast(TextIO, _SurvivingStream(sys.stdout)))
-
-
-def bytes_text(num_bytes: float) -> str:
-    """A size in binary units: 512 B, 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} TiB"
-
-
-def duration_text(seconds: float | None) -> str:
-    """A duration in its two leading units: 42s, 3m05s, 6h12m, 2d03h; n/a when unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return "n/a"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+_LONG_S = 60.0
+"""What took longer to prepare is worth a line."""
+_QUIET_S = 600.0
+"""A run that is not on a terminal shows a sign of life at least this often."""
 
 
 class StepLanes:
@@ -142,10 +84,10 @@ class _Line(ProgressColumn):
 
 
 class Display:
-    """Shows a run on a console: a progress bar on a terminal, one line per step elsewhere.
+    """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere.
 
-    Before the first step each item of the checklist is a line once it is done; on a terminal the bar says what is being
-    done, and since when.
+    What is left out is in the run's files: the checklist and the engine's details in its log, every step in its
+    metrics.
     """
 
     def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
@@ -155,6 +97,9 @@ class Display:
         self._line = "preparing"
         self._item: tuple[Preparing, float] | None = None
         """The last word on the item that is being prepared, and when it came by perf_counter."""
+        self._validation = ""
+        self._told: tuple[int, float] | None = None
+        """Which third of the run the last line of a step was in, and when it was printed."""
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -172,9 +117,9 @@ class Display:
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def prepare(self, item: Preparing) -> None:
-        """Show an item of the checklist."""
+        """Show an item of the checklist on the bar; as a line only if it took long."""
         self._item = None if item.state == "done" else (item, time.perf_counter())
-        if item.state == "done":
+        if item.state == "done" and item.seconds >= _LONG_S:
             self.message(item_line(item))
 
     def _text(self) -> str:
@@ -187,23 +132,26 @@ class Display:
         parts += [] if item.detail is None else [item.detail]
         return printable("  ".join(parts))
 
-    def plan(self, plan: dict[str, Any]) -> None:
-        """Print where the blocks live and what that costs the drives."""
-        self._console.print(plan_table(plan))
-        self.message(traffic_line(plan))
-        for line in activation_lines(plan):
-            self.message(line)
+    def validation(self, metrics: ValidationMetrics) -> None:
+        """The lines of later steps show it."""
+        self._validation = f"  validation {metrics.loss:.4f}"
 
     def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None) -> None:
-        """Show a finished step and the lane that was busiest in it."""
+        """Show a finished step and the lane that was busiest in it; of the last one the summary tells."""
         eta = duration_text(self._eta.update(metrics))
         lane = f"{busiest[0]} {busiest[1]:.0%}" if busiest else "n/a"
-        line = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tok/s  ETA {eta}  busiest {lane}"
-        if self._progress is None:
-            self.message(f"step {metrics.step}/{self._total_steps}  {line}")
-        else:
+        line = (
+            f"loss {metrics.loss:.4f}{self._validation}  {metrics.tokens_per_s:,.0f} tok/s  ETA {eta}  busiest {lane}"
+        )
+        if self._progress is not None:
             self._line = line
             self._progress.update(self._task, completed=metrics.step)
+            return
+        third, now = 3 * metrics.step // self._total_steps, time.perf_counter()
+        due = self._told is None or third > self._told[0] or now - self._told[1] >= _QUIET_S
+        if due and metrics.step < self._total_steps:
+            self._told = (third, now)
+            self.message(f"step {metrics.step:,} of {self._total_steps:,}  {line}")
 
     def abandon(self) -> None:
         """Give the terminal its cursor back without waiting for anything: the process is about to end."""
@@ -222,96 +170,46 @@ def item_line(item: Preparing) -> str:
     return f"  {item.name:<{_ITEM_CELLS}} {item.seconds:6.1f} s"
 
 
-def plan_table(plan: dict[str, Any]) -> Table:
-    """Which block lives where; runs of layers that live alike share a row."""
-    table = Table(title="Where the blocks live", title_justify="left", header_style="bold")
-    for name in ("block", *_TARGETS, "size"):
-        table.add_column(name, justify="right" if name == "size" else "left")
-    groups = itertools.groupby(plan["blocks"], key=lambda block: (_stem(block["name"]), *(block[k] for k in _TARGETS)))
-    for (_, *tiers), members in groups:
-        blocks = list(members)
-        first, last = blocks[0]["name"], blocks[-1]["name"]
-        name = first if len(blocks) == 1 else f"{first} - {last.rsplit('.', 1)[-1]}"
-        table.add_row(name, *map(str, tiers), bytes_text(sum(block["bytes"] for block in blocks)))
-    return table
+def plan_line(plan: dict[str, Any]) -> str:
+    """Where a run's parts live, what a step moves, and what backward recomputes, as planned."""
+    parts = []
+    for name, target in (("weights", "weights"), ("state", "state"), ("gradients", "gradient")):
+        used = {block[target] for block in plan["blocks"]}
+        parts.append(f"{name} in {' and '.join(tier for tier in ('gpu', 'ram', 'nvme') if tier in used)}")
+    moved, spilled, chunks = plan["bytes_per_step"], plan["spilled_activations"], plan["layer_chunks"]
+    read, written = bytes_text(moved["nvme_read"]), bytes_text(moved["nvme_write"])
+    traffic = f"each step reads {read} from NVMe and writes {written}"
+    traffic += f", {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else ""
+    recompute = chunks - plan["kept_activations"]["chunks"]
+    recomputed = f"{recompute:,} of {chunks:,} layer chunks recompute the layer in backward"
+    return f"plan: {', '.join(parts)}; {traffic}; {recomputed}"
 
 
-def traffic_line(plan: dict[str, Any]) -> str:
-    """What a step reads from NVMe and writes to it, as planned."""
-    moved, spilled = plan["bytes_per_step"], plan["spilled_activations"]
-    if not moved["nvme_read"] + moved["nvme_write"]:
-        return "nothing passes through NVMe but committed generations"
-    line = f"each step reads {bytes_text(moved['nvme_read'])} from NVMe and writes {bytes_text(moved['nvme_write'])}"
-    return f"{line}, {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else line
-
-
-def activation_lines(plan: dict[str, Any]) -> list[str]:
-    """What backward finds saved where that is not attention output everywhere; whether keys and values are streamed."""
-    lines = []
-    kept, again, held = plan["kept_activations"], plan["recomputed_blocks"], plan["held_activations"]
-    if held["chunks"]:
-        lines.append(f"{bytes_text(held['bytes'])} of saved activations stay on the GPU, as RAM has no room for them")
-    if kept["chunks"]:
-        share = f"{kept['chunks']:,} of {plan['layer_chunks']:,} layer chunks"
-        lines.append(f"backward computes nothing again in {share}: {bytes_text(kept['bytes'])} of GPU memory keep them")
-    if again:
-        names = again[0] if len(again) == 1 else f"{again[0]} to {again[-1]}"
-        lines.append(f"backward computes attention again in {names}: they save their input only")
-    if plan["kv_window"] == "streamed":
-        lines.append("keys and values pass through the GPU chunk by chunk")
-    return lines
-
-
-def _stem(name: str) -> str:
-    return name.rsplit(".", 1)[0]
-
-
-def print_summary(console: Console, summary: dict[str, Any], last_losses: Sequence[float], wall_s: float) -> None:
-    """Print summary.json's figures; `wall_s` is the time over which the lanes' busy seconds were counted."""
-    head = Table(title="Summary", title_justify="left", show_header=False)
-    head.add_column(style="bold")
-    head.add_column()
-    head.add_row("steps, trained tokens", f"{summary['steps']:,}, {summary['tokens']:,}")
-    head.add_row("loss, first and last", f"{_number(summary['first_loss'])} -> {_number(summary['last_loss'])} nats")
+def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s: float) -> list[str]:
+    """summary.json in two lines; `wall_s` is the time over which the lanes' busy seconds were counted."""
+    losses = f"loss {_number(summary['first_loss'])} -> {_number(summary['last_loss'])}"
     if len(last_losses) > 1:
-        head.add_row(f"loss, mean of last {len(last_losses)}", f"{statistics.fmean(last_losses):.4f} nats")
+        losses += f" (mean of the last {len(last_losses)}: {statistics.fmean(last_losses):.4f})"
     if (measured := summary.get("validation_loss")) is not None:
-        best = f"best {_number(measured['best'])} after step {measured['best_step']:,}"
-        head.add_row("validation loss", f"{_number(measured['last'])} nats, {best}")
+        losses += f", validation loss {_number(measured['last'])}"
+        losses += f" (best {_number(measured['best'])} after step {measured['best_step']:,})"
     speed, step_s = summary["tokens_per_s"], summary["step_s_median"]
-    head.add_row("speed", f"{_number(speed, ',.0f')} tokens/s, median step {_number(step_s, '.2f')} s")
-    head.add_row("model FLOPs", f"{_number(summary['model_tflops_per_s'], '.3g')} TFLOP/s, recomputing not counted")
-    console.print(head)
-
-    lanes = Table(header_style="bold")
-    for name in ("lane", "moved", "busy", "busy share"):
-        lanes.add_column(name, justify="left" if name == "lane" else "right")
-    for lane, figures in summary["lanes"].items():
-        share = f"{figures['busy_s'] / wall_s:.0%}" if wall_s > 0 else "n/a"
-        moved = bytes_text(figures["bytes"]) if figures["bytes"] else "-"
-        lanes.add_row(lane, moved, f"{figures['busy_s']:.1f} s", share)
-    console.print(lanes)
-
-    tiers = Table(header_style="bold")
-    for name in ("tier", "peak", "budget", "used"):
-        tiers.add_column(name, justify="left" if name == "tier" else "right")
-    for tier, figures in summary["tiers"].items():
-        peak, budget = figures["peak_bytes"], figures["budget_bytes"]
-        tiers.add_row(tier, bytes_text(peak), bytes_text(budget), f"{peak / budget:.0%}" if budget else "n/a")
-    console.print(tiers)
-
+    parts = [f"{_number(speed, ',.0f')} tokens/s, median step {seconds_text(step_s)}"]
+    parts.append(f"{_number(summary['model_tflops_per_s'], '.3g')} TFLOP/s of the model")
+    if wall_s > 0 and summary["lanes"]:
+        lane, figures = max(summary["lanes"].items(), key=lambda lane: lane[1]["busy_s"])
+        parts.append(f"{lane} busy {figures['busy_s'] / wall_s:.0%}")
+    tiers = summary["tiers"].items()
+    parts.append("at most " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers))
     for drive in summary["drives"]:
-        console.print(printable(_drive_line(drive)), markup=False, highlight=False, emoji=False, soft_wrap=True)
+        used = "" if drive["percentage_used"] is None else f", endurance used {drive['percentage_used']:.0f}%"
+        parts.append(f"{bytes_text(drive['bytes_written'])} written to {short_path(drive['path'])}{used}")
+    return [f"trained to step {summary['steps']:,}, {summary['tokens']:,} tokens: {losses}", "; ".join(parts)]
 
 
-def _drive_line(drive: dict[str, Any]) -> str:
-    """What a run moved to and from one drive, and how worn the drive is."""
-    path = min(drive["path"], os.path.relpath(drive["path"]), key=len)
-    per_step, used = drive["bytes_written_per_step"], drive["percentage_used"]
-    step = "" if per_step is None else f" ({bytes_text(per_step)} a step)"
-    worn = "n/a" if used is None else f"{used:.0f}%"
-    moved = f"read {bytes_text(drive['bytes_read'])}, written {bytes_text(drive['bytes_written'])}{step}"
-    return f"drive {path}: {moved}, endurance used {worn}"
+def short_path(path: str | Path) -> str:
+    """The path, or from the current folder where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

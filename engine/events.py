@@ -152,8 +152,8 @@ class Observer(Protocol):
     def on_validation(self, metrics: ValidationMetrics) -> None:
         """The validation loss has been measured: after `on_step` of its step, or first of all on a resumed run."""
 
-    def on_message(self, text: str) -> None:
-        """A line worth showing to the user."""
+    def on_message(self, text: str, *, detail: bool = False) -> None:
+        """A line worth showing to the user; `detail`: worth keeping, for whoever looks closer."""
 
     def checkpoint_requests(self) -> list[str]:
         """Names of checkpoints asked for since the last call; each is made of the step that just ended."""

@@ -76,7 +76,8 @@ def open_session(
     if validation is not None:
         observer.on_message(
             f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "
-            f"{validation.num_documents:,} documents held out"
+            f"{validation.num_documents:,} documents held out",
+            detail=True,
         )
     drives, placement = drive_folders(run_dir, recipe.storage), place_threads(device)
     root = state_folder(run_dir)
@@ -84,7 +85,8 @@ def open_session(
     machine = this_machine(device)
     if machine.source.startswith("assumed"):
         observer.on_message(
-            "no profile of this machine: drives and links are planned at assumed rates (penstock probe)"
+            "no profile of this machine: drives and links are planned at assumed rates (penstock probe)",
+            detail=True,
         )
     batch = typical_batch(loader)
     documents = [m.documents for m in batch]
@@ -219,7 +221,7 @@ def _tell_plan(
     """Kernels, and the forecast of the plan that was found."""
     kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
     for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
-        observer.on_message(line)
+        observer.on_message(line, detail=True)
     simulation = predict(found.plan, machine, calibration, [m.documents for m in batch])
     predicted = forecast(task, machine, found, calibration, batch, simulation)
     measured = None if calibration is None else calibration.to_json()
@@ -281,7 +283,7 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
     if device.type == "cpu":
         broken = torch.version.cuda is not None and not torch.cuda.is_available()  # for a GPU, and none is found
         reason = f" ({why_no_cuda()})" if broken else ""
-        observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory")
+        observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory", detail=not broken)
     observer.on_message(
         f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
     )
@@ -294,7 +296,9 @@ def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> Non
     result = check_model(spec.config, pieces=plan.streamed)
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
-    observer.on_message(f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})")
+    observer.on_message(
+        f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})", detail=True
+    )
 
 
 def _require_same_state(store: NvmeStore, plan: Plan) -> None:

@@ -135,7 +135,8 @@ def train(
         if result.gpu_memory is not None:
             observer.on_message(
                 "GPU memory: {allocated_bytes:,} bytes in tensors at most, {reserved_bytes:,} held for them; "
-                "{fragmentation_bytes:,} lost to fragmentation".format(**result.gpu_memory)
+                "{fragmentation_bytes:,} lost to fragmentation".format(**result.gpu_memory),
+                detail=True,
             )
         result.tiers = _tiers(session)
         result.drives = _drives(session, result.steps_done)

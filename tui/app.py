@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import locale
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,12 +17,16 @@ from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
+from app.rows import ASCII, UNICODE, Glyphs
 from storage.untrusted import printable
 from tui.actions import Action, actions, bindings
-from tui.glyphs import ASCII, UNICODE, AsciiFilter, Glyphs, PrintableFilter
+from tui.filters import AsciiFilter, PrintableFilter
+from tui.host import Host
 from tui.paths import written_path
 from tui.screens.base import PenstockScreen
 from tui.theme import THEMES
+
+BAD_INPUT = 2
 
 
 def terminal_glyphs() -> Glyphs:
@@ -203,3 +208,16 @@ class PenstockApp(App[None]):
         names = [theme.name for theme in THEMES]
         index = names.index(self.theme) if self.theme in names else -1
         self.theme = names[(index + 1) % len(names)]
+
+
+_host: type[Host] = PenstockApp  # the type checker's: what screens and widgets ask for is there
+
+
+def open_app(root: Path, run: Path | None = None) -> int:
+    """Run the application in this terminal until it is closed; the exit code."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        print("error: the terminal application needs a terminal; `penstock --help` lists the commands", file=sys.stderr)
+        return BAD_INPUT
+    app = PenstockApp(root, run)
+    app.run()
+    return app.return_code or 0

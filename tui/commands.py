@@ -9,12 +9,13 @@ import typer
 
 from app.cli import RunArgument, bench_cli, cli
 from app.rundir import find_run
-from tui.main import open_app
 
 
 @cli.command(epilog="Example: penstock watch quickstart-20260101-120000")
 def watch(run: RunArgument) -> None:
     """Open the terminal application on a run; leaving it changes nothing in the run."""
+    from tui.app import open_app
+
     raise typer.Exit(open_app(Path.cwd(), find_run(run)))
 
 

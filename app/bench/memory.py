@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.bench.cases import Shape
-from app.progress import bytes_text
 from engine.plan.problem import KV_SLOTS
 from storage.errors import BudgetError, UserError
+from storage.units import bytes_text
 
 if TYPE_CHECKING:
     from engine.plan.plan import Plan

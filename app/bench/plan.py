@@ -27,12 +27,11 @@ from typing import Any
 
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.bench.process import run_limited
-from app.plan_view import seconds_text
-from app.progress import bytes_text
 from app.run_files import JsonLines
 from app.rundir import RunDir
 from engine.machine.limits import machine_memory
 from storage.errors import UserError
+from storage.units import bytes_text, seconds_text
 from storage.untrusted import real_path
 
 PEAK_TOLERANCE = 0.05

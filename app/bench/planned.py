@@ -21,11 +21,10 @@ from typing import Any
 
 from app.bench.heatmap import draw, require_matplotlib
 from app.bench.published import PUBLISHED, Published
-from app.plan_view import seconds_text
-from app.progress import bytes_text
 from app.recipe import load_recipe
 from engine.config import BudgetConfig, DataConfig, Recipe
 from storage.errors import BudgetError, UserError
+from storage.units import bytes_text, seconds_text
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GRID_MODELS = {

@@ -194,7 +194,7 @@ class _StepClock:
     def on_validation(self, metrics: ValidationMetrics) -> None:
         pass
 
-    def on_message(self, text: str) -> None:
+    def on_message(self, text: str, *, detail: bool = False) -> None:
         print(text, file=sys.stderr)
 
     def checkpoint_requests(self) -> list[str]:

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
-from app.progress import bytes_text
 from storage.arena import HostArena
 from storage.chunk import ChunkFormat
 from storage.disk import require_writable
@@ -40,6 +39,7 @@ from storage.layout import ALIGN_NUMEL
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
 from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
+from storage.units import bytes_text
 from storage.untrusted import real_path
 
 SIZE_BYTES = 2 << 30

@@ -19,9 +19,9 @@ from typing import Any
 from app.bench.cases import GROUPS, SUITES, Case, Rates, case_to_json, cases_of
 from app.bench.process import environment, run_limited
 from app.lanes import LANES
-from app.progress import bytes_text
 from engine.machine.peaks import peak_flops
 from storage.errors import UserError
+from storage.units import bytes_text, percent_text
 from storage.untrusted import real_path
 
 _PROBE = """
@@ -161,10 +161,6 @@ def _progress(row: dict[str, Any]) -> str:
     return f"{row['case']}: {row['tokens_per_s']:,.0f} tokens/s, {row['process_s']:.0f} s for the case"
 
 
-def _percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{share:.1%}"
-
-
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
     machine = report["machine"]
@@ -181,8 +177,8 @@ def table(report: dict[str, Any]) -> str:
     for row in done:
         lines.append(
             f"{row['case']:<15}{row['model']:<24}{row['row_tokens']:>9,}{row['tokens_per_s']:>10,.0f}"
-            f"{row['step_s']:>9.2f}{_percent(row['mfu']):>8}{_percent(row['hfu']):>8}{row['ratio']:>7.2f}"
-            f"{_percent(row['exposed_io']):>7}{_percent(row['compute_idle']):>7}{_percent(row['kernel_idle']):>7}"
+            f"{row['step_s']:>9.2f}{percent_text(row['mfu']):>8}{percent_text(row['hfu']):>8}{row['ratio']:>7.2f}"
+            f"{percent_text(row['exposed_io']):>7}{percent_text(row['compute_idle']):>7}{percent_text(row['kernel_idle']):>7}"
             f"  {row['label']}"
         )
     for row in done:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.progress import bytes_text
+from storage.units import bytes_text
 
 Cases = Mapping[str, Mapping[str, Any]]
 

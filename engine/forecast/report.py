@@ -196,13 +196,13 @@ def _state_files(part_numel: int, kinds: int) -> int:
 _WORDS: dict[str, dict[Any, str]] = {
     "streamed": {True: "a window that streams", False: "the whole window on the GPU"},
     "gpu_first": {
-        "graphs": "graphs kept first",
+        "graphs": "saved graphs first",
         "blocks": "resident blocks first",
         "half": "half for resident blocks",
-        "graphs only": "graphs kept and no block resident",
-        "records": "records held first",
+        "graphs only": "saved graphs and no block resident",
+        "records": "saved activations on the GPU first",
     },
-    "recompute": {"none": "attention saved", "half": "half of it again in backward", "all": "attention again"},
+    "recompute": {"none": "attention saved", "half": "half of attention recomputed", "all": "attention recomputed"},
     "ram_first": {"activations": "no activation on NVMe", "weights": "weights first", "state": "state first"},
     "stages": {4: "four parts in flight", 2: "two parts in flight"},
     "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},

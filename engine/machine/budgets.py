@@ -20,7 +20,6 @@ from engine.machine.limits import (
     total_memory,
 )
 from engine.machine.profile import Machine
-from engine.machine.reservations import _gb
 from storage.errors import UserError
 from storage.units import bytes_text
 from storage.untrusted import printable
@@ -183,7 +182,9 @@ def free_budgets(
     ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
     ram_free = left - ram_reserve
     planned = f", of which {words(others)}" if left < memory.free_bytes else ""
-    ram_why = f"{bytes_text(memory.free_bytes)} free ({memory.where}){planned}, less {bytes_text(ram_reserve)} for the system"
+    ram_why = (
+        f"{bytes_text(memory.free_bytes)} free ({memory.where}){planned}, less {bytes_text(ram_reserve)} for the system"
+    )
     if device.type != "cuda":
         tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
         shared = f"{ram_why}; without a GPU both tiers share it"
@@ -198,8 +199,8 @@ def free_budgets(
     gpu_free = left - gpu_reserve
     planned = f"of which {words(others, gpu)}, " if left < free else ""
     gpu_why = (
-        f"{bytes_text(free)} free, {planned}{bytes_text(total - free)} of {bytes_text(total)} taken by other processes and by CUDA, "
-        f"less {bytes_text(gpu_reserve)} for what CUDA loads later"
+        f"{bytes_text(free)} free, {planned}{bytes_text(total - free)} of {bytes_text(total)} taken by other processes "
+        f"and by CUDA, less {bytes_text(gpu_reserve)} for what CUDA loads later"
     )
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)

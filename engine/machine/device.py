@@ -11,6 +11,7 @@ import torch
 
 from engine.config import TrainConfig
 from storage.errors import UserError
+from storage.units import bytes_text
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
@@ -143,7 +144,8 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
     settings.call(lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, min(limit, 1.0))
     torch.cuda.reset_peak_memory_stats(device)
     settings.message = (
-        f"GPU memory: {_gib(budget_bytes)} of {_gib(total)} are this run's budget; {_gib(others)} are taken by other "
+        f"GPU memory: {bytes_text(budget_bytes)} of {bytes_text(total)} are this run's budget; "
+        f"{bytes_text(others)} are taken by other "
         "processes and by CUDA itself"
     )
 
@@ -152,10 +154,6 @@ def _allocator_setting(text: str) -> None:
     """Change the caching allocator's settings of a running process."""
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch >= 2.10
     (setter or torch.cuda.memory._set_allocator_settings)(text)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def _be_deterministic(settings: DeviceSettings) -> None:

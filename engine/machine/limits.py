@@ -258,7 +258,3 @@ def _table(path: Path) -> dict[str, int]:
 def _pairs(lines: Iterable[str]) -> dict[str, int]:
     rows = (line.split() for line in lines)
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

@@ -30,9 +30,6 @@ PLAN = {
     "bytes_per_step": {"nvme_read": 4096, "nvme_write": 8192},
     "spilled_activations": {"chunks": 0, "bytes": 0},
     "kept_activations": {"chunks": 0, "bytes": 0},
-    "held_activations": {"chunks": 0, "bytes": 0},
-    "recomputed_blocks": [],
-    "kv_window": "whole",
     "layer_chunks": 6,
 }
 

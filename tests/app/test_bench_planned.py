@@ -140,7 +140,7 @@ def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "**Planned, not measured.**" in text
     assert "| mine | 4,096, 24,576 | **rtx3090-64** | does not fit: gpu short by 11.0 GiB |" in text
     assert "## mine\n\nContext 4,096, 24,576 tokens a step. Its own machine first.\n" in text
-    assert "| gh200-480 | 11m11s | 977 | nvme_read | 30.1% | 72.0 GiB | 400.0 GiB | 3.12 TiB | 1.51 TiB |" in text
+    assert "| gh200-480 | 11m11s | 977 | nvme_read | 30.1% | 72.0 GiB | 400 GiB | 3.12 TiB | 1.51 TiB |" in text
     assert "Does not fit: rtx3090-64 (gpu short by 11.0 GiB); " in text
     assert (
         "| 7b_512k: 1 x 524,288 | gh200-480 | 7.63 | nvme_read | 602 | MegaTrain | GH200 of 96 GB, 480 GB | "

@@ -102,8 +102,7 @@ def test_a_whole_run(cli: Cli) -> None:
     assert [text.split("  ")[1] for text in items] == ["loading PyTorch", "tokenizing the data"]
     ready = [text for text in told if "the first step ended" in text]
     assert len(ready) == 1
-    for text in (*items, *ready):
-        assert f"{text}\n" in done.stdout
+    assert not any(text in done.stdout for text in (*items, *ready))
     assert json.loads((run / "plan.json").read_text())["recipe"] == "tiny"
     assert steps(run) == [1, 2, 3]
     summary = json.loads((run / "summary.json").read_text())
@@ -125,7 +124,13 @@ def test_a_whole_run(cli: Cli) -> None:
     found = status(run)
     assert set(found) == {"state", "pid", "host", "started", "step", "total_steps", "clock_s", "heartbeat", "preparing"}
     assert (found["state"], found["step"], found["total_steps"]) == ("finished", 3, 3)
-    for part in ("layers.0 - 1", "step 3/3", "busiest compute", "Summary", "8.0000 -> 2.6667"):
+    for part in (
+        "weights in gpu and ram and nvme",
+        "step 2 of 3",
+        "busiest compute",
+        "trained to step 3, ",
+        "8.0000 -> 2.6667",
+    ):
         assert part in done.stdout
 
 

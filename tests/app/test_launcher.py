@@ -81,7 +81,7 @@ def test_a_run_is_started_paused_resumed_and_stopped(tmp_path: Path) -> None:
     assert not (run / "control.json").exists(), "what was asked of the process before is done with"
     log = (run / "output.log").read_text()
     assert "stopped after step" in log
-    assert f"step {step + 1}/100000" in log
+    assert f"step {step + 1} of 100,000" in log
 
 
 def test_a_run_outlives_its_starter_and_the_terminal(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_preset_is_there_after_this_machine() -> None:
     infos = machine_infos()
     assert [info.name for info in infos] == ["", *PRESETS]
-    assert infos[1].text == "GH200 480GB 94.1 GiB, 480.0 GiB RAM, 2 drives 25.15 TiB"
+    assert infos[1].text == "GH200 480GB 94.1 GiB, 480 GiB RAM, 2 drives 25.1 TiB"
     assert all("data sheets" in info.source for info in infos[1:])
 
 

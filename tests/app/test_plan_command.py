@@ -102,7 +102,7 @@ def test_the_screen_and_the_trace(small: Path, tmp_path: Path, capsys: pytest.Ca
     trace = tmp_path / "trace.json"
     assert main(["plan", str(small), "--trace", str(trace)]) == 0
     screen = capsys.readouterr().out
-    assert "small on generic: fits" in screen
+    assert "fits on this machine: small" in screen
     assert len(screen.splitlines()) <= 46
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {"compute", "optimizer"} <= {event["cat"] for event in events}

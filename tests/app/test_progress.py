@@ -1,3 +1,5 @@
+"""A run on a console: a few lines for a newcomer, a bar on a terminal, every figure right or n/a."""
+
 from __future__ import annotations
 
 import io
@@ -9,19 +11,8 @@ import pytest
 from rich.console import Console
 
 import app.progress
-from app.progress import (
-    WARMUP_STEPS,
-    Display,
-    Eta,
-    StepLanes,
-    activation_lines,
-    bytes_text,
-    duration_text,
-    plan_table,
-    print_summary,
-    traffic_line,
-)
-from engine.events import Preparing, Span, StepMetrics
+from app.progress import WARMUP_STEPS, Display, Eta, StepLanes, plan_line, summary_lines
+from engine.events import Preparing, Span, StepMetrics, ValidationMetrics
 
 
 def span(lane: str, start_s: float, end_s: float) -> Span:
@@ -35,31 +26,6 @@ def metrics(step: int, step_s: float) -> StepMetrics:
 def screen(terminal: bool = False) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
     return Console(file=out, width=100, force_terminal=terminal, color_system=None), out
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2.00 TiB")],
-)
-def test_bytes_text(num_bytes: int, text: str) -> None:
-    assert bytes_text(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "n/a"),
-        (float("nan"), "n/a"),
-        (0, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m00s"),
-        (185, "3m05s"),
-        (22_320, "6h12m"),
-        (183_600, "2d03h"),
-    ],
-)
-def test_duration_text(seconds: float | None, text: str) -> None:
-    assert duration_text(seconds) == text
 
 
 def busiest(*spans: Span) -> tuple[str, float] | None:
@@ -93,13 +59,9 @@ PLAN: dict[str, Any] = {
         {"name": "layers.2", "weights": "ram", "state": "nvme", "gradient": "ram", "bytes": 2**20},
         {"name": "head", "weights": "ram", "state": "nvme", "gradient": "ram", "bytes": 2**20},
     ],
-    "tiers": {},
     "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30},
-    "spilled_activations": {"chunks": 2, "bytes": 2**20},
-    "kept_activations": {"chunks": 0, "bytes": 0},
-    "held_activations": {"chunks": 0, "bytes": 0},
-    "recomputed_blocks": [],
-    "kv_window": "whole",
+    "spilled_activations": {"chunks": 0, "bytes": 0},
+    "kept_activations": {"chunks": 2, "bytes": 2**20},
     "layer_chunks": 6,
 }
 
@@ -113,76 +75,47 @@ ITEMS = [
 ]
 
 
-def test_what_a_step_costs_the_drives_is_said_before_it_runs() -> None:
-    line = "each step reads 3.0 GiB from NVMe and writes 1.0 GiB"
-    assert traffic_line(PLAN) == line + ", 1.0 MiB of it activations"
-    nothing = {"spilled_activations": {"chunks": 0, "bytes": 0}}
-    assert traffic_line(PLAN | nothing) == line
-    idle = {"bytes_per_step": {"nvme_read": 0, "nvme_write": 0}}
-    assert "nothing passes through NVMe" in traffic_line(PLAN | nothing | idle)
+def test_the_plan_in_a_line() -> None:
+    places = "plan: weights in gpu and ram, state in gpu and ram and nvme, gradients in gpu and ram; "
+    traffic = "each step reads 3.0 GiB from NVMe and writes 1.0 GiB"
+    assert plan_line(PLAN) == f"{places}{traffic}; 4 of 6 layer chunks recompute the layer in backward"
+    spilled = {"spilled_activations": {"chunks": 2, "bytes": 2**20}}
+    assert f"{traffic}, 1.0 MiB of it activations; " in plan_line(PLAN | spilled)
 
 
-def test_what_backward_finds_saved_is_said() -> None:
-    assert activation_lines(PLAN) == []
-    some = {"kept_activations": {"chunks": 4, "bytes": 3 * 2**20}, "recomputed_blocks": ["layers.0", "layers.1"]}
-    held = {"held_activations": {"chunks": 1, "bytes": 2**20}}
-    assert activation_lines(PLAN | some | held | {"kv_window": "streamed"}) == [
-        "1.0 MiB of saved activations stay on the GPU, as RAM has no room for them",
-        "backward computes nothing again in 4 of 6 layer chunks: 3.0 MiB of GPU memory keep them",
-        "backward computes attention again in layers.0 to layers.1: they save their input only",
-        "keys and values pass through the GPU chunk by chunk",
-    ]
-
-
-def test_plan_table_joins_layers_that_live_alike() -> None:
+def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(app.progress, "time", SimpleNamespace(perf_counter=lambda: now))
     console, out = screen()
-    console.print(plan_table(PLAN))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
-    assert rows == [
-        ["embed", "ram", "ram", "ram", "1.0 MiB"],
-        ["layers.0 - 1", "gpu", "gpu", "gpu", "2.0 MiB"],
-        ["layers.2", "ram", "nvme", "ram", "1.0 MiB"],
-        ["head", "ram", "nvme", "ram", "1.0 MiB"],
-    ]
-
-
-def test_plain_lines_without_a_terminal() -> None:
-    console, out = screen()
-    display = Display(console, total_steps=5)
-    display.plan(PLAN)
+    display = Display(console, total_steps=90)
     display.message("[a] message with [brackets]")
-    display.step(metrics(1, 1.0), ("compute", 1.0))
-    display.step(metrics(2, 1.0), None)
+    for item in ITEMS:
+        display.prepare(item)
+    for step in range(1, 91):
+        now += 550.0 if step == 4 else 10.0
+        display.step(metrics(step, 1.0), ("compute", 1.0) if step == 1 else None)
+        if step == 40:
+            display.validation(ValidationMetrics(step=40, loss=2.25, tokens=10, seconds=1.0, time=0.0))
     display.close()
-    assert out.getvalue().splitlines()[-3:] == [
+    assert out.getvalue().splitlines() == [
         "[a] message with [brackets]",
-        "step 1/5  loss 2.5000  1,234 tok/s  ETA n/a  busiest compute 100%",
-        "step 2/5  loss 2.5000  1,234 tok/s  ETA n/a  busiest n/a",
+        "  pinning 350 GB                 130.5 s",
+        "step 1 of 90  loss 2.5000  1,234 tok/s  ETA n/a  busiest compute 100%",
+        "step 7 of 90  loss 2.5000  1,234 tok/s  ETA 1m23s  busiest n/a",  # after 600 s of silence
+        "step 30 of 90  loss 2.5000  1,234 tok/s  ETA 1m00s  busiest n/a",
+        "step 60 of 90  loss 2.5000  validation 2.2500  1,234 tok/s  ETA 30s  busiest n/a",
     ]
 
 
 def test_progress_bar_on_a_terminal() -> None:
     console, out = screen(terminal=True)
     display = Display(console, total_steps=5, step=2)
-    display.plan(PLAN)
     display.step(metrics(3, 1.0), ("compute", 1.0))
     display.message("a message")
     display.close()
     assert "step 3/5" in out.getvalue()
     assert "busiest compute 100%" in out.getvalue()
     assert "a message" in out.getvalue()
-
-
-def test_each_item_of_the_checklist_is_a_line_once_it_is_done() -> None:
-    console, out = screen()
-    display = Display(console, total_steps=5)
-    for item in ITEMS:
-        display.prepare(item)
-    display.close()
-    assert out.getvalue().splitlines() == [
-        "  tokenizing the data              2.0 s",
-        "  pinning 350 GB                 130.5 s",
-    ]
 
 
 def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,50 +142,30 @@ def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.Monkey
 
 
 def test_summary_shows_every_figure() -> None:
+    drive = {"path": "/mnt/a/run", "bytes_read": 7 * 2**30, "bytes_written": 9 * 2**30, "percentage_used": 3}
     summary = {
         "steps": 1500,
         "tokens": 1_000_000,
         "first_loss": 8.3,
         "last_loss": 4.1,
+        "validation_loss": {"last": 4.5, "best": 4.4, "best_step": 1200},
         "tokens_per_s": 3456.7,
         "model_tflops_per_s": 0.1234,
         "step_s_median": 1.25,
         "tiers": {"gpu": {"budget_bytes": 2**30, "peak_bytes": 2**29}, "nvme": {"budget_bytes": 0, "peak_bytes": 0}},
         "lanes": {"h2d": {"busy_s": 5.0, "bytes": 2**31}, "compute": {"busy_s": 15.0, "bytes": 0}},
-        "drives": [
-            {
-                "path": "/mnt/a/run",
-                "bytes_read": 7 * 2**30,
-                "bytes_written": 9 * 2**30,
-                "bytes_written_per_step": 6 * 2**20,
-                "percentage_used": 3,
-            }
-        ],
+        "drives": [drive],
     }
-    console, out = screen()
-    print_summary(console, summary, [4.0, 5.0], wall_s=20.0)
-    for part in (
-        "1,500, 1,000,000",
-        "8.3000 -> 4.1000 nats",
-        "mean of last 2",
-        "4.5000 nats",
-        "3,457 tokens/s",
-        "1.25 s",
-        "0.123 TFLOP/s",
-        "2.0 GiB",
-        "5.0 s",
-        "25%",
-        "75%",
-        "512.0 MiB",
-        "50%",
-        "/mnt/a/run",
-        "7.0 GiB",
-        "9.0 GiB",
-        "6.0 MiB",
-        "3%",
-    ):
-        assert part in out.getvalue()
-    nothing = {"first_loss": None, "last_loss": float("nan"), "tokens_per_s": None, "step_s_median": None}
-    console, out = screen()
-    print_summary(console, summary | nothing, [], wall_s=0.0)
-    assert "n/a -> n/a nats" in out.getvalue()
+    assert summary_lines(summary, [4.0, 5.0], wall_s=20.0) == [
+        "trained to step 1,500, 1,000,000 tokens: loss 8.3000 -> 4.1000 (mean of the last 2: 4.5000), "
+        "validation loss 4.5000 (best 4.4000 after step 1,200)",
+        "3,457 tokens/s, median step 1.25 s; 0.123 TFLOP/s of the model; compute busy 75%; "
+        "at most gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
+    ]
+    unknown = dict.fromkeys(("first_loss", "validation_loss", "tokens_per_s", "step_s_median", "model_tflops_per_s"))
+    summary |= {**unknown, "last_loss": float("nan"), "lanes": {}, "drives": [drive | {"percentage_used": None}]}
+    assert summary_lines(summary, [], wall_s=0.0) == [
+        "trained to step 1,500, 1,000,000 tokens: loss n/a -> n/a",
+        "n/a tokens/s, median step n/a; n/a TFLOP/s of the model; "
+        "at most gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
+    ]

@@ -45,7 +45,7 @@ class Told(tiny.Silent):
         self.checkpoints: list[tuple[str, int, str | None]] = []
         self.messages: list[str] = []
 
-    def on_message(self, text: str) -> None:
+    def on_message(self, text: str, *, detail: bool = False) -> None:
         self.messages.append(text)
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:

@@ -161,7 +161,7 @@ def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCapture
 def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     observer = tiny.Silent()
     told: list[str] = []
-    observer.on_message = told.append  # type: ignore[method-assign]
+    observer.on_message = lambda text, *, detail=False: told.append(text)  # type: ignore[method-assign]
     train(
         tiny.recipe(
             train=tiny.training(steps=1, compile="auto", calibrate=True),

@@ -160,7 +160,7 @@ class Listening(tiny.Silent):
         super().__init__(stop_after=1)
         self.messages: list[str] = []
 
-    def on_message(self, text: str) -> None:
+    def on_message(self, text: str, *, detail: bool = False) -> None:
         self.messages.append(text)
 
 

@@ -17,7 +17,7 @@ import torch
 from tiny import Silent
 
 from engine.machine.budgets import Budgets, Reserved, free_budgets, words
-from engine.machine.limits import GIB, Free
+from engine.machine.limits import GIB
 from engine.machine.reservations import Reservation, reserved
 from engine.plan.plan import Plan
 from engine.preparing import Checklist
@@ -110,7 +110,7 @@ def plan(ram: int, gpu: int) -> Plan:
     return cast(Plan, SimpleNamespace(tiers=tiers))
 
 
-def budgets(free: Free) -> Budgets:
+def budgets(free: Budgets) -> Budgets:
     return Budgets(free.gpu, free.ram, None, free.why)
 
 
@@ -120,7 +120,7 @@ class Listening(Silent):
         self.texts: list[str] = []
         self.items: list[str] = []
 
-    def on_message(self, text: str) -> None:
+    def on_message(self, text: str, *, detail: bool = False) -> None:
         self.texts.append(text)
 
     def on_prepare(self, item: Any) -> None:

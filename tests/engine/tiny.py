@@ -65,7 +65,7 @@ class Silent:
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self.validations.append(metrics)
 
-    def on_message(self, text: str) -> None:
+    def on_message(self, text: str, *, detail: bool = False) -> None:
         pass
 
     def checkpoint_requests(self) -> list[str]:

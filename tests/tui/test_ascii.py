@@ -9,8 +9,8 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from app.rows import ASCII
 from tui.app import PenstockApp
-from tui.glyphs import ASCII
 
 
 def drawn(app: PenstockApp) -> str:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from app.rows import ASCII, UNICODE, plain
 from tui.data.blocks import BlockPlaces
-from tui.glyphs import ASCII, UNICODE
-from tui.render import plain
 from tui.render.blockmap import block_map
 
 

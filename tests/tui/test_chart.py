@@ -5,19 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tui.glyphs import ASCII, UNICODE, Glyphs
-from tui.render import Row, plain
+from app.rows import ASCII, UNICODE, Glyphs, Row, plain
 from tui.render.chart import Curve, chart, decimate, sparkline
-from tui.render.ticks import (
-    count_text,
-    figure,
-    linear_ticks,
-    log_ticks,
-    rate_text,
-    size_text,
-    tick_texts,
-    time_ticks,
-)
+from tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 
 
 def curve(values: list[float], token: str = "raw", *, points: bool = False) -> Curve:
@@ -137,28 +127,6 @@ def test_ticks() -> None:
     assert time_ticks(0, 130, 4) == [0, 60, 120]
     assert tick_texts([1.0, 1.5, 2.0]) == ["1.0", "1.5", "2.0"]
     assert tick_texts([1e-5, 2e-5]) == ["1e-5", "2e-5"]
-
-
-def test_figures() -> None:
-    assert [count_text(v) for v in (0, 950, 1000, 1234, 45_600, 3.1e6, 2e12)] == [
-        "0",
-        "950",
-        "1k",
-        "1.2k",
-        "45.6k",
-        "3.1M",
-        "2T",
-    ]
-    assert [figure(v) for v in (None, 0, 0.000123, 1.2345, 123.4, 12345.6)] == [
-        "n/a",
-        "0",
-        "1.23e-4",
-        "1.23",
-        "123",
-        "12,346",
-    ]
-    assert [size_text(v) for v in (None, 12, 1.5 * 2**30, 206 * 2**20)] == ["n/a", "12 B", "1.5 GiB", "206 MiB"]
-    assert [rate_text(v) for v in (None, 500, 3.12e9, 250e6)] == ["n/a", "500 B/s", "3.1 GB/s", "250 MB/s"]
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e29, 1e29), (1e29, 1.0000000000000002e29), (-1e29, -1e29), (0.0, 0.0)])

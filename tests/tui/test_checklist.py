@@ -13,11 +13,10 @@ import pytest
 import real_runs
 from textual.pilot import Pilot
 
+from app.rows import ASCII, UNICODE, plain
 from app.rundir import RunLock
 from tui.app import PenstockApp
 from tui.data.run_data import Prepared, RunData
-from tui.glyphs import ASCII, UNICODE
-from tui.render import plain
 from tui.render.checklist import checklist_rows
 from tui.screens.run import RunScreen
 from tui.widgets.kpi_bar import KpiBar

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from app.rows import ASCII, plain
 from tui.app import PenstockApp
 from tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
-from tui.glyphs import ASCII
-from tui.render import plain
 from tui.render.table import table_rows
 from tui.screens.compare import CompareChart, CompareScreen, TableView
 

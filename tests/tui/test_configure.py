@@ -16,14 +16,13 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from app.recipe import load_recipe, to_json
+from app.rows import ASCII, UNICODE, Glyphs, plain
 from engine.config import Recipe
 from storage.errors import UserError
 from tui.actions import ACTIONS
 from tui.app import PenstockApp
 from tui.data import plan_client
 from tui.data.plan_client import PlanState
-from tui.glyphs import ASCII, UNICODE, Glyphs
-from tui.render import plain
 from tui.screens.configure import ConfigureScreen
 from tui.screens.confirm import ConfirmDialog, TextDialog
 from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_folder, model_mark

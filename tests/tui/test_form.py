@@ -9,8 +9,8 @@ from textual.app import App, ComposeResult
 from textual.widgets import Input, Static
 
 from app.recipe import fields, load_recipe
+from app.rows import ASCII, UNICODE
 from tui.data.draft import Draft
-from tui.glyphs import ASCII, UNICODE
 from tui.theme import THEMES
 from tui.widgets.form import FieldList, FieldRow, Form
 

@@ -16,9 +16,9 @@ from textual.screen import Screen
 
 import tui.app
 from app.cli import main
+from app.rows import UNICODE
 from tui.app import PenstockApp
 from tui.data.run_data import RunData
-from tui.glyphs import UNICODE
 from tui.screens.pickers import PathPicker
 
 HERE = Path(__file__).parent

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tui.glyphs import ASCII, UNICODE
-from tui.render import plain
-from tui.render.bars import Tier, bar, tier_rows
+from app.rows import ASCII, UNICODE, plain
+from tui.data.tiers import Tier
+from tui.render.bars import bar, tier_rows
 from tui.render.kpi import Figure, kpi_row
 
 FIGURES = [

@@ -10,9 +10,9 @@ import pytest
 from textual.app import ComposeResult
 from textual.pilot import Pilot
 
+from app.rows import ASCII, UNICODE, Glyphs
 from tui.app import PenstockApp
 from tui.data.spans import SpanStore
-from tui.glyphs import ASCII, UNICODE, Glyphs
 from tui.screens.base import PenstockScreen
 from tui.widgets.lane_keys import LaneKeys
 from tui.widgets.lane_view import LAG_S, LaneView

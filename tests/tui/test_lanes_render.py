@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.rows import ASCII, UNICODE, Glyphs, plain
 from tui.data.spans import LANES, Busy, SpanStore, SpanView, StepWindow
-from tui.glyphs import ASCII, UNICODE, Glyphs
-from tui.render import plain
 from tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
+from app.rows import ASCII, UNICODE, plain
 from tui.data.run_data import LogLine
-from tui.glyphs import ASCII, UNICODE
-from tui.render import plain
 from tui.render.log import log_rows, matches
 from tui.render.plan_table import StepFigures, plan_rows
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tui.data.alerts import alerts, tiers
+from tui.data.alerts import alerts
 from tui.data.run_data import RunData
+from tui.data.tiers import tiers
 
 
 def read(path: Path, clock: Any = time.time) -> RunData:

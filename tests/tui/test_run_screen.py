@@ -17,11 +17,10 @@ import real_runs
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from app.rows import ASCII, plain
 from app.rundir import is_live
 from tui.actions import ACTIONS
 from tui.app import PenstockApp
-from tui.glyphs import ASCII
-from tui.render import plain
 from tui.screens.run import PANES, RunScreen
 from tui.screens.timeline import TimelineScreen
 from tui.widgets.kpi_bar import AlertBar, KpiBar

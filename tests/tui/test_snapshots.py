@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from app.rows import UNICODE
 from tui.app import PenstockApp
-from tui.glyphs import UNICODE
 
 HERE = Path(__file__).parent
 SNAPSHOTS = HERE / "snapshots"

@@ -14,11 +14,11 @@ from typing import cast
 import pytest
 import real_runs
 
+from app.rows import plain
 from app.rundir import RunLock
 from tui.app import PenstockApp
 from tui.data import run_data
 from tui.data.spans import SpanStore
-from tui.render import plain
 from tui.screens.run import RunScreen
 from tui.synthetic import Writer
 

@@ -17,10 +17,10 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable
 
 from app.checkpoints import checkpoint_steps
+from app.rows import plain
 from app.run_files import read_tail
 from app.rundir import read_info, read_status
 from tui.app import PenstockApp
-from tui.render import plain
 from tui.screens.configure import ConfigureScreen
 from tui.screens.home import HomeScreen
 from tui.screens.run import RunScreen

@@ -10,8 +10,8 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from app.rows import ASCII, UNICODE, Glyphs
 from tui.app import PenstockApp
-from tui.glyphs import ASCII, UNICODE, Glyphs
 from tui.screens.timeline import TimelineScreen
 from tui.widgets.lines import LineWidget
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.progress import duration_text
+from storage.units import duration_text, figure
 from tui.data.fields import number, objects, text
 from tui.data.run_data import RunData
-from tui.render.bars import FULL_SHARE, Tier
-from tui.render.ticks import figure
+from tui.data.tiers import FULL_SHARE, Tier, tiers
 
 Z_ALERT = 5.0
 """Standard deviations above the mean of the steps before from which a value is a spike."""
 
 _STALL_S = 30.0
-_TIERS = ("gpu", "ram", "nvme")
 
 
 class Alert(NamedTuple):
@@ -22,20 +20,6 @@ class Alert(NamedTuple):
 
     text: str
     token: str
-
-
-def tiers(data: RunData) -> list[Tier]:
-    """The tiers of the plan: budget, planned peak, and what was held at most as far as the run says."""
-    found = []
-    for name in _TIERS:
-        held = data.metrics.tier_bytes.get(name)
-        if held is None and not data.is_live:
-            held = number(data.summary, "tiers", name, "peak_bytes")
-        budget = number(data.plan, "tiers", name, "budget_bytes")
-        planned = number(data.plan, "tiers", name, "peak_bytes")
-        if budget is not None or planned is not None or held is not None:
-            found.append(Tier(name, budget, planned, held))
-    return found
 
 
 def alerts(data: RunData) -> list[Alert]:

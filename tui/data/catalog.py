@@ -16,9 +16,9 @@ from typing import Any
 from app.progress import WARMUP_STEPS
 from app.run_files import number, read_object, read_tail
 from app.rundir import ATTENDED_STATES, read_info
+from storage.units import params_text
 from storage.untrusted import printable, read_regular
 from tui.data.fields import get, text
-from tui.render.ticks import count_text
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -221,7 +221,7 @@ def plan_lines(folder: Path) -> list[str]:
     if step_s is not None and tokens_per_s is not None:
         found.append(f"planned {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s, bound by {text(plan, 'bound_by')}")
     if params is not None and layers is not None:
-        found.append(f"{count_text(params)} parameters, {layers:.0f} layers")
+        found.append(f"{params_text(params)} parameters, {layers:.0f} layers")
     return found
 
 

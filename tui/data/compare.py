@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from app.run_files import read_object
 from app.rundir import read_info
 from storage.sealed import KEY
+from storage.units import bytes_text, duration_text
 from tui.data.fields import number, whole
 from tui.data.metrics import MetricsLog
 from tui.data.tail import JsonTail
@@ -98,7 +99,7 @@ def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
         "state": [run.state for run in runs],
         "steps": [f"{run.metrics.last_step:,}" for run in runs],
         "tokens": [_last(run, "total_tokens", ",.0f") for run in runs],
-        "training time": [_seconds(run) for run in runs],
+        "training time": [duration_text(run.metrics.last("total_s")) for run in runs],
         "loss, last": [_last(run, "loss", ".4f") for run in runs],
         "loss, averaged": [_last(run, "ema", ".4f") for run in runs],
         "loss, least": [_over(run, "loss", np.nanmin, ".4f") for run in runs],
@@ -106,7 +107,7 @@ def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
         "tokens/s, median": [_over(run, "tokens_per_s", np.nanmedian, ",.0f") for run in runs],
         "step, median": [_over(run, "step_s", np.nanmedian, ".3g", " s") for run in runs],
         "gradient norm, last": [_last(run, "grad_norm", ".3g") for run in runs],
-        "written to NVMe": [_bytes(sum(run.metrics.written_bytes.values())) for run in runs],
+        "written to NVMe": [bytes_text(sum(run.metrics.written_bytes.values()) or None) for run in runs],
     }
     for tier in ("gpu", "ram", "nvme"):
         figures[f"{tier} peak"] = [_peak(run, tier) for run in runs]
@@ -124,23 +125,11 @@ def _over(run: ComparedRun, name: str, function: Any, form: str, unit: str = "")
     return format(float(function(values)), form) + unit if len(values) else "n/a"
 
 
-def _seconds(run: ComparedRun) -> str:
-    from app.progress import duration_text
-
-    return duration_text(run.metrics.last("total_s"))
-
-
 def _validation(run: ComparedRun) -> str:
     return f"{run.validations[max(run.validations)]:.4f}" if run.validations else "n/a"
-
-
-def _bytes(num_bytes: float) -> str:
-    from app.progress import bytes_text
-
-    return bytes_text(num_bytes) if num_bytes else "n/a"
 
 
 def _peak(run: ComparedRun, tier: str) -> str:
     figures = run.peaks.get(tier)
     peak = number(figures, "peak_bytes") if isinstance(figures, dict) else run.metrics.tier_bytes.get(tier)
-    return "n/a" if peak is None else _bytes(peak)
+    return bytes_text(peak or None)

@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.ticks import fit, size_text
-
-FULL_SHARE = 0.95
-"""Above this share of its budget a tier counts as full."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """What a tier may hold, was planned to hold and has held; None where unknown."""
-
-    name: str
-    budget_bytes: float | None
-    planned_bytes: float | None
-    held_bytes: float | None
-
-    @property
-    def share(self) -> float | None:
-        """Most that was held, as a share of the budget; the planned peak while nothing was measured."""
-        held = self.planned_bytes if self.held_bytes is None else self.held_bytes
-        return held / self.budget_bytes if held is not None and self.budget_bytes else None
+from app.rows import Glyphs, Row, exactly, merged
+from storage.units import bytes_text, of_text
+from tui.data.tiers import FULL_SHARE, Tier
+from tui.render.ticks import fit
 
 
 def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, token: str) -> Row:
@@ -40,13 +21,7 @@ def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, tok
         place = min(width - 1, max(0, math.ceil(mark * width) - 1))
         peak = "┃" if glyphs.braille else glyphs.bar_peak
         cells[place] = (peak, "title" if place >= filled else token + " reverse")
-    row: Row = []
-    for text, name in cells:
-        if row and row[-1][1] == name:
-            row[-1] = (row[-1][0] + text, name)
-        else:
-            row.append((text, name))
-    return row
+    return merged(cells)
 
 
 def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs) -> list[Row]:
@@ -59,10 +34,10 @@ def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs)
         percent = "n/a" if share is None else f"{share:.0%}"
         measured = tier.held_bytes
         filled = None if measured is None else share
-        held = "planned " + size_text(tier.planned_bytes) if measured is None else size_text(measured)
-        figures = _of(held, size_text(tier.budget_bytes))
+        figures = of_text(tier.planned_bytes if measured is None else measured, tier.budget_bytes)
+        figures = f"planned {figures}" if measured is None else figures
         if rows_each >= 2:
-            plan = f"  plan {size_text(tier.planned_bytes)}" if measured is not None and planned is not None else ""
+            plan = f"  plan {bytes_text(tier.planned_bytes)}" if measured is not None and planned is not None else ""
             text = fit(
                 f"{figures}{plan}" if len(figures + plan) <= width - 10 else figures, width - 10, glyphs.ellipsis
             )
@@ -82,24 +57,3 @@ def tier_rows(tiers: Sequence[Tier], width: int, rows_each: int, glyphs: Glyphs)
                 row.append((" " + figures, "dim"))
         rows.append(row)
     return [exactly(row, width) for row in rows]
-
-
-def _of(held: str, budget: str) -> str:
-    """`206 of 208 MiB`, where one unit serves both."""
-    if held.split()[-1] == budget.split()[-1] and held != "n/a":
-        held = held.rsplit(" ", 1)[0]
-    return f"{held} of {budget}"
-
-
-def exactly(row: Row, width: int) -> Row:
-    """The row cut or padded to `width` cells."""
-    out: Row = []
-    left = width
-    for text, token in row:
-        if left <= 0:
-            break
-        out.append((text[:left], token))
-        left -= len(text)
-    if left > 0:
-        out.append((" " * left, "text"))
-    return out

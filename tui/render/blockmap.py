@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from app.rows import Glyphs, Row, exactly, merged
+from storage.units import bytes_text
 from tui.data.blocks import KINDS, BlockPlace
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.bars import exactly
-from tui.render.ticks import fit, size_text
+from tui.render.ticks import fit
 
 _LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}
 _LABELS = {"weights": "weights", "state": "state", "gradient": "grad", "doing": "now"}
@@ -69,7 +68,7 @@ def block_map(blocks: Sequence[BlockPlace], width: int, height: int, glyphs: Gly
             for group in groups:
                 sign, token = _group_cell(group, kind, glyphs)
                 row += [(sign * (pitch - 1 if pitch > 1 else 1), token), (" " * (pitch > 1), "text")]
-            rows.append(exactly(_merged(row), width))
+            rows.append(exactly(merged(piece for piece in row if piece[0]), width))
     if len(rows) < height:
         rows.append(legend(width, glyphs))
     room = height - len(rows) - 2
@@ -103,7 +102,7 @@ def _table(blocks: Sequence[BlockPlace], width: int, glyphs: Glyphs) -> list[Row
                 row.append(
                     (shown[: kind_cells - 1].ljust(kind_cells), f"tier.{place}" if place in _LETTERS else "axis")
                 )
-        row += [(size_text(block.num_bytes).rjust(9), "dim"), ("  " + block.doing, "accent")]
+        row += [(bytes_text(block.num_bytes).rjust(9), "dim"), ("  " + block.doing, "accent")]
         rows.append(exactly(row, width))
     return rows
 
@@ -153,15 +152,3 @@ def _ruler(groups: Sequence[Sequence[BlockPlace]], first: int, pitch: int) -> st
 
 def _every(pitch: int) -> int:
     return {1: 10, 2: 5}.get(pitch, 2)
-
-
-def _merged(row: Row) -> Row:
-    merged: Row = []
-    for text, token in row:
-        if not text:
-            continue
-        if merged and merged[-1][1] == token:
-            merged[-1] = (merged[-1][0] + text, token)
-        else:
-            merged.append((text, token))
-    return merged

@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tui.glyphs import Glyphs
-from tui.render import Row
+from app.rows import Glyphs, Row, merged
+from storage.units import count_text
 from tui.render.sparkline import sparkline as one_row
-from tui.render.ticks import count_text, linear_ticks, log_ticks, tick_texts, time_ticks
+from tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 
 Floats = NDArray[np.float64]
 XKind = Literal["step", "tokens", "time"]
@@ -231,7 +231,7 @@ def _x_axis(axes: Axes, width: int, gutter: int, x_kind: XKind, marks: Sequence[
         end = start + len(text)
     corner = ("└" if glyphs.braille else "+").rjust(gutter) if gutter else ""
     axis: Row = [(corner, "axis")] if gutter else []
-    axis += _runs(line, styles)
+    axis += merged(zip(line, styles, strict=True))
     return [axis, [(" " * gutter + "".join(numbers)[:width], "dim")]]
 
 
@@ -325,16 +325,6 @@ def _row(codes: NDArray[np.uint32], tokens: NDArray[np.int16], names: list[str])
     text = codes.astype("<u4").tobytes().decode("utf-32-le")
     edges = [0, *(np.flatnonzero(tokens[1:] != tokens[:-1]) + 1).tolist(), len(text)]
     return [(text[a:b], names[tokens[a]]) for a, b in itertools.pairwise(edges)]
-
-
-def _runs(cells: list[str], styles: list[str]) -> Row:
-    row: Row = []
-    start = 0
-    for index in range(1, len(cells) + 1):
-        if index == len(cells) or styles[index] != styles[start]:
-            row.append(("".join(cells[start:index]), styles[start]))
-            start = index
-    return row
 
 
 def _nothing(width: int, height: int, glyphs: Glyphs) -> list[Row]:

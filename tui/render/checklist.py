@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from app.rows import Glyphs, Row, exactly
 from tui.data.run_data import Prepared
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.bars import bar, exactly
+from tui.render.bars import bar
 from tui.render.ticks import fit
 
 _NAME_CELLS = 32

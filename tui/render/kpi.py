@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.bars import exactly
+from app.rows import Glyphs, Row, exactly
 from tui.render.ticks import fit
 
 STATE_TOKENS = {

@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
+from app.rows import Glyphs, Row
 from tui.data.spans import LANES, Floats, Ints, SpanView
-from tui.glyphs import Glyphs
-from tui.render import Row
 
 BOX_CELLS = 6
 """From so many cells on, an op is drawn as a box with a name."""

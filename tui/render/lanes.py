@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.rows import Glyphs, Row, exactly
+from storage.units import rate_text
 from tui.data.spans import IDLE, LANES, Busy, Floats, Ints, SpanView, StepWindow
-from tui.glyphs import Glyphs
-from tui.render import Row
 from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
-from tui.render.ticks import fit, linear_ticks, rate_text, tick_texts
+from tui.render.ticks import fit, linear_ticks, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
 INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer": "O", "nvme_write": "W"}
@@ -211,20 +211,6 @@ def _priority(lane: str) -> int:
 def lane_token(lane: str) -> str:
     """The token of a lane's colour."""
     return f"lane.{lane}" if lane in LANES else "lane.other"
-
-
-def exactly(row: Row, width: int) -> Row:
-    """The row cut or padded to `width` cells."""
-    fitted: Row = []
-    room = width
-    for text, token in row:
-        if room <= 0:
-            break
-        fitted.append((text[:room], token))
-        room -= len(text)
-    if room > 0:
-        fitted.append((" " * room, "text"))
-    return [piece for piece in fitted if piece[0]]
 
 
 def _busy(scene: LaneScene, lane: str, known_s: float) -> Busy:

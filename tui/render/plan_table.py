@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.bars import exactly
-from tui.render.ticks import figure
+from app.rows import Glyphs, Row, exactly, merged
+from storage.units import figure, percent_text
 
 _LABEL = 11
 _CELL = 9
@@ -38,16 +36,16 @@ def plan_rows(
     rows.append(_row("step", planned.step_s, real.step_s, " s", width))
     rows.append(_row("tokens/s", planned.tokens_per_s, real.tokens_per_s, "", width))
     if planned.mfu is not None or real.mfu is not None:
-        cells: Row = [("MFU".ljust(_LABEL), "dim"), (_percent(planned.mfu).rjust(_CELL), "predicted")]
-        rows.append(exactly([*cells, (_percent(real.mfu).rjust(_CELL), "text")], width))
+        cells: Row = [("MFU".ljust(_LABEL), "dim"), (percent_text(planned.mfu).rjust(_CELL), "predicted")]
+        rows.append(exactly([*cells, (percent_text(real.mfu).rjust(_CELL), "text")], width))
     bound: Row = [("bound by".ljust(_LABEL + 2 * (_CELL - _NAME - 1)), "dim")]
     for name in (planned.bound_by, real.bound_by):
         bound.append(((name or "n/a")[:_NAME].rjust(_NAME + 1), f"lane.{name}" if name else "dim"))
     rows.append(exactly(bound, width))
     for lane in lanes:
         before, now = (planned.shares or {}).get(lane), (real.shares or {}).get(lane)
-        row: Row = [(lane.ljust(_LABEL)[:_LABEL], f"lane.{lane}"), (_percent(before, 0).rjust(_CELL), "predicted")]
-        row.append((_percent(now, 0).rjust(_CELL), "text"))
+        row: Row = [(lane.ljust(_LABEL)[:_LABEL], f"lane.{lane}"), (percent_text(before, 0).rjust(_CELL), "predicted")]
+        row.append((percent_text(now, 0).rjust(_CELL), "text"))
         row += _two_bars(before, now, width - _LABEL - 2 * _CELL - 1, lane, glyphs)
         rows.append(exactly(row, width))
     return rows[:height]
@@ -74,14 +72,4 @@ def _two_bars(planned: float | None, real: float | None, width: int, lane: str, 
     if planned is not None and math.isfinite(planned):
         place = min(width - 1, max(0, math.ceil(planned * width) - 1))
         cells[place], tokens[place] = ("┃" if glyphs.braille else glyphs.bar_peak), "predicted"
-    row: Row = [(" ", "text")]
-    for text, token in zip(cells, tokens, strict=True):
-        if row[-1][1] == token:
-            row[-1] = (row[-1][0] + text, token)
-        else:
-            row.append((text, token))
-    return row
-
-
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "n/a" if share is None or not math.isfinite(share) else f"{share:.{digits}%}"
+    return [(" ", "text"), *merged(zip(cells, tokens, strict=True))]

@@ -8,21 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from app.rows import Row
+from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.spans import Span, SpanView, printable
-from tui.render import Row
 from tui.render.lanes import UnderWay, lane_token
-from tui.render.ticks import rate_text, size_text
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit: 1.91 s, 12.3 ms, 450 us."""
-    if seconds >= 60:
-        return f"{int(seconds // 60)}m{seconds % 60:04.1f}s"
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        value = seconds * scale
-        if value >= 1:
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-    return f"{seconds * 1e6:.0f} us"
 
 
 def op_name(span: Span) -> str:
@@ -36,11 +25,11 @@ def span_row(view: SpanView, row: int) -> Row:
     length_s = span.end_s - span.start_s
     pieces: Row = [
         (op_name(span), f"{lane_token(span.lane)} bold"),
-        (f"  {duration(length_s)}", "bold"),
+        (f"  {seconds_text(length_s)}", "bold"),
     ]
     if span.bytes:
         rate = f"  {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
-        pieces.append((f"  {size_text(span.bytes)}{rate}", "text"))
+        pieces.append((f"  {bytes_text(span.bytes)}{rate}", "text"))
     pieces.append((f"  {waited_text(view, row)}", "text"))
     pieces.append((f"  step {span.step}, from {span.start_s:.6f} s", "dim"))
     return pieces

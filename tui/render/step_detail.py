@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.rows import Glyphs, Row, exactly
+from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from tui.data.spans import Ints, SpanView
-from tui.glyphs import Glyphs
-from tui.render import Row
-from tui.render.lanes import exactly, lane_token
-from tui.render.span_text import duration, op_name
-from tui.render.ticks import fit, rate_text, size_text
+from tui.render.lanes import lane_token
+from tui.render.span_text import op_name
+from tui.render.ticks import fit
 
 NOT_RECORDED = "This run did not record what its ops waited for: no critical path, and no reasons for idle lanes."
 _MOST_WAITED = 12
@@ -25,9 +25,12 @@ def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
     length_s = analysis.window.end_s - analysis.window.start_s
     row: Row = [("critical path ", "critical")]
     for lane, seconds in analysis.path_by_lane(view).items():
-        row += [(f" {lane}", f"{lane_token(lane)} bold"), (f" {duration(seconds)} {seconds / length_s:.0%} ", "text")]
+        row += [
+            (f" {lane}", f"{lane_token(lane)} bold"),
+            (f" {seconds_text(seconds)} {seconds / length_s:.0%} ", "text"),
+        ]
     if analysis.gap_s > 0:
-        row.append((f"  between ops {duration(analysis.gap_s)} {analysis.gap_s / length_s:.0%}", "dim"))
+        row.append((f"  between ops {seconds_text(analysis.gap_s)} {analysis.gap_s / length_s:.0%}", "dim"))
     return row
 
 
@@ -44,20 +47,20 @@ def idle_rows(
         idle_s = max(0.0, length_s - view.busy_s(name, window.start_s, window.end_s))
         row: Row = [
             (f"{fit(name, 11, glyphs.ellipsis)}", f"{lane_token(name)}{' reverse' if name == lane else ''}"),
-            (f" idle {duration(idle_s):>8} {idle_s / length_s:4.0%}  ", "text"),
+            (f" idle {seconds_text(idle_s):>8} {idle_s / length_s:4.0%}  ", "text"),
         ]
         totals = analysis.idle_totals(view, name) if analysis.recorded else []
         if name == lane and spare >= 2 and len(totals) > 1:
             rows.append(row)
             shown = totals[: max(1, spare - 1)]
             rows += [
-                [("             ", "text"), (f"{duration(total.seconds):>8} ", "bold"), (cause_text(total), "text")]
+                [("             ", "text"), (f"{seconds_text(total.seconds):>8} ", "bold"), (cause_text(total), "text")]
                 for total in shown
             ]
             spare -= len(shown)
             continue
         for total in totals:
-            text = f"{duration(total.seconds)} "
+            text = f"{seconds_text(total.seconds)} "
             if sum(len(piece) for piece, _ in row) + len(text) + 12 > width:
                 break
             row += [(text, "bold"), (f"{cause_text(total)}   ", "dim")]
@@ -102,7 +105,7 @@ def op_rows(
         length_s = span.end_s - span.start_s
         rate = rate_text(span.bytes / length_s) if span.bytes and length_s > 0 else ""
         mark = glyphs.diamond if row in critical else " "
-        begin = f"{mark} {span.start_s - origin_s:9.4f} {duration(length_s):>8}  "
+        begin = f"{mark} {span.start_s - origin_s:9.4f} {seconds_text(length_s):>8}  "
         token = " selected" if row == selected else ""
         shown.append(
             exactly(
@@ -128,15 +131,19 @@ def inspector_rows(view: SpanView, row: int | None, analysis: StepAnalysis | Non
     rows: list[Row] = [
         [(op_name(span), f"{lane_token(span.lane)} bold")],
         [("lane     ", "dim"), (span.lane, lane_token(span.lane)), (f"   step {span.step}", "text")],
-        [("took     ", "dim"), (duration(length_s), "bold"), (f"   {span.start_s:.6f} to {span.end_s:.6f} s", "dim")],
+        [
+            ("took     ", "dim"),
+            (seconds_text(length_s), "bold"),
+            (f"   {span.start_s:.6f} to {span.end_s:.6f} s", "dim"),
+        ],
     ]
     if span.bytes:
         rate = f"   {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
-        rows.append([("moved    ", "dim"), (f"{size_text(span.bytes)}{rate}", "text")])
+        rows.append([("moved    ", "dim"), (f"{bytes_text(span.bytes)}{rate}", "text")])
     if analysis is not None and analysis.recorded:
         on_path = sum(part.end_s - part.start_s for part in analysis.path if part.row == row)
         if on_path:
-            rows.append([("critical ", "critical"), (f"{duration(on_path)} of the step's time", "text")])
+            rows.append([("critical ", "critical"), (f"{seconds_text(on_path)} of the step's time", "text")])
         rows += _waiting_rows(view, row)
     elif span.waited is None:
         rows.append([("what it waited for is not recorded", "dim")])
@@ -154,7 +161,7 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
             [
                 ("after    ", "dim"),
                 (op_name(before), lane_token(before.lane)),
-                (f"   {duration(max(0.0, gap_s))} later  (b)", "dim"),
+                (f"   {seconds_text(max(0.0, gap_s))} later  (b)", "dim"),
             ]
         )
     waited = sorted(blockers.waited(row), key=lambda other: -view.end_s[other])
@@ -165,7 +172,7 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
             [
                 (label, "dim"),
                 (op_name(ran), lane_token(ran.lane)),
-                (f"   took {duration(ran.end_s - ran.start_s)}", "dim"),
+                (f"   took {seconds_text(ran.end_s - ran.start_s)}", "dim"),
             ]
         )
     if view.waited(row) == ():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tui.render import Row
+from app.rows import Row
 
 
 def table_rows(

@@ -67,55 +67,6 @@ def tick_texts(ticks: list[float]) -> list[str]:
     return [f"{tick:.{digits}f}" for tick in ticks]
 
 
-def count_text(value: float) -> str:
-    """A number of things in at most five cells: 950, 1.2k, 45k, 3.1M, 1.2T."""
-    if not math.isfinite(value):
-        return "n/a"
-    size, unit = abs(value), ""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if size < 999.5 or unit == "P":
-            break
-        size /= 1000
-    digits = 0 if not unit or size >= 99.95 or abs(size - round(size)) < 0.005 else 1
-    return f"{'-' if value < 0 else ''}{size:.{digits}f}{unit}"
-
-
-def figure(value: float | None, digits: int = 3) -> str:
-    """A figure with so many significant digits, without exponents where it is of ordinary size; n/a when unknown."""
-    if value is None or not math.isfinite(value):
-        return "n/a"
-    if value == 0:
-        return "0"
-    exponent = math.floor(math.log10(abs(value)))
-    if exponent < -3 or exponent > 6:
-        mantissa, power = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
-
-
-def size_text(num_bytes: float | None) -> str:
-    """A size in binary units, in at most eight cells: 512 B, 1.5 GiB."""
-    if num_bytes is None or not math.isfinite(num_bytes):
-        return "n/a"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(num_bytes) < 1023.5 or unit == "TiB":
-            digits = 0 if unit == "B" or abs(num_bytes) >= 99.95 else 1 if unit != "TiB" else 2
-            return f"{num_bytes:.{digits}f} {unit}"
-        num_bytes /= 1024
-    return "n/a"
-
-
-def rate_text(bytes_per_s: float | None) -> str:
-    """A rate in decimal units, as drives are sold: 3.1 GB/s."""
-    if bytes_per_s is None or not math.isfinite(bytes_per_s):
-        return "n/a"
-    for unit in ("B", "kB", "MB", "GB"):
-        if bytes_per_s < 999.5 or unit == "GB":
-            return f"{bytes_per_s:.{1 if bytes_per_s < 99.95 and unit != 'B' else 0}f} {unit}/s"
-        bytes_per_s /= 1000
-    return "n/a"
-
-
 def fit(text: str, width: int, ellipsis: str = "…") -> str:
     """The text in exactly `width` cells, cut or padded at its right."""
     if len(text) > width:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from textual.screen import Screen
 
 from tui.actions import ACTIONS, bindings
-
-if TYPE_CHECKING:
-    from tui.app import PenstockApp
+from tui.host import Host, host_of
 
 POLL_S = 0.1
 
@@ -57,9 +55,9 @@ class PenstockScreen(Screen[None]):
         self._feed_stop: threading.Event | None = None
 
     @property
-    def penstock(self) -> PenstockApp:
-        """The application, by its own type."""
-        return cast("PenstockApp", self.app)
+    def penstock(self) -> Host:
+        """The application."""
+        return host_of(self)
 
     def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
         """Call `poll` in a thread every `every_s` seconds while this screen is on show.

@@ -10,9 +10,9 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Static
 
+from app.rows import Row
 from storage.untrusted import printable
 from tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
-from tui.render import Row
 from tui.render.chart import Curve, XKind, chart
 from tui.render.table import table_rows
 from tui.screens.base import PenstockScreen

@@ -15,6 +15,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
+from app.plan_view import fixes
 from app.recipe import from_dict, from_json, load_recipe, resolve_paths
 from app.recipe_file import save_recipe
 from engine.config import Recipe
@@ -23,7 +24,6 @@ from storage.untrusted import read_regular
 from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of
 from tui.data.plan_client import PlanClient, PlanState
-from tui.render.plan import fixes
 from tui.screens.base import PenstockScreen
 from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
 from tui.widgets.form import Form
@@ -466,8 +466,7 @@ def _missing_weights(recipe: Recipe) -> str | None:
 
 def _launch_text(state: PlanState) -> str:
     """What the question says of the plan here."""
-    from app.plan_view import seconds_text
-    from app.progress import duration_text
+    from storage.units import duration_text, seconds_text
 
     where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."
     forecast = state.forecast

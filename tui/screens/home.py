@@ -12,8 +12,8 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from app.progress import duration_text
 from storage.errors import UserError
+from storage.units import duration_text
 from storage.untrusted import printable
 from tui.data.catalog import (
     RecipeEntry,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from rich.style import Style
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
@@ -19,15 +19,13 @@ from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
 from app.machines import MachineInfo, machine_infos, profile_info
-from app.progress import bytes_text
+from app.rows import Glyphs
 from storage.errors import UserError
+from storage.units import bytes_text
 from storage.untrusted import parse_printable, read_regular
 from tui.data.draft import Difference
-from tui.glyphs import Glyphs
+from tui.host import host_of
 from tui.theme import style
-
-if TYPE_CHECKING:
-    from tui.app import PenstockApp
 
 _CONFIG_BYTES = 1 << 20
 """A config.json that is larger is none."""
@@ -120,11 +118,6 @@ class MachinePicker(ModalScreen[str | None]):
             machines.action_cursor_up()
 
 
-def glyphs_of(app: App[object]) -> Glyphs:
-    """The characters of the terminal."""
-    return cast("PenstockApp", app).glyphs
-
-
 def _searched(info: MachineInfo) -> str:
     return f"{info.title} {info.text} {info.source}".lower()
 
@@ -205,7 +198,7 @@ class PathPicker(ModalScreen[str | None]):
             box.border_title = Text(self._title)
             yield Input(self._value, placeholder="a path; empty for none", compact=True)
             start = first_folder(self._value, self._start)
-            yield _Tree(start, glyphs_of(self.app), folders_only=self._folders_only)
+            yield _Tree(start, host_of(self).glyphs, folders_only=self._folders_only)
             yield Label("space chooses, enter opens, u goes up, tab: the text, esc cancels", classes="hint")
 
     def on_mount(self) -> None:
@@ -284,6 +277,6 @@ class ChangesDialog(ModalScreen[None]):
         for item in self._differences:
             line = Text.assemble((f"{item.key:<{name}}  ", style("title", dark)))
             line.append(f"{item.before or 'none'}", style("dim", dark))
-            line.append(f" {glyphs_of(self.app).arrow} ", style("axis", dark))
+            line.append(f" {host_of(self).glyphs.arrow} ", style("axis", dark))
             lines.append(line.append(item.after or "none", style("good", dark)))
         return Text("\n").join(lines)

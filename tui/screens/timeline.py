@@ -12,16 +12,16 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
+from app.rows import Row
 from app.run_files import JsonLines, read_object
 from app.trace import write_trace
 from storage.errors import UserError
+from storage.units import seconds_text
 from storage.untrusted import printable
 from tui.data.critical import Blockers, StepAnalysis, analyse
 from tui.data.fields import number
 from tui.data.spans import STEP_END, Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
-from tui.render import Row
-from tui.render.span_text import duration
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from tui.screens.base import PenstockScreen
 from tui.widgets.lane_keys import LaneKeys
@@ -448,4 +448,4 @@ def predicted_note(run_path: Path, predicted: SpanStore) -> str:
     end = ends[-1]
     if end.end_s >= 0.9 * step_s:
         return ""
-    return f"forecast of some layers only: {duration(end.end_s)} of {duration(step_s)}"
+    return f"forecast of some layers only: {seconds_text(end.end_s)} of {seconds_text(step_s)}"

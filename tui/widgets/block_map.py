@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from app.rows import Row
 from tui.data.blocks import BlockPlace
-from tui.render import Row
 from tui.render.blockmap import block_map
 from tui.widgets.lines import LineWidget
 

@@ -17,8 +17,9 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from app.rows import Glyphs
 from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
-from tui.glyphs import Glyphs
+from tui.host import host_of
 from tui.theme import style
 
 MARK_CELLS = 2
@@ -130,7 +131,7 @@ class FieldRow(Widget):
 
     def render(self) -> Text:
         """Textual's hook."""
-        glyphs: Glyphs = cast(Any, self.app).glyphs
+        glyphs = host_of(self).glyphs
         dark = self.app.current_theme.dark
         text, base, changed, error = self._shown
         width = self.size.width

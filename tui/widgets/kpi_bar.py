@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from app.progress import duration_text
+from app.rows import Row, exactly
+from storage.units import count_text, duration_text, figure
 from tui.data.alerts import Alert, alerts
 from tui.data.run_data import RunData
-from tui.render import Row
-from tui.render.bars import exactly
 from tui.render.kpi import Figure, kpi_row
-from tui.render.ticks import count_text, figure, fit
+from tui.render.ticks import fit
 from tui.widgets.lines import LineWidget
 
 

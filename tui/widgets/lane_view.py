@@ -9,11 +9,12 @@ import numpy as np
 from textual import events
 from textual.message import Message
 
+from app.rows import Row
+from storage.units import seconds_text
 from tui.data.critical import StepAnalysis, path_busy
 from tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
-from tui.render import Row
 from tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
-from tui.render.span_text import duration, now_row, ops_at, ops_under_way, span_row
+from tui.render.span_text import now_row, ops_at, ops_under_way, span_row
 from tui.widgets.lines import LineWidget
 
 LAG_S = 1.0
@@ -352,13 +353,13 @@ class LaneView(LineWidget, can_focus=True):
             return "lanes"
         which = f"step {step.step}" if self._step is not None else "last step"
         validating_s = self.view.validating_s(step)
-        validating = f", {duration(validating_s)} of it validating" if validating_s else ""
-        return f"lanes  {which} {duration(step.end_s - step.start_s)}{validating}"
+        validating = f", {seconds_text(validating_s)} of it validating" if validating_s else ""
+        return f"lanes  {which} {seconds_text(step.end_s - step.start_s)}{validating}"
 
     def _status(self, length_s: float) -> str:
         how = "held, " if self.frozen else "live, " if self._mode == "live" and self._running else ""
         note = f"{self.predicted_note}   " if self._predicted_view() is not None and self.predicted_note else ""
-        return f"{note}{how}{duration(length_s)} in view"
+        return f"{note}{how}{seconds_text(length_s)} in view"
 
     def _info_row(self, view: SpanView, row: int | None) -> Row:
         if self.selected is None:

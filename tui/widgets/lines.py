@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.glyphs import Glyphs
-from tui.render import Row
+from app.rows import Glyphs, Row
+from tui.host import host_of
 from tui.theme import style
-
-if TYPE_CHECKING:
-    from tui.app import PenstockApp
 
 
 class LineWidget(Widget):
@@ -32,14 +27,9 @@ class LineWidget(Widget):
         raise NotImplementedError
 
     @property
-    def penstock(self) -> PenstockApp:
-        """The application, by its own type."""
-        return cast("PenstockApp", self.app)
-
-    @property
     def glyphs(self) -> Glyphs:
         """The characters of this terminal."""
-        return self.penstock.glyphs
+        return host_of(self).glyphs
 
     def redraw(self) -> None:
         """What is shown has changed."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 
+from app.rows import Row, exactly
 from tui.data.run_data import RunData
-from tui.render import Row
-from tui.render.bars import exactly
 from tui.render.log import log_rows, matches
 from tui.widgets.lines import LineWidget
 

@@ -8,12 +8,11 @@ import numpy as np
 from textual import events
 from textual.binding import Binding
 
+from app.rows import Row, exactly
+from storage.units import count_text, figure
 from tui.data.run_data import RunData
-from tui.render import Row
-from tui.render.bars import exactly
 from tui.render.chart import Curve, XKind, chart, sparkline
 from tui.render.checklist import checklist_rows
-from tui.render.ticks import count_text, figure
 from tui.widgets.lines import LineWidget
 
 _COLUMNS: dict[str, str] = {"step": "step", "tokens": "total_tokens", "time": "total_s"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 
+from app.rows import Row
 from tui.data.plan_client import PlanState
-from tui.render import Row
-from tui.render.plan import plan_rows, summary_row
+from tui.render.plan import state_rows, summary_row
 from tui.widgets.lines import LineWidget
 
 
@@ -46,17 +46,7 @@ class PlanPanel(LineWidget, can_focus=True):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The part of the page that is scrolled to."""
-        state = self._state
-        found = plan_rows(
-            width,
-            self.glyphs,
-            forecast=state.forecast,
-            phase=state.phase,
-            stale=state.stale,
-            error=state.error,
-            trouble=state.trouble,
-            machine=self._machine,
-        )
+        found = state_rows(self._state, self._machine, width, self.glyphs)
         self._num_rows = len(found)
         self._top = max(0, min(self._top, len(found) - height))
         below = len(found) - self._top - height
@@ -94,15 +84,4 @@ class PlanSummary(LineWidget):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One row."""
-        state = self._state
-        return [
-            summary_row(
-                width,
-                self.glyphs,
-                forecast=state.forecast,
-                phase=state.phase,
-                stale=state.stale,
-                error=state.error or state.trouble,
-                machine=self._machine,
-            )
-        ]
+        return [summary_row(self._state, self._machine, width, self.glyphs)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tui.data.alerts import tiers
+from app.rows import Row, exactly
+from storage.units import bytes_text, figure, rate_text
 from tui.data.fields import number, objects, text
 from tui.data.run_data import RunData
-from tui.render import Row
-from tui.render.bars import exactly, tier_rows
-from tui.render.ticks import figure, fit, rate_text, size_text
+from tui.data.tiers import tiers
+from tui.render.bars import tier_rows
+from tui.render.ticks import fit
 from tui.widgets.lines import LineWidget
 
 RATE_S = 5.0
@@ -89,7 +90,7 @@ class TierGauges(LineWidget, can_focus=True):
             parts: Row = []
             if len(found) > 1:
                 parts.append((fit(drive.folder[-14:], 15, glyphs.ellipsis), "dim"))
-            parts += [("written ", "dim"), (size_text(drive.written_bytes), "text")]
+            parts += [("written ", "dim"), (bytes_text(drive.written_bytes), "text")]
             if drive.endurance_bytes:
                 share = drive.written_bytes / drive.endurance_bytes
                 parts.append((f" of {drive.endurance_bytes / 1e12:,.0f} TBW ({figure(100 * share, 2)}%)", "dim"))
