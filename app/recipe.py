@@ -21,8 +21,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from engine.config import RENAMED, Recipe, Renamed
 from engine.config import AfterConfig as AfterConfig
-from engine.config import Recipe
 from storage import sealed
 from storage.errors import UserError
 from storage.untrusted import one_line, parse_json, read_regular, real_path
@@ -157,9 +157,33 @@ def from_dict(tree: Mapping[str, Any], where: str | None = None) -> Recipe:
     Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
     """
     try:
-        return _from_dict(tree)
+        return _from_dict(_with_todays_names(tree, where or "recipe"))
     except UserError as error:
         raise UserError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _with_todays_names(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`tree` with the fields that had another name under today's; one line on standard error says which they are."""
+    changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    read: list[Renamed] = []
+    for item in RENAMED:
+        section, _, old = item.old.partition(".")
+        inside = changed.get(section)
+        if isinstance(inside, dict) and old in inside:
+            new = item.new.partition(".")[2]
+            if new in inside:
+                raise UserError(f"{item.old} and {item.new} are the same field; leave out {item.old}")
+            value = inside.pop(old)
+            inside[new] = item.values.get(value, value) if isinstance(value, str) else value
+            read.append(item)
+    _tell_old_names(read, where)
+    return changed
+
+
+def _tell_old_names(read: Sequence[Renamed], where: str) -> None:
+    if read:
+        names = ", ".join(f"{item.old} is {item.new} now" for item in read)
+        print(f"{where}: read under old names: {names}", file=sys.stderr)
 
 
 def _from_dict(tree: Mapping[str, Any]) -> Recipe:
@@ -327,9 +351,14 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """
     tree = to_dict(recipe)
     sections = _sections()
+    read: list[Renamed] = []
     for override in overrides:
         key, separator, text = override.partition("=")
         key = key.strip()
+        for item in RENAMED:
+            if key == item.old:
+                key, text = item.new, item.values.get(text, text)
+                read.append(item)
         if not separator or not key:
             raise UserError(f"--set {one_line(override)}: write key=value, for example --set model.num_layers=4")
         section, _, name = key.partition(".")
@@ -344,6 +373,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
             tree[section][name][entry] = _json_or_text(text, f"--set {key}")
         else:
             tree[section][name] = _parse(text, hint, f"--set {key}")
+    _tell_old_names(read, "--set")
     return from_dict(tree)
 
 
@@ -453,5 +483,8 @@ def _explain(error: BaseException) -> str:
     classes = {cls.__name__: cls for cls in [Recipe, *_sections().values()]}
     if match and match.group(1) in classes:
         cls, key = classes[match.group(1)], match.group(2)
+        for item in RENAMED:
+            if item.old.endswith(f".{key}"):
+                return f"{cls.__name__} has no field '{key}' any more: it is {item.new} now"
         return f"{cls.__name__} has no field '{key}'; {_nearest(key, _hints(cls))}"
     return f"{type(error).__name__}: {said}"

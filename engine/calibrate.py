@@ -209,7 +209,7 @@ def _to_keep(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
     So the plan learns what they take, which can be less than is computed when layers are compiled.
     """
     tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
-    if plan.kept or plan.streamed or plan.problem.save != "auto":
+    if plan.kept or plan.streamed or plan.problem.activation_checkpointing != "auto":
         return []
     found: dict[str, _Unit] = {}
     room = tier.budget_bytes - tier.peak_bytes

@@ -221,8 +221,8 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
         corpus,
         vocab_size=spec.vocab_size,
         sequence_length=data.sequence_length,
-        sequences_per_step=train.sequences_per_step,
-        sequences_per_micro_batch=train.sequences_per_micro_batch,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         seed=data.seed,
         one_document_per_row=spec.recurrent,
         documents=documents,
@@ -238,12 +238,12 @@ def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> Val
     data, train = recipe.data, recipe.train
     if train.validate_every is None or data.validation_documents is None:
         return None
-    rows = train.sequences_per_micro_batch
+    rows = train.micro_batch_size
     return ValidationSet(
         make_loader(corpus, spec, recipe, validation=True),
         num_documents=data.validation_documents,
-        most=(train.validation_sequences or train.sequences_per_step) // rows,
-        per_pass=train.sequences_per_step // rows,
+        most=(train.validation_sequences or train.global_batch_size) // rows,
+        per_pass=train.global_batch_size // rows,
     )
 
 
@@ -307,17 +307,17 @@ def make_problem(
     """
     data, train, storage = recipe.data, recipe.train, recipe.storage
     flat = layouts(spec)
-    part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
+    part_bytes = parse_bytes(storage.part_bytes, "storage.part_bytes")
     gpu_budget, ram_budget, nvme_budget = tiers
     dtype = compute_dtype(train)
     compute_bytes = dtype.itemsize
     tokens = data.sequence_length if spec.recurrent else chunk_tokens
     workspace = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device_type])
     if device_type == "cuda":
-        stream_tokens = train.sequences_per_micro_batch * data.sequence_length
+        stream_tokens = train.micro_batch_size * data.sequence_length
         workspace += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
         workspace += min(workspace // 8, HOLES_BYTES)
-        workspace += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
+        workspace += overhead_bytes(train.global_batch_size * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
     return Problem(
         blocks=_learned(block_shapes(spec, dtype), graph_bytes or {}),
         buffers=tuple(
@@ -327,8 +327,8 @@ def make_problem(
         hidden_size=spec.hidden_size,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
-        micro_batches=train.sequences_per_step // train.sequences_per_micro_batch,
-        rows=train.sequences_per_micro_batch,
+        micro_batches=train.global_batch_size // train.micro_batch_size,
+        rows=train.micro_batch_size,
         row_tokens=data.sequence_length,
         chunk_tokens=chunk_tokens,
         chunk_per_row=spec.recurrent,
@@ -337,7 +337,7 @@ def make_problem(
         ram_budget=ram_budget,
         device_reads=device_reads,
         reader_bytes=reader_bytes,
-        save=train.save,
+        activation_checkpointing=train.activation_checkpointing,
         kv_window=train.kv_window,
         nvme_budget=nvme_budget,
         kept_generations=kept_generations(recipe),

@@ -63,7 +63,7 @@ def test_every_number_is_there(width: int) -> None:
         "drive /mnt/b: writes 1464.84 TiB (750.0 GiB a step), endurance used n/a",
         "compute-bound from: 306,500 tokens a step",
         "twice as many sequences in a step: 17m45s a step, 492 tokens/s (+26%)",
-        "--set train.sequences_per_step=16 --set train.gradient_dtype=bfloat16",
+        "--set train.global_batch_size=16 --set train.gradient_dtype=bfloat16",
     ):
         assert part in flat(text), part
     # Layers 0 to 87 appear once each, whatever the grouping.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from app.recipe import (
     to_dict,
     to_json,
 )
-from engine.config import DataConfig, ModelConfig, TrainConfig, config_digest
+from engine.config import RENAMED, DataConfig, ModelConfig, TrainConfig, config_digest
 from storage.errors import UserError
 
 
@@ -62,15 +63,43 @@ def test_json_is_exact(lr: float, steps: int, prompt: str | None, overrides: dic
     )
     again = from_json(to_json(recipe))
     assert again == recipe
-    assert config_digest(again.model, again.train) == config_digest(recipe.model, recipe.train)
+    assert config_digest(again) == config_digest(recipe)
 
 
 def test_digest_depends_on_values_not_on_spelling() -> None:
     def digest(override: str) -> str:
-        return config_digest(apply_overrides(Recipe(name="x"), [override]).train)
+        return config_digest(apply_overrides(Recipe(name="x"), [override]))
 
     assert digest("train.lr=1") == digest("train.lr=1.0")
     assert digest("train.seed=1") != digest("train.seed=2")
+
+
+def test_old_names_of_fields_are_read_and_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["train.activation_checkpointing=full", "train.global_batch_size=6", "train.micro_batch_size=3"]
+    today = apply_overrides(Recipe(name="x"), [*settings, "storage.part_bytes=16KiB"])
+    assert capsys.readouterr().err == ""
+    path, old = tmp_path / "old.json", {"save": "input", "sequences_per_step": 6, "sequences_per_micro_batch": 3}
+    path.write_text(json.dumps({"name": "x", "train": old, "storage": {"chunk_bytes": "16KiB"}}))
+    told = (
+        "read under old names: train.save is train.activation_checkpointing now, train.sequences_per_step is "
+        "train.global_batch_size now, train.sequences_per_micro_batch is train.micro_batch_size now, "
+        "storage.chunk_bytes is storage.part_bytes now\n"
+    )
+    assert load_recipe(path) == today
+    assert capsys.readouterr().err == f"recipe {path}: {told}"
+    texts = [f"train.{name}={value}" for name, value in old.items()]
+    assert apply_overrides(Recipe(name="x"), [*texts, "storage.chunk_bytes=16KiB"]) == today
+    assert capsys.readouterr().err == f"--set: {told}"
+    with pytest.raises(UserError, match=r"train\.save and train\.activation_checkpointing are the same field"):
+        from_json('{"name": "x", "train": {"save": "input", "activation_checkpointing": "full"}}')
+
+
+def test_every_old_name_leads_to_a_field() -> None:
+    keys = {item.key: item for item in fields()}
+    for item in RENAMED:
+        assert item.new in keys
+        assert item.old not in keys
+        assert set(item.values.values()) <= set(get_args(keys[item.new].type))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +215,10 @@ def test_overrides_are_validated_together() -> None:
         ("from engine.config import ModelConfig\nModelConfig(num_layer=3)", ["line 2", "'num_layers'"]),
         ("from engine.config import TrainConfig\nTrainConfig(steps=0)", ["line 2", "train.steps", "at least 1"]),
         ("from app.recipe import Recipe\nrecipe = Recipe(name='x', train=3)", ["'train'"]),
+        (
+            "from engine.config import TrainConfig\nTrainConfig(save='input')",
+            ["line 2", "no field 'save' any more: it is train.activation_checkpointing now"],
+        ),
         (
             "from app.recipe import *\nfrom engine.config import *\n"
             "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))",

@@ -95,7 +95,7 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
     for span in (slice(2 * half, 2 * half + 1), slice(2 * half - 1, 2 * half + 1), slice(0, 100_000)):
         with pytest.raises(UserError, match=r"tokens\.bin: damaged: block 2 \(bytes 131,072 to 196,608\) has CRC-32C"):
             tokens[span]
-    loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, sequences_per_step=1)
+    loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, global_batch_size=1)
     with pytest.raises(UserError, match="block 2"):
         [loader.next_step() for _ in range(100)]
 

@@ -117,9 +117,9 @@ def test_what_does_not_go_together_stands_at_the_named_field_and_the_edited_one(
 
 
 def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
-    draft.apply(["train.sequences_per_step=16", "train.gradient_dtype=bfloat16", 'storage.nvme=["/mnt/a b"]'])
+    draft.apply(["train.global_batch_size=16", "train.gradient_dtype=bfloat16", 'storage.nvme=["/mnt/a b"]'])
     assert draft.recipe is not None
-    assert draft.recipe.train.sequences_per_step == 16
+    assert draft.recipe.train.global_batch_size == 16
     assert draft.recipe.storage.nvme == ["/mnt/a b"]
     draft.apply(["model.overrides.rope_theta=5", "train.chunk_tokens=none"])
     assert draft.recipe.model.overrides == {"rope_theta": 5}
@@ -156,7 +156,7 @@ def test_kinds() -> None:
         "train.deterministic",
         "after.export",
     }
-    assert kinds["data.source"] == kinds["train.save"] == "choice"
+    assert kinds["data.source"] == kinds["train.activation_checkpointing"] == "choice"
     assert kinds["budgets.gpu"] == kinds["name"] == kinds["train.clip_norm"] == "text"
 
 

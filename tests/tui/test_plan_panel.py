@@ -62,7 +62,7 @@ def test_every_figure_is_there() -> None:
         "91% 10m12s 1.66 TiB",
         "78% 524 s -",
         "twice as many sequences in a step → 492 tokens/s (+26%)",
-        "train.sequences_per_step=16",
+        "train.global_batch_size=16",
         "b applies it",
         "compute-bound from 306,500 tokens a step",
         "32 chunks of 8,192 tokens; keys and values whole; saved for backward: everything 2%, attention 98%",

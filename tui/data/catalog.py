@@ -120,7 +120,7 @@ def describe(entry: RecipeEntry) -> dict[str, Any]:
     recipe = load_recipe(entry.path)
     model, train, data = recipe.model, recipe.train, recipe.data
     shape = f"{model.num_layers} layers, width {model.hidden_size:,}" if model.has_shape else "shape of the folder"
-    tokens = data.sequence_length * train.sequences_per_step
+    tokens = data.sequence_length * train.global_batch_size
     return {
         "model": f"{model.path or model.model_type}, {shape}",
         "context": f"{data.sequence_length:,} tokens",
