@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import traceback
@@ -24,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from engine.config import RENAMED, Recipe, Renamed
 from engine.config import AfterConfig as AfterConfig
 from storage import sealed
+from storage.disk import prepare_file, publish
 from storage.errors import UserError
 from storage.untrusted import one_line, parse_json, read_regular, real_path
 
@@ -211,6 +213,46 @@ def _from_dict(tree: Mapping[str, Any]) -> Recipe:
 def to_json(recipe: Recipe) -> str:
     """The recipe as readable JSON; `from_json` gives back an equal recipe."""
     return json.dumps(to_dict(recipe), indent=2, allow_nan=False) + "\n"
+
+
+def changes(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's name, and of its sections what differs from the defaults, as nested dicts."""
+    default = to_dict(Recipe(name=recipe.name))
+    found: dict[str, Any] = {"name": recipe.name}
+    for name, value in to_dict(recipe).items():
+        if isinstance(value, dict):
+            value = {key: item for key, item in value.items() if item != default[name][key]}
+        if value and value != default[name]:
+            found[name] = value
+    return found
+
+
+def save_recipe(path: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
+    """Write the recipe's `changes` as JSON, whole or not at all.
+
+    Raises UserError where the file exists and where it cannot be written.
+    """
+    if path.suffix != ".json":
+        raise UserError(f"{path}: a recipe is saved as JSON; let its name end in .json")
+    text = json.dumps(changes(recipe), indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = prepare_file(path, text.encode())
+        if overwrite:
+            publish(written, path)
+        else:
+            _link(written, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _link(written: Path, path: Path) -> None:
+    try:
+        os.link(written, path)  # unlike a replacement, refused where the name is taken
+    except FileExistsError:
+        raise UserError(f"{path}: exists; choose another name") from None
+    finally:
+        written.unlink()
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:

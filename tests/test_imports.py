@@ -17,7 +17,6 @@ LIGHT = [
     "app.cli",
     "app.recipe",
     "app.machines",
-    "app.recipe_file",
     "app.rundir",
     "app.run_log",
     "app.control",

@@ -19,11 +19,14 @@ from app.recipe import (
     from_json,
     load_recipe,
     resolve_paths,
+    save_recipe,
     to_dict,
     to_json,
 )
 from engine.config import RENAMED, DataConfig, ModelConfig, TrainConfig, config_digest
 from storage.errors import UserError
+
+RECIPES = sorted(Path(__file__).parents[2].glob("recipes/*.py"))
 
 
 def test_the_machine_is_a_field_that_old_runs_lack() -> None:
@@ -331,3 +334,42 @@ def test_a_recipe_file_that_is_none(tmp_path: Path, name: str, content: bytes) -
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"recipe .*{name}"):
         load_recipe(tmp_path / name)
+
+
+def test_a_saved_recipe_says_what_differs_and_is_loaded_again(tmp_path: Path) -> None:
+    recipe = apply_overrides(Recipe(name="mine"), ["train.steps=20", "model.overrides.rope_theta=1e6", "machine=m"])
+    save_recipe(tmp_path / "mine.json", recipe)
+    assert json.loads((tmp_path / "mine.json").read_text()) == {
+        "name": "mine",
+        "machine": "m",
+        "model": {"overrides": {"rope_theta": 1e6}},
+        "train": {"steps": 20},
+    }
+    assert load_recipe(tmp_path / "mine.json") == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_survive_being_saved(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    save_recipe(tmp_path / "saved.json", recipe)
+    assert repr(load_recipe(tmp_path / "saved.json")) == repr(recipe)
+
+
+def test_saving_replaces_nothing_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "mine.json"
+    save_recipe(path, Recipe(name="first"))
+    with pytest.raises(UserError, match="exists"):
+        save_recipe(path, Recipe(name="second"))
+    assert load_recipe(path).name == "first"
+    save_recipe(path, Recipe(name="second"), overwrite=True)
+    assert load_recipe(path).name == "second"
+    assert [file.name for file in path.parent.iterdir()] == ["mine.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("mine.py", r"let its name end in \.json"), ("file/mine.json", "cannot be written")]
+)
+def test_a_place_that_takes_no_saved_recipe_is_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        save_recipe(tmp_path / name, Recipe(name="x"))

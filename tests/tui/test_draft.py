@@ -208,3 +208,11 @@ def test_a_text_field_keeps_every_character(text: str) -> None:
     draft.set("after.sample_prompt", value_text("after.sample_prompt", text))
     if text.strip() and text.strip().lower() not in ("none", "null"):
         assert draft.recipe == base, json.dumps(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3e-5, "3e-5"), (1e6, "1e6"), (0.1, "0.1"), (0.95, "0.95"), (1234567.0, "1234567.0"), (2.5e-8, "2.5e-8")],
+)
+def test_numbers_are_shown_short(value: float, text: str) -> None:
+    assert value_text("train.lr", value) == text
