@@ -12,8 +12,8 @@ from app.recipe import Recipe
 from storage.errors import BudgetError
 
 if TYPE_CHECKING:
-    from engine.machine import Machine
-    from engine.planning import Task
+    from engine.forecast.request import Task
+    from engine.machine.profile import Machine
 
 
 def plan_recipe(
@@ -35,10 +35,10 @@ def plan_recipe(
 def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | None = None) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
     from app.trace import write_spans
-    from engine.advice import best_change, fixes
-    from engine.corpus import require_text
-    from engine.forecast import compute_bound_tokens, forecast, refusal
-    from engine.reduce import estimate
+    from engine.data.corpus import require_text
+    from engine.forecast.advice import best_change, fixes
+    from engine.forecast.extrapolate import estimate
+    from engine.forecast.report import compute_bound_tokens, forecast, refusal
 
     require_text(recipe.data)
     on, task = recipe_task(recipe, machine)
@@ -71,10 +71,10 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
     """The machine, and what has to be planned for it."""
     import torch
 
-    from engine.planning import Task, machine_budgets, run_budgets, this_machine
-    from engine.prepare import model_config, model_spec, with_compute_dtype
-    from engine.presets import find_machine
-    from engine.reservations import reserved
+    from engine.forecast.request import Task, machine_budgets, run_budgets, this_machine
+    from engine.hf.prepare import model_config, model_spec, with_compute_dtype
+    from engine.machine.presets import find_machine
+    from engine.machine.reservations import reserved
 
     name = machine or recipe.machine
     where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")

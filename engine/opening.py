@@ -11,25 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine import attention, weights
-from engine.affinity import place_threads
-from engine.attention import attention_report
-from engine.check import check_model
-from engine.compilers import Compilation, find_compilation
+from engine.attention import chunk as attention
+from engine.attention.chunk import attention_report
 from engine.config import Recipe, StorageConfig, parse_bytes
-from engine.constants import read_constants_file, write_constants
-from engine.costs import Calibration
-from engine.data import DataLoader, MicroBatch
-from engine.device import resolve_device, why_no_cuda
+from engine.data.loader import DataLoader, MicroBatch
 from engine.events import Observer
 from engine.folders import drive_folders, state_folder
-from engine.forecast import forecast, predict
-from engine.lanes import Lanes
-from engine.machine import Machine
-from engine.model import Initializer, ModelSpec, initial_constants
-from engine.plan import Choice, Plan
-from engine.planning import Task, run_budgets, this_machine
-from engine.prepare import (
+from engine.forecast.costs import Calibration
+from engine.forecast.report import forecast, predict
+from engine.forecast.request import Task, run_budgets, this_machine
+from engine.forecast.search import Found
+from engine.hf import weights
+from engine.hf.constants import read_constants_file, write_constants
+from engine.hf.prepare import (
     Data,
     compute_dtype,
     layouts,
@@ -40,12 +34,19 @@ from engine.prepare import (
     prepare_data,
     with_compute_dtype,
 )
+from engine.machine.affinity import place_threads
+from engine.machine.compilers import Compilation, find_compilation
+from engine.machine.device import resolve_device, why_no_cuda
+from engine.machine.profile import Machine
+from engine.machine.reservations import Reservation
+from engine.model.check import check_model
+from engine.model.spec import Initializer, ModelSpec, initial_constants
+from engine.plan.plan import Choice, Plan
 from engine.preparing import Checklist
-from engine.reservations import Reservation
-from engine.search import Found
+from engine.runtime.lanes import Lanes
+from engine.runtime.state import fill_store, state_arrays
+from engine.runtime.tuning import Tuning
 from engine.session import CONSTANTS_FILE, Compute, Session, require_record, run_identity, run_meta
-from engine.state import fill_store, state_arrays
-from engine.tuning import Tuning
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 from storage.readers import Readers, find_readers

@@ -16,32 +16,32 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.batch import BatchCarrier, ScoreData, StepData
-from engine.blocks import ModelRunner
-from engine.compilers import Compilation, find_compilation
 from engine.config import Recipe, TrainConfig, config_digest
-from engine.data import DataLoader, MicroBatch, ValidationSet
-from engine.executor import GPU_LANES
-from engine.failures import explain
-from engine.guard import MemoryGuard
-from engine.health import LossWatch
-from engine.lanes import Lanes
-from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.model import ModelSpec
-from engine.ops import Op
-from engine.optimizer import AdamW
-from engine.plan import LAST_GOOD, Choice, Plan
-from engine.prepare import (
+from engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from engine.hf.prepare import (
     LOGITS_BYTES,
     compute_dtype,
     layouts,
 )
+from engine.machine.compilers import Compilation, find_compilation
+from engine.machine.reservations import Reservation
+from engine.model.runner import ModelRunner
+from engine.model.spec import ModelSpec
+from engine.optim.adamw import AdamW
+from engine.plan.plan import LAST_GOOD, Choice, Plan
 from engine.preparing import Checklist
-from engine.reservations import Reservation
 from engine.retention import Retention
-from engine.runtime import Runtime
-from engine.schedule import ScheduleBuilder
-from engine.state import load_memory, scratch_arrays
+from engine.runtime.batch import BatchCarrier, ScoreData, StepData
+from engine.runtime.executor import GPU_LANES
+from engine.runtime.failures import explain
+from engine.runtime.guard import MemoryGuard
+from engine.runtime.health import LossWatch
+from engine.runtime.lanes import Lanes
+from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from engine.runtime.runtime import Runtime
+from engine.runtime.state import load_memory, scratch_arrays
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import Op
 from storage.checkpoints import read_checkpoint, resolve_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore, Traffic

@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import validation, weights
+from engine import validation
 from engine.config import Recipe, parse_bytes
-from engine.constants import read_constants_file
-from engine.corpus import kept_tokenizer
-from engine.device import memory_use
+from engine.data.corpus import kept_tokenizer
 from engine.events import Observer, StepMetrics
-from engine.failures import DivergedError, explain
-from engine.flops import model_flops
 from engine.folders import drive_folders, state_folder
-from engine.live import Live, memory_peaks
-from engine.model import ModelSpec
+from engine.forecast.flops import model_flops
+from engine.hf import weights
+from engine.hf.constants import read_constants_file
+from engine.hf.prepare import layouts, model_config
+from engine.machine.device import memory_use
+from engine.model.spec import ModelSpec
 from engine.opening import open_session
-from engine.ops import Op
-from engine.prepare import layouts, model_config
 from engine.preparing import Checklist
+from engine.runtime.failures import DivergedError, explain
+from engine.runtime.progress import Live, memory_peaks
+from engine.runtime.state import read_parameters
+from engine.schedule.ops import Op
 from engine.session import CONSTANTS_FILE, Session
-from engine.state import read_parameters
 from storage.checkpoints import checkpoint_folder, read_checkpoint
 from storage.errors import UserError
 from storage.layout import FlatLayout

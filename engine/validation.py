@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from engine.events import ValidationMetrics
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from app.cli import main
 from app.recipe import from_json, load_recipe, to_json
-from engine.check import check_model
-from engine.model import ModelSpec, validate_context
-from engine.prepare import model_config
-from engine.presets import PRESETS
+from engine.hf.prepare import model_config
+from engine.machine.presets import PRESETS
+from engine.model.check import check_model
+from engine.model.spec import ModelSpec, validate_context
 from storage.errors import UserError
 
 REPOSITORY = Path(__file__).parents[1]

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from app.bench.cases import Shape
 from app.progress import bytes_text
-from engine.plan import KV_SLOTS
+from engine.plan.plan import KV_SLOTS
 from storage.errors import BudgetError, UserError
 
 if TYPE_CHECKING:
-    from engine.plan import Plan
+    from engine.plan.plan import Plan
     from engine.session import Session
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -297,8 +297,8 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     from app.bench.setup import Setup, shape_model
     from app.bench.suite_worker import open_case
     from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
-    from engine.plan import Choice
-    from engine.planning import Budgets, Task
+    from engine.forecast.request import Budgets, Task
+    from engine.plan.plan import Choice
     from storage.readers import select_readers
 
     train = TrainConfig(
@@ -340,7 +340,7 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
 
 def main() -> None:
     """Measure one row in this process and print it as JSON."""
-    from engine import runtime
+    from engine.runtime import runtime
 
     runtime.INPUTS_CACHE_BYTES = 0  # else up to 64 MiB of rotary tables would be found in the process, too
     parser = argparse.ArgumentParser(prog="python -m app.bench.memory", description=main.__doc__)

@@ -16,13 +16,13 @@ import torch
 
 from app.bench.cases import Case, Shape
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from engine.device import resolve_device
-from engine.limits import free_budgets
-from engine.model import ModelSpec
-from engine.plan import FP32, STATE_KINDS, Choice, Plan, gib
-from engine.planning import Budgets, Task, this_machine
-from engine.prepare import ALLOCATOR_SHARE, model_config, model_spec
-from engine.state import scratch_arrays
+from engine.forecast.request import Budgets, Task, this_machine
+from engine.hf.prepare import ALLOCATOR_SHARE, model_config, model_spec
+from engine.machine.device import resolve_device
+from engine.machine.limits import free_budgets
+from engine.model.spec import ModelSpec
+from engine.plan.plan import FP32, STATE_KINDS, Choice, Plan, gib
+from engine.runtime.state import scratch_arrays
 from storage.errors import BudgetError
 from storage.readers import Readers, select_readers
 

@@ -120,7 +120,7 @@ def _device_type() -> str:
 def _dtype() -> Literal["bfloat16", "float32"]:
     """What both compute in: bfloat16, on a CPU without its instructions float32."""
     from engine.config import TrainConfig
-    from engine.prepare import with_compute_dtype
+    from engine.hf.prepare import with_compute_dtype
 
     decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device_type()).compute_dtype
     assert decided != "auto"
@@ -131,7 +131,7 @@ def _compiles() -> bool:
     """Whether this machine compiles layers and AdamW: by itself, a run of so few steps would do without."""
     import torch
 
-    from engine.compilers import layers_compile, optimizer_compiles
+    from engine.machine.compilers import layers_compile, optimizer_compiles
 
     return layers_compile(torch.device(_device_type())).ok and optimizer_compiles().ok
 

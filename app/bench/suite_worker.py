@@ -23,19 +23,19 @@ from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
 from app.trace import write_trace
-from engine import attention
-from engine.affinity import place_threads
-from engine.calibrate import calibrate
-from engine.compilers import find_compilation
-from engine.data import DataLoader, MicroBatch
-from engine.device import configure, memory_use
-from engine.flops import StepFlops, executed_flops, model_flops
-from engine.hardware import hfu, mfu, peak_flops
-from engine.lanes import Lanes
-from engine.limits import free_budgets
+from engine.attention import chunk as attention
+from engine.data.loader import DataLoader, MicroBatch
+from engine.forecast.flops import StepFlops, executed_flops, model_flops
+from engine.forecast.request import this_machine
+from engine.hf.prepare import LOGITS_BYTES, layouts, make_loader, prepare_data
+from engine.machine.affinity import place_threads
+from engine.machine.compilers import find_compilation
+from engine.machine.device import configure, memory_use
+from engine.machine.limits import free_budgets
+from engine.machine.peaks import hfu, mfu, peak_flops
 from engine.opening import choose_kernels, typical_batch
-from engine.planning import this_machine
-from engine.prepare import LOGITS_BYTES, layouts, make_loader, prepare_data
+from engine.runtime.calibrate import calibrate
+from engine.runtime.lanes import Lanes
 from engine.session import Compute, Session, run_identity, run_meta
 from engine.train import train_step
 from storage.errors import UserError

@@ -20,14 +20,14 @@ from app.bench.cases import GROUPS, SUITES, Case, Rates, case_to_json, cases_of
 from app.bench.process import environment, run_limited
 from app.lanes import LANES
 from app.progress import bytes_text
-from engine.hardware import peak_flops
+from engine.machine.peaks import peak_flops
 from storage.errors import UserError
 from storage.untrusted import real_path
 
 _PROBE = """
 import json, os, platform, torch, transformers
-from engine.probe_compute import GPU_SIZES, matmul_flops
-from engine.limits import machine_memory
+from engine.machine.probe_compute import GPU_SIZES, matmul_flops
+from engine.machine.limits import machine_memory
 cuda = torch.cuda.is_available()
 properties = torch.cuda.get_device_properties(0) if cuda else None
 print(json.dumps({

@@ -33,10 +33,10 @@ from app.bench.state import DrawnState
 from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
 from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from engine.device import resolve_device
-from engine.limits import free_budgets, free_disk
-from engine.planning import Budgets, Task, this_machine
-from engine.prepare import layouts, make_loader, prepare_data
+from engine.forecast.request import Budgets, Task, this_machine
+from engine.hf.prepare import layouts, make_loader, prepare_data
+from engine.machine.device import resolve_device
+from engine.machine.limits import free_budgets, free_disk
 from engine.train import train_step
 from storage.errors import UserError
 from storage.readers import select_readers

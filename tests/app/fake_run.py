@@ -108,7 +108,10 @@ if __name__ == "__main__":
     fake.train, fake.export = train, export  # type: ignore[attr-defined]
     sys.modules["engine.train"] = fake
     # What is begun beside the imports of the real one has nothing to do here.
-    beside = {"engine.corpus": ("prepare_text_ahead", "cancel_text_ahead"), "engine.compilers": ("compile_headers",)}
+    beside = {
+        "engine.data.corpus": ("prepare_text_ahead", "cancel_text_ahead"),
+        "engine.machine.compilers": ("compile_headers",),
+    }
     trains = os.environ.get("FAKE_SCRIPT") or sys.argv[1] in ("train", "resume")
     for module, names in beside.items() if trains else ():
         sys.modules[module] = ModuleType(module)

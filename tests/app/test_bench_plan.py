@@ -14,10 +14,10 @@ from app.bench.plan import CaseFailed, bench_plan, cases_here, compare, progress
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.recipe import from_json, to_json
 from engine.config import parse_bytes
-from engine.device import LEAST_LIMIT_BYTES
-from engine.planning import Budgets, Task
-from engine.prepare import model_config, model_spec
-from engine.presets import generic_gpu
+from engine.forecast.request import Budgets, Task
+from engine.hf.prepare import model_config, model_spec
+from engine.machine.device import LEAST_LIMIT_BYTES
+from engine.machine.presets import generic_gpu
 from storage.errors import UserError
 
 

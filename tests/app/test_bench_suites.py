@@ -20,10 +20,10 @@ from app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shap
 from app.bench.state import DrawnState
 from app.bench.suite_worker import WarmUpLoader, learnt
 from engine.config import DataConfig, Recipe
-from engine.data import IGNORE_LABEL, MicroBatch
-from engine.flops import StepFlops, executed_flops, model_flops
-from engine.lanes import Lanes
-from engine.prepare import ALLOCATOR_SHARE, layouts
+from engine.data.loader import IGNORE_LABEL, MicroBatch
+from engine.forecast.flops import StepFlops, executed_flops, model_flops
+from engine.hf.prepare import ALLOCATOR_SHARE, layouts
+from engine.runtime.lanes import Lanes
 from engine.session import Compute
 from storage.errors import UserError
 

@@ -13,9 +13,9 @@ from app.cli import main
 from app.launch import from_scratch, require_weights
 from app.recipe import Recipe, from_json, to_json
 from engine.config import DataConfig, ModelConfig
-from engine.model import ModelSpec
-from engine.prepare import model_config
-from engine.tokenizer import train_tokenizer
+from engine.data.tokenizer import train_tokenizer
+from engine.hf.prepare import model_config
+from engine.model.spec import ModelSpec
 from storage.errors import UserError
 
 SHAPE: dict[str, Any] = {

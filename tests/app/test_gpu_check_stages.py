@@ -13,8 +13,8 @@ from app.bench.cases import SUITES, TINY, Rates
 from app.gpu_check import smoke, stages, tables
 from app.gpu_check.results import Results
 from engine.config import parse_bytes
-from engine.planning import Budgets, Task
-from engine.presets import generic_gpu
+from engine.forecast.request import Budgets, Task
+from engine.machine.presets import generic_gpu
 from storage.errors import UserError
 
 CPU = torch.device("cpu")

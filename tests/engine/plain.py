@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.optimizer import learning_rate
+from engine.optim.adamw import learning_rate
 from engine.session import Session
 
 

@@ -10,7 +10,7 @@ import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 from storage.errors import BudgetError, UserError

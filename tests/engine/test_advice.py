@@ -9,11 +9,11 @@ import tiny
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.advice import Change, applied, best_change, fits, fixes
 from engine.config import DataConfig, StorageConfig, TrainConfig
-from engine.planning import Budgets, Task
-from engine.prepare import model_config
-from engine.presets import GENERIC
+from engine.forecast.advice import Change, applied, best_change, fits, fixes
+from engine.forecast.request import Budgets, Task
+from engine.hf.prepare import model_config
+from engine.machine.presets import GENERIC
 from storage.errors import UserError
 
 SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}

@@ -8,10 +8,10 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention_flash import FlashAttention2
-from engine.attention_pieces import Geometry, spans
-from engine.attention_select import MOST_MULTIPROCESSORS, _strategies, workspace_bytes
-from engine.prepare import make_problem, model_config
+from engine.attention.flash_attn import FlashAttention2
+from engine.attention.select import MOST_MULTIPROCESSORS, _strategies, workspace_bytes
+from engine.attention.spans import Geometry, spans
+from engine.hf.prepare import make_problem, model_config
 
 SHAPES = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
 """Heads, key and value heads, width."""

@@ -13,19 +13,19 @@ import pytest
 import tiny
 import torch
 
-from engine.calibrate import calibrate
 from engine.config import BudgetConfig, ModelConfig, TrainConfig
-from engine.costs import Calibration, Costs, op_kind
-from engine.lanes import Lanes
-from engine.memory import allocate_gpu
-from engine.ops import WHOLE
-from engine.plan import Plan
-from engine.planner import make_plan
-from engine.prepare import LOGITS_BYTES, layouts, make_loader, model_config, prepare_data
-from engine.presets import GENERIC
-from engine.schedule import ScheduleBuilder
+from engine.forecast.costs import Calibration, Costs, op_kind
+from engine.forecast.simulate import simulate
+from engine.hf.prepare import LOGITS_BYTES, layouts, make_loader, model_config, prepare_data
+from engine.machine.presets import GENERIC
+from engine.plan.plan import Plan
+from engine.plan.planner import make_plan
+from engine.runtime.calibrate import calibrate
+from engine.runtime.lanes import Lanes
+from engine.runtime.memory import allocate_gpu
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import WHOLE
 from engine.session import Compute
-from engine.simulate import simulate
 from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -167,7 +167,7 @@ def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: py
         slots.extend(weakref.ref(slot.untyped_storage()) for slot in every)
         return gpu
 
-    monkeypatch.setattr("engine.calibrate.allocate_gpu", allocate)
+    monkeypatch.setattr("engine.runtime.calibrate.allocate_gpu", allocate)
     gc.disable()
     try:
         measured(tmp_path, *CASES["automatic"])
@@ -213,6 +213,6 @@ def test_a_compiler_without_room_for_its_files_is_one_message(tmp_path: Path, mo
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("g++ -O3 ...\nfatal error: when writing output to /x/y.i: No space left on device\nmore")
 
-    monkeypatch.setattr("engine.tuning.calibrate", fails)
+    monkeypatch.setattr("engine.runtime.tuning.calibrate", fails)
     with pytest.raises(UserError, match=r"torch\.compile has no room for its files.*/x/y\.i: No space left on device;"):
         run(tmp_path / "run", calibrate=True)

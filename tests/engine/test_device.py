@@ -12,12 +12,12 @@ import pytest
 import tiny
 import torch
 
-from engine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
 from engine.events import StepMetrics
-from engine.executor import Executor
-from engine.loss import _block_
-from engine.ops import Op
-from engine.optimizer import PIECE_NUMEL, AdamW, adamw, scalars
+from engine.machine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
+from engine.model.loss import _block_
+from engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
+from engine.runtime.executor import Executor
+from engine.schedule.ops import Op
 from engine.train import train, train_step
 from storage.errors import UserError
 

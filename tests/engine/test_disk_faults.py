@@ -17,7 +17,7 @@ import pytest
 import tiny
 
 from engine.events import StepMetrics
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train, train_step
 from storage.errors import UserError

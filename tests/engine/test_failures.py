@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from app.cli import main
-from engine.failures import DivergedError, describe, explain, first_not_finite
-from engine.ops import WHOLE, Op
-from engine.runtime import Runtime
+from engine.runtime.failures import DivergedError, describe, explain, first_not_finite
+from engine.runtime.runtime import Runtime
+from engine.schedule.ops import WHOLE, Op
 from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore

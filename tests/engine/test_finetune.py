@@ -12,7 +12,7 @@ from test_train import train_run
 from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig
-from engine.prepare import layouts, model_config
+from engine.hf.prepare import layouts, model_config
 from engine.train import export
 from storage.errors import UserError
 from storage.nvme import NvmeStore

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from engine.flops import attention_flops, executed_flops, matmul_flops, model_flops
-from engine.model import AttentionShape, ModelSpec
-from engine.pairs import visible_pairs
-from engine.plan import Plan
-from engine.prepare import make_config
+from engine.attention.pairs import visible_pairs
+from engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
+from engine.hf.prepare import make_config
+from engine.model.spec import AttentionShape, ModelSpec
+from engine.plan.plan import Plan
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,

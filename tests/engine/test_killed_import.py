@@ -18,9 +18,10 @@ import torch
 from test_train import train_run
 from transformers import AutoModelForCausalLM
 
-from engine import opening, weights
+from engine import opening
 from engine.config import ModelConfig
-from engine.prepare import model_config
+from engine.hf import weights
+from engine.hf.prepare import model_config
 from engine.train import export
 from storage.nvme import NvmeStore
 

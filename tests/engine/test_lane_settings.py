@@ -14,10 +14,10 @@ import tiny
 import torch
 
 from engine.config import BudgetConfig
-from engine.executor import Executor
-from engine.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from engine.ops import LANES, Op
-from engine.optimizer import AdamW, scalars
+from engine.optim.adamw import AdamW, scalars
+from engine.runtime.executor import Executor
+from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
+from engine.schedule.ops import LANES, Op
 from engine.train import train
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.events import ValidationMetrics, Want
-from engine.ops import Op
-from engine.plan import Plan
+from engine.plan.plan import Plan
+from engine.schedule.ops import Op
 from engine.session import Session, run_identity
 from engine.train import train_step
 from engine.validation import due, validate

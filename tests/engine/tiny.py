@@ -16,14 +16,14 @@ from transformers import PretrainedConfig
 from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.lanes import Lanes
-from engine.model import Initializer, ModelSpec
-from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
-from engine.planning import Budgets, Task
-from engine.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
-from engine.search import dimensions
+from engine.forecast.request import Budgets, Task
+from engine.forecast.search import dimensions
+from engine.hf.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
+from engine.model.spec import Initializer, ModelSpec
+from engine.plan.plan import STATE_KINDS, Choice, GpuFirst, Plan
+from engine.runtime.lanes import Lanes
+from engine.runtime.state import fill_store, read_parameters, state_arrays
 from engine.session import Compute, Session, run_identity, run_meta
-from engine.state import fill_store, read_parameters, state_arrays
 from engine.train import train
 from storage.errors import BudgetError
 from storage.nvme import ArraySpec, NvmeStore

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 from engine.validation import due, validate
