@@ -22,6 +22,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from engine.config import RENAMED, Recipe, Renamed
 from engine.config import AfterConfig as AfterConfig
 from storage import sealed
@@ -85,56 +87,31 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def _checked(value: Any, hint: Any, key: str) -> Any:
     """`value` if it has the field's type (an int becomes a float where a float is due); UserError otherwise."""
-    for member in _members(hint):
-        if typing.get_origin(member) is Literal:
-            if isinstance(value, str) and value in typing.get_args(member):
-                return value
-        elif typing.get_origin(member) is dict:
-            if isinstance(value, dict):
-                return _checked_json(value, key)
-        elif typing.get_origin(member) is list:
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return [_checked_text(item, key) for item in value]
-        elif member is float:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                number = _as_float(value)
-                if not math.isfinite(number):
-                    raise UserError(f"{key}: {one_line(value, 40)} is not a finite number")
-                return number
-        elif member is int:
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        elif member is str and isinstance(value, str):
-            return _checked_text(value, key)
-        elif isinstance(value, member):
-            return value
-    hinted = ""
-    choices = [name for member in _members(hint) if typing.get_origin(member) is Literal for name in _args(member)]
-    if choices and isinstance(value, str):
-        hinted = "; " + _nearest(value, choices)
-    raise UserError(f"{key}: {one_line(repr(value))} must be {_type_name(hint)}{hinted}")
-
-
-def _as_float(value: float) -> float:
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+        found = msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        literals = [member for member in _members(hint) if typing.get_origin(member) is Literal]
+        choices = [str(arg) for member in literals for arg in typing.get_args(member)]
+        hinted = "; " + _nearest(value, choices) if choices and isinstance(value, str) else ""
+        raise UserError(f"{key}: {one_line(repr(value))} must be {_type_name(hint)}{hinted}") from None
+    if isinstance(found, float) and not math.isfinite(found):
+        raise UserError(f"{key}: {one_line(value, 40)} is not a finite number")
+    if isinstance(found, dict):
+        return _checked_json(found, key)
+    for text in found if isinstance(found, list) else [found]:
+        if isinstance(text, str):
+            _require_text(text, key)
+    return found
 
 
-def _checked_text(text: str, key: str) -> str:
-    """`text`; UserError where it holds half a character, which no file takes."""
+def _require_text(text: str, key: str) -> None:
+    """UserError where the text holds half a character, which no file takes, or a zero byte, which no path does."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise UserError(f"{key}: {one_line(repr(text))} is not UTF-8 text; use another") from None
     if "\0" in text and tuple(key.split(".")) in _PATHS:
         raise UserError(f"{key}: {one_line(repr(text))} holds a zero byte, which no path does")
-    return text
-
-
-def _args(literal: Any) -> list[str]:
-    return [str(arg) for arg in typing.get_args(literal)]
 
 
 def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:

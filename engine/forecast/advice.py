@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from engine.config import parse_bytes
 from engine.forecast.request import Task
 from engine.forecast.search import Found
@@ -156,5 +158,5 @@ def _improvements(task: Task, machine: Machine) -> Iterator[tuple[Change, Task, 
     yield Change({}, f"twice the RAM, {gib(2 * budgets.ram)}"), replace(task, budgets=ram), machine
     gpu = replace(budgets, gpu=2 * budgets.gpu)
     yield Change({}, f"twice the GPU memory, {gib(2 * budgets.gpu)}"), replace(task, budgets=gpu), machine
-    drives = replace(machine, drives=machine.drives * 2)
+    drives = structs.replace(machine, drives=machine.drives * 2)
     yield Change({}, f"{len(drives.drives)} drives instead of {len(machine.drives)}"), task, drives

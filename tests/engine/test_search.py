@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from machines import ROUND, machines
+from msgspec import structs
 from small_problems import TIERS, problem, window_chunks, with_need
 
 from engine.forecast.costs import Costs
@@ -94,7 +95,7 @@ def test_more_budget_never_promises_a_clearly_slower_step(
 def test_a_place_on_the_gpu_can_cost_time() -> None:
     """The exception that is known: a block on the GPU is updated between the layers' ops, one in RAM beside them. How
     many blocks are there is what budgets decide, so that more of them can be there than is best: by a little."""
-    machine = replace(
+    machine = structs.replace(
         ROUND,
         matmul_flops=1.57e12,
         attention=(AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=7.2e8, backward_flops=7.7e10),),
@@ -201,8 +202,8 @@ def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
 
 def test_a_link_that_is_slow_keeps_blocks_on_the_gpu_and_slow_matmuls_keep_graphs() -> None:
     shape = problem(gpu_budget=900_000, activation_checkpointing="auto", micro_batches=1)
-    slow_link = replace(ROUND, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5, matmul_flops=1e12)
-    slow_products = replace(ROUND, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, matmul_flops=1e7)
+    slow_link = structs.replace(ROUND, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5, matmul_flops=1e12)
+    slow_products = structs.replace(ROUND, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, matmul_flops=1e7)
     assert not found(shape, slow_link).plan.kept or found(shape, slow_link).plan.tiers["gpu"].parts["resident blocks"]
     assert found(shape, slow_products).plan.kept
     assert not found(replace(shape, activation_checkpointing="selective"), slow_products).plan.kept
@@ -239,7 +240,7 @@ def test_a_second_search_looks_again_at_what_other_times_may_favour(
     shape, _ = fitting(shape, machine)
     first = found(shape, machine, rough=True)
     up, down, products = factors
-    measured = replace(
+    measured = structs.replace(
         machine,
         h2d_bytes_per_s=machine.h2d_bytes_per_s * up,
         d2h_bytes_per_s=machine.d2h_bytes_per_s * down,

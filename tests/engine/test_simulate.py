@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from machines import ROUND, machines
+from msgspec import structs
 from small_problems import planned, problem, some_plan
 
 from engine.events import Span
@@ -22,7 +22,7 @@ from engine.schedule.builder import ScheduleBuilder, stays_aside
 from engine.schedule.ops import LANES, Lane, Op
 
 B, D = BUILD_S, DISPATCH_S
-CPU = replace(ROUND, gpu=None)
+CPU = structs.replace(ROUND, gpu=None)
 
 
 class Given:
@@ -92,7 +92,7 @@ def test_both_directions_of_a_link_share_it() -> None:
     ops = [an_op(0, "h2d"), an_op(1, "d2h")]
     # Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s are left, at full speed.
     assert times(ops, [2, 1]) == near([(0, 3), (B, 2 + B)])
-    assert times(ops, [2, 1], replace(ROUND, duplex_share=1.0)) == near([(0, 2), (B, 1 + B)])
+    assert times(ops, [2, 1], structs.replace(ROUND, duplex_share=1.0)) == near([(0, 2), (B, 1 + B)])
 
 
 def test_reads_and_writes_share_the_drives() -> None:
@@ -216,9 +216,11 @@ DEEP: dict[str, tuple[dict[str, Any], Choice]] = {
 }
 RATES = {
     "computing": ROUND,
-    "link": replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, drives_share=1000.0),
-    "drives": replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9),
-    "no GPU": replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
+    "link": structs.replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, drives_share=1000.0),
+    "drives": structs.replace(
+        ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9
+    ),
+    "no GPU": structs.replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
 }
 
 
