@@ -16,6 +16,7 @@ HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}
 LIGHT = [
     "app.cli",
     "app.recipe",
+    "app.recipe_fields",
     "app.machines",
     "app.rundir",
     "app.run_log",

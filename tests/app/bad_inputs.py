@@ -21,7 +21,7 @@ from typing import Any
 from bad_model_files import CODE_1, CONFIG, damaged_configs, damaged_headers, damaged_indexes, damaged_tokenizers
 from bad_run_files import damaged_manifests, damaged_run_files, make_run
 
-from app.recipe import fields
+from app.recipe_fields import fields
 
 RECIPE = """
 from app.recipe import Recipe

@@ -15,7 +15,6 @@ from app.recipe import (
     Recipe,
     apply_overrides,
     change_run,
-    fields,
     from_json,
     load_recipe,
     resolve_paths,
@@ -23,6 +22,7 @@ from app.recipe import (
     to_dict,
     to_json,
 )
+from app.recipe_fields import fields
 from engine.config import RENAMED, DataConfig, ModelConfig, TrainConfig, config_digest
 from storage.errors import UserError
 

@@ -8,7 +8,8 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.widgets import Input, Static
 
-from app.recipe import fields, load_recipe
+from app.recipe import load_recipe
+from app.recipe_fields import fields
 from tui.data.draft import Draft
 from tui.glyphs import ASCII, UNICODE
 from tui.theme import THEMES

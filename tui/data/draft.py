@@ -11,16 +11,8 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, Literal
 
-from app.recipe import (
-    Recipe,
-    RecipeField,
-    apply_overrides,
-    field_type,
-    fields,
-    from_dict,
-    parse_value,
-    to_dict,
-)
+from app.recipe import Recipe, apply_overrides, from_dict, to_dict
+from app.recipe_fields import RecipeField, field_type, fields, parse_value
 from storage.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]
