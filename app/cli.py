@@ -46,7 +46,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, 
 def _print_fields(value: bool) -> None:
     if not value:
         return
-    from app.recipe import fields
+    from app.recipe_fields import fields
 
     for item in fields():
         typer.echo(f"{item.key} = {json.dumps(item.default)}\n    {item.help}")

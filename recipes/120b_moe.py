@@ -43,7 +43,7 @@ recipe = Recipe(
         },
     ),
     data=DataConfig(source="python_stdlib", sequence_length=8192),
-    train=TrainConfig(steps=200, sequences_per_step=64, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
+    train=TrainConfig(steps=200, global_batch_size=64, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
 )

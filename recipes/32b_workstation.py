@@ -28,7 +28,7 @@ recipe = Recipe(
         overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
     data=DataConfig(source="python_stdlib", sequence_length=8192),
-    train=TrainConfig(steps=200, sequences_per_step=16, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
+    train=TrainConfig(steps=200, global_batch_size=16, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
 )

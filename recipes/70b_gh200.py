@@ -37,7 +37,7 @@ recipe = Recipe(
         },
     ),
     data=DataConfig(source="python_stdlib", sequence_length=8192),
-    train=TrainConfig(steps=200, sequences_per_step=32, lr=5e-6, warmup_steps=10, gradient_dtype="bfloat16"),
+    train=TrainConfig(steps=200, global_batch_size=32, lr=5e-6, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
 )

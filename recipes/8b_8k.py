@@ -35,7 +35,7 @@ recipe = Recipe(
         },
     ),
     data=DataConfig(source="python_stdlib", sequence_length=8192),
-    train=TrainConfig(steps=500, sequences_per_step=64, lr=1e-5, warmup_steps=20),
+    train=TrainConfig(steps=500, global_batch_size=64, lr=1e-5, warmup_steps=20),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
 )

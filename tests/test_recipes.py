@@ -56,7 +56,7 @@ SHRUNK = [
     "data.validation_documents=1",
     "train.steps=1",
     "train.warmup_steps=0",
-    "train.sequences_per_step=1",
+    "train.global_batch_size=1",
     "train.chunk_tokens=32",
     "train.validate_every=1",
     "train.validation_sequences=none",
@@ -65,7 +65,7 @@ SHRUNK = [
     "budgets.gpu=8MiB",
     "budgets.ram=8MiB",
     "budgets.nvme=64MiB",
-    "storage.chunk_bytes=64KiB",
+    "storage.part_bytes=64KiB",
     "storage.checkpoint_every=1",
     "after.sample_prompt=none",
 ]

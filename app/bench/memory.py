@@ -307,7 +307,7 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
         chunk_tokens=CHUNK_TOKENS,
         device="cpu",
         compile="off",
-        save="attention",
+        activation_checkpointing="selective",
         kv_window=window,  # type: ignore[arg-type]
     )
     shape = replace(SHAPE, layers=depth)

@@ -130,10 +130,10 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
         data=DataConfig(source="random", sequence_length=context),
         train=replace(
             free.train,
-            sequences_per_step=sequences,
-            sequences_per_micro_batch=1,
+            global_batch_size=sequences,
+            micro_batch_size=1,
             chunk_tokens=None,
-            save="auto",
+            activation_checkpointing="auto",
             kv_window="auto",
         ),
     )
@@ -159,7 +159,7 @@ def row_of(job: Job, forecast_fn: ForecastFn) -> dict[str, Any]:
         "machine": job.machine,
         "own": job.own,
         "context": job.recipe.data.sequence_length,
-        "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.sequences_per_step,
+        "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.global_batch_size,
     }
     if job.published is not None:
         figure = job.published

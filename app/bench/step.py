@@ -230,8 +230,8 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
         data=DataConfig(source="random", sequence_length=ROW_TOKENS),
         train=TrainConfig(
             steps=steps,
-            sequences_per_step=ROWS,
-            sequences_per_micro_batch=ROWS,
+            global_batch_size=ROWS,
+            micro_batch_size=ROWS,
             chunk_tokens=ROWS * ROW_TOKENS,
             lr=LR,
             lr_schedule="constant",
@@ -245,7 +245,7 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
             gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before
         ),
         budgets=BudgetConfig(**BUDGETS[dtype][case]),
-        storage=StorageConfig(checkpoint_every=steps, chunk_bytes="16MiB"),
+        storage=StorageConfig(checkpoint_every=steps, part_bytes="16MiB"),
     )
     train(recipe, run_dir=scratch, observer=clock, resume=False)
     return clock.times_s

@@ -63,7 +63,7 @@ class Smoke:
     ram: str
     lr: float
     part: str = "32MiB"
-    """storage.chunk_bytes."""
+    """storage.part_bytes."""
 
     @property
     def plain_bytes(self) -> int:
@@ -114,7 +114,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
     """Its plan on this machine. Raises BudgetError."""
     train = TrainConfig(
         steps=STEPS,
-        sequences_per_step=smoke.rows,
+        global_batch_size=smoke.rows,
         chunk_tokens=smoke.chunk_tokens,
         lr=smoke.lr,
         lr_schedule="constant",
@@ -125,7 +125,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
         name="smoke",
         data=DataConfig(source="random", sequence_length=smoke.row_tokens, max_documents=smoke.rows),
         train=train,
-        storage=StorageConfig(checkpoint_every=10**9, chunk_bytes=smoke.part),
+        storage=StorageConfig(checkpoint_every=10**9, part_bytes=smoke.part),
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])

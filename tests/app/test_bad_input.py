@@ -25,7 +25,7 @@ recipe = Recipe(
     data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
     train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu"),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB"),
+    storage=StorageConfig(part_bytes="64KiB"),
 )
 """
 

@@ -45,7 +45,7 @@ def test_cases_differ_in_what_a_plan_decides() -> None:
     recipes = {case.name: from_json(to_json(case.recipe())) for case in CASES}
     assert len(CASES) >= 12
     assert len(recipes) == len(CASES)
-    assert {r.train.save for r in recipes.values()} == {"auto", "input", "attention", "everything"}
+    assert {r.train.activation_checkpointing for r in recipes.values()} == {"auto", "full", "selective", "none"}
     assert {r.train.kv_window for r in recipes.values()} == {"auto", "whole", "streamed"}
     assert {r.model.tie_embeddings for r in recipes.values()} == {True, False}
     assert {r.train.compute_dtype for r in recipes.values()} == {"bfloat16", "float32"}
@@ -53,7 +53,7 @@ def test_cases_differ_in_what_a_plan_decides() -> None:
     assert {r.train.compile for r in recipes.values()} == {"auto", "off"}
     assert any("num_experts" in r.model.overrides for r in recipes.values())
     assert any(r.train.chunk_tokens is None for r in recipes.values())
-    assert len({r.train.sequences_per_micro_batch for r in recipes.values()}) > 1
+    assert len({r.train.micro_batch_size for r in recipes.values()}) > 1
     assert len({r.data.sequence_length for r in recipes.values()}) >= 4
     # Both tiers are ordinary memory on a machine without a GPU: a case must leave room on one of 8 GiB.
     for found in recipes.values():
@@ -167,7 +167,7 @@ def test_a_case_ends_at_its_limit(tmp_path: Path) -> None:
 def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
     recipes = {case.name: from_json(to_json(case.recipe())) for case in CUDA_CASES}
     assert len(recipes) == len(CUDA_CASES) >= 8
-    assert {r.train.save for r in recipes.values()} == {"auto", "input", "attention", "everything"}
+    assert {r.train.activation_checkpointing for r in recipes.values()} == {"auto", "full", "selective", "none"}
     assert {r.train.kv_window for r in recipes.values()} == {"auto", "whole", "streamed"}
     assert {r.train.compute_dtype for r in recipes.values()} == {"bfloat16", "float32"}
     assert {r.train.gradient_dtype for r in recipes.values()} == {"bfloat16", "float32"}

@@ -35,7 +35,7 @@ def recipe(name: str, machine: str = "") -> Recipe:
         machine=machine,
         model=ModelConfig(path="models/none", max_position=4096, overrides={"rope_parameters": {"a": 1}}, **SHAPE),
         data=DataConfig(sequence_length=4096),
-        train=TrainConfig(sequences_per_step=6, sequences_per_micro_batch=3, chunk_tokens=512, save="input"),
+        train=TrainConfig(global_batch_size=6, micro_batch_size=3, chunk_tokens=512, activation_checkpointing="full"),
         budgets=BudgetConfig(gpu="1GiB"),
         storage=StorageConfig(nvme=["/mnt/a", "/mnt/b"]),
     )
@@ -69,10 +69,10 @@ def test_the_grid_has_every_model_context_and_machine_once() -> None:
     assert len(grid) == len(cells) == 6 * len(planned.GRID_CONTEXTS) * len(MACHINES)
     assert {min(planned.GRID_CONTEXTS), max(planned.GRID_CONTEXTS)} == {4096, 1 << 20}
     for job in grid:
-        tokens = job.recipe.data.sequence_length * job.recipe.train.sequences_per_step
+        tokens = job.recipe.data.sequence_length * job.recipe.train.global_batch_size
         assert tokens == max(planned.GRID_STEP_TOKENS, job.recipe.data.sequence_length)
         assert job.recipe.train.chunk_tokens is None
-        assert job.recipe.train.save == job.recipe.train.kv_window == "auto"
+        assert job.recipe.train.activation_checkpointing == job.recipe.train.kv_window == "auto"
         assert job.recipe.model.path is None
         assert job.recipe.model.hidden_size == 64
 
