@@ -71,14 +71,14 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
-    from app.launch import from_scratch, require_weights, run_training
+    from app.launch import from_scratch, require_inputs, run_training
     from app.recipe import apply_overrides, load_recipe, resolve_paths
     from app.rundir import RunDir
 
     resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
     if scratch:
         resolved = from_scratch(resolved)
-    require_weights(resolved)
+    require_inputs(resolved)
     with RunDir.create(resolved, run_dir) as run:
         run_training(run, resume=False)
 
