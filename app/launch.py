@@ -229,13 +229,18 @@ def require_weights(recipe: Recipe) -> None:
 
 
 def require_data(recipe: Recipe) -> None:
-    """Raise UserError when the text that the recipe reads is not there."""
+    """Raise UserError when the recipe names no text to read, or text that is not there."""
     data = recipe.data
-    if data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():
-        raise UserError(
-            f"data.path: {data.path} does not exist; put your text there, name other text with --set data.path=..., or "
-            "train on random tokens, for a speed trial, with --set data.source=random"
-        )
+    if data.lacks_path:
+        reason = f"the recipe names no text for data.source={data.source}"
+    elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():
+        reason = f"{data.path} does not exist"
+    else:
+        return
+    raise UserError(
+        f"data.path: {reason}; name your text with --set data.path=..., or train on random tokens, for a speed trial, "
+        "with --set data.source=random"
+    )
 
 
 def require_inputs(recipe: Recipe) -> None:

@@ -4,7 +4,7 @@ GPU    80 GB, which does not hold the 112 GB of state
 RAM    512 GB
 NVMe   250 GB: two or three generations of the state, and the export
 Model  models/Llama-3.1-8B (Hugging Face folder), or --from-scratch
-Use    your own text, a {"text": ...} on each line of data/train.jsonl (or --set data.path=FILE)
+Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 """
 
 from app.recipe import AfterConfig, Recipe
@@ -15,7 +15,7 @@ recipe = Recipe(
     name="8b-8k",
     machine="h100-pcie-512",
     model=llama3("3.1-8B"),
-    data=DataConfig(source="jsonl", path="data/train.jsonl", sequence_length=8192),
+    data=DataConfig(source="jsonl", sequence_length=8192),
     train=TrainConfig(steps=500, sequences_per_step=64, lr=1e-5, warmup_steps=20),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

@@ -155,7 +155,7 @@ def test_without_its_model_and_text_a_recipe_says_what_helps(
 ) -> None:
     """Text that is not there is refused as weights are: in one line, with nothing written."""
     model = ("model.path", str(folder / "models"), "does not exist", "--from-scratch", "--set model.path=")
-    data = (f"data.path: {folder / 'data' / 'train.jsonl'}", "--set data.path=", "speed trial", "data.source=random")
+    data = ("data.path: the recipe names no text", "--set data.path=", "speed trial", "--set data.source=random")
     for options, parts in (([], (*model, *data)), (["--from-scratch"], data)):
         assert main(["train", str(path), *options]) == 2
         message = capsys.readouterr().err

@@ -125,7 +125,7 @@ def describe(entry: RecipeEntry) -> dict[str, Any]:
         "model": f"{model.path or model.model_type}, {shape}",
         "context": f"{data.sequence_length:,} tokens",
         "batch": f"{tokens:,} tokens a step, {train.steps:,} steps",
-        "data": f"{data.source}{f' {data.path}' if data.path and data.source != 'random' else ''}",
+        "data": f"{data.source}{f' {data.path}' if data.path else ''}",
         "machine": recipe.machine or "any",
     }
 
