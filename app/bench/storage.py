@@ -12,11 +12,11 @@ what was written last.
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import os
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from app.bench.process import show
 from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from app.progress import bytes_text
 from storage.arena import HostArena
@@ -93,7 +94,7 @@ def bench_storage(
     """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
 
     `size_bytes` is moved in each direction per measurement (less where room is short), in chunk files of `chunk_bytes`
-    of payload, `rounds` times. Prints a table, or JSON with `json`, and returns the figures: `read_ratio` and
+    of payload, `rounds` times. Prints the ratios, or JSON with `json`, and returns the figures: `read_ratio` and
     `write_ratio` are store over raw, medians of the rounds' ratios, of all drives together. Everything is made in
     hidden folders below `paths` and removed, also when interrupted. UserError on a folder that cannot be used.
     """
@@ -133,7 +134,14 @@ def bench_storage(
     }
     if len(folders) > 1:
         figures["sum_of_drives"] = _against_sum(cases)
-    print(json_module.dumps(figures, indent=2) if json else _table(figures))
+    for warning in warnings:
+        print(f"note: {warning}", file=sys.stderr)
+    reads, writes = (cases[-1]["measured"][name]["gbps"] for name in ("direct_read", "store_write"))
+    line = (
+        f"{cases[-1]['name']}: reads {figures['read_ratio']:.2f} of raw direct I/O ({reads:.2f} GB/s), durable writes "
+        f"{figures['write_ratio']:.2f} ({writes:.2f} GB/s)"
+    )
+    show(figures, line, as_json=json)
     return figures
 
 
@@ -367,50 +375,3 @@ def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
     *single, together = (case["measured"] for case in cases)
     names = [name for name in together if not name.startswith(("fio_", "loop_"))]
     return {name: together[name]["gbps"] / sum(case[name]["gbps"] for case in single) for name in names}
-
-
-_ROWS = {
-    "fio_write": "raw write, fio",
-    "loop_write": "raw write, own loop",
-    "raw_write": "raw write, faster of a round",
-    "raw_write_synced": "raw write and fsync",
-    "store_write": "store write and commit",
-    "fio_read": "raw read, fio",
-    "loop_read": "raw read, own loop",
-    "raw_read": "raw read, faster of a round",
-    "direct_read": "store read, direct",
-    "tensorstore_read": "store read, tensorstore",
-    "kvikio_read": "store read, kvikio to GPU",
-}
-
-
-def _table(figures: dict[str, Any]) -> str:
-    lines = [f"raw: {'; '.join(figures['raw_tools'].values())}; chunk files of {bytes_text(figures['chunk_bytes'])}"]
-    for case in figures["cases"]:
-        lines += ["", f"{case['name']}: {bytes_text(case['moved_bytes'])} a time, {figures['rounds']} rounds"]
-        lines.append(f"{'':<28}{'GB/s':>8}{'min..max':>14}{'of raw':>8}{'CPU s/GB':>10}")
-        for name, text in _ROWS.items():
-            if name not in case["measured"]:
-                continue
-            row = case["measured"][name]
-            ratio = case["ratios"].get(name)
-            spread = f"{min(row['gbps_rounds']):.2f}..{max(row['gbps_rounds']):.2f}"
-            lines.append(
-                f"{text:<28}{row['gbps']:>8.2f}{spread:>14}"
-                f"{'' if ratio is None else f'{ratio:.2f}':>8}{row['cpu_s_per_gb']:>10.3f}"
-            )
-        if len(case["drives"]) > 1:
-            shares = ", ".join(
-                f"{Path(drive).name} {bytes_text(size)}" for drive, size in case["file_bytes_on_drive"].items()
-            )
-            lines.append(f"chunk files of both generations: {shares}")
-    if "sum_of_drives" in figures:
-        added = figures["sum_of_drives"]
-        lines += [
-            "",
-            "all drives over the sum of each: " + ", ".join(f"{_ROWS[n]} {r:.2f}" for n, r in added.items()),
-        ]
-    lines += ["", *(f"{reader} not measured: {reason}" for reader, reason in figures["skipped_readers"].items())]
-    lines += [f"note: {warning}" for warning in figures["warnings"]]
-    lines.append(f"load average before and after: {figures['load_average'][0]:.2f}, {figures['load_average'][1]:.2f}")
-    return "\n".join(lines)
