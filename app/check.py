@@ -13,8 +13,8 @@ def check_model_file(path: Path) -> dict[str, Any]:
 
     Raises UserError for a file that is no config, an unknown architecture, or a model that is no causal LM.
     """
-    from engine.check import check_model  # loads torch: seconds
-    from engine.prepare import read_config
+    from engine.hf.prepare import read_config
+    from engine.model.check import check_model  # loads torch: seconds
 
     result = dataclasses.asdict(check_model(read_config(path)))
     error = result["max_rel_error"]

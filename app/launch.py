@@ -199,7 +199,7 @@ def from_scratch(recipe: Recipe) -> Recipe:
                 "model.num_layers, model.hidden_size and the rest, or name a folder or a config.json with "
                 "--set model.path=..."
             )
-        from engine.prepare import read_config  # loads torch: seconds
+        from engine.hf.prepare import read_config  # loads torch: seconds
 
         config = read_config(folder, model.overrides)
         values = json.loads(config.to_json_string(use_diff=False))
@@ -328,29 +328,19 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
 
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
-    from engine.corpus import cancel_text_ahead, prepare_text_ahead
+    from engine.data.corpus import cancel_text_ahead, prepare_text_ahead
 
     try:
         with Checklist(observer).step("loading PyTorch"):
             if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
                 prepare_text_ahead(recipe.data, path / "data")
             if recipe.train.compile != "off":
-                from engine.compilers import compile_headers
+                from engine.machine.compilers import compile_headers
 
                 compile_headers()
             from engine.train import train
 
-        return train(
-            model=recipe.model,
-            data=recipe.data,
-            train=recipe.train,
-            budgets=recipe.budgets,
-            storage=recipe.storage,
-            run_dir=path,
-            observer=observer,
-            resume=resume,
-            checkpoint=checkpoint,
-        )
+        return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
     finally:
         cancel_text_ahead()
 
@@ -408,15 +398,7 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     require_new_folder(folder)
     from engine.train import export
 
-    export(
-        path,
-        model=recipe.model,
-        data=recipe.data,
-        train=recipe.train,
-        storage=recipe.storage,
-        out_dir=folder,
-        checkpoint=checkpoint,
-    )
+    export(path, recipe, out_dir=folder, checkpoint=checkpoint)
 
 
 def require_new_folder(folder: Path) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.progress import bytes_text
-from engine.limits import machine_memory
-from engine.machine import Machine, load_machine
-from engine.presets import PRESETS, profile_path
+from engine.machine.limits import machine_memory
+from engine.machine.presets import PRESETS, profile_path
+from engine.machine.profile import Machine, load_machine
 from storage.errors import UserError
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ from app.recipe import Recipe
 from storage.errors import BudgetError
 
 if TYPE_CHECKING:
-    from engine.machine import Machine
-    from engine.planning import Task
+    from engine.forecast.request import Task
+    from engine.machine.profile import Machine
 
 
 def plan_recipe(
@@ -34,10 +35,10 @@ def plan_recipe(
 def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | None = None) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
     from app.trace import write_spans
-    from engine.advice import best_change, fixes
-    from engine.corpus import require_text
-    from engine.forecast import compute_bound_tokens, forecast, refusal
-    from engine.reduce import estimate
+    from engine.data.corpus import require_text
+    from engine.forecast.advice import best_change, fixes
+    from engine.forecast.extrapolate import estimate
+    from engine.forecast.report import compute_bound_tokens, forecast, refusal
 
     if not recipe.data.lacks_path:
         require_text(recipe.data)
@@ -71,23 +72,20 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, Task]:
     """The machine, and what has to be planned for it."""
     import torch
 
-    from engine.config import TrainConfig
-    from engine.planning import Task, machine_budgets, run_budgets, this_machine
-    from engine.prepare import model_config, model_spec, with_compute_dtype
-    from engine.presets import find_machine
-    from engine.reservations import reserved
+    from engine.forecast.request import Task, machine_budgets, run_budgets, this_machine
+    from engine.hf.prepare import model_config, model_spec, with_compute_dtype
+    from engine.machine.presets import find_machine
+    from engine.machine.reservations import reserved
 
     name = machine or recipe.machine
-    train: TrainConfig = recipe.train
-    where = torch.device("cuda" if torch.cuda.is_available() and train.device != "cpu" else "cpu")
+    where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
     on = find_machine(name) if name else this_machine(where)
-    config = model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size)
+    config = model_config(recipe, recipe.data.tokenizer_vocab_size)
     spec = model_spec(config, recipe.data)
     if name:
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
         budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
-    train = with_compute_dtype(train, device)
-    task = Task(spec=spec, data=recipe.data, train=train, storage=recipe.storage, budgets=budgets, device_type=device)
-    return on, task
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
+    return on, Task(spec=spec, recipe=recipe, budgets=budgets, device_type=device)

@@ -31,13 +31,13 @@ _PR_SET_PDEATHSIG = 1
 _LOADED = (
     "app.launch",
     "app.trace",
-    "engine.advice",
-    "engine.corpus",
-    "engine.forecast",
-    "engine.planning",
-    "engine.prepare",
-    "engine.presets",
-    "engine.reduce",
+    "engine.forecast.advice",
+    "engine.data.corpus",
+    "engine.forecast.report",
+    "engine.forecast.request",
+    "engine.hf.prepare",
+    "engine.machine.presets",
+    "engine.forecast.extrapolate",
 )
 _Send = Callable[[dict[str, Any]], None]
 

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from app.progress import bytes_text
-from engine.presets import profile_path
+from engine.machine.presets import profile_path
 from storage.disk import atomic_write, require_writable
 from storage.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.machine import Machine
+    from engine.machine.profile import Machine
 
 
 def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = None, as_json: bool = False) -> Machine:
-    """Measure, keep the profile in `save` (none: this machine's own, engine.presets.profile_path), and print it.
+    """Measure, keep the profile in `save` (none: this machine's own, machine.presets.profile_path), and print it.
 
     UserError for folders and files that cannot be used, before anything is measured.
     """
@@ -31,7 +31,7 @@ def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = 
         raise UserError(f"{target}: is a folder; give a file for the profile")
     require_writable(target.parent)
     start = time.monotonic()
-    from engine.probe import probe  # torch, which takes seconds
+    from engine.machine.probe import probe  # torch, which takes seconds
 
     errors = Console(stderr=True)
     status = errors.status("measuring this machine") if errors.is_terminal else None

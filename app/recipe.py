@@ -18,68 +18,19 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, require_validation
+from engine.config import AfterConfig as AfterConfig
+from engine.config import Recipe
 from storage import sealed
 from storage.errors import UserError
 from storage.untrusted import one_line, parse_json, read_regular, real_path
 
 _FILE_BYTES = 1 << 24
 """Of a recipe file; those that people write have kilobytes."""
-_NAME_CHARS = 100
-"""Of a run's name: with a time behind it, it is the name of a folder."""
 _MOST_DIGITS = 40
-_SAMPLE_TOKENS = 1 << 20
 _PATHS = (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
-
-
-@dataclass(kw_only=True, slots=True)
-class AfterConfig:
-    """What happens once the last step is committed."""
-
-    export: bool = False
-    """Write a Hugging Face folder to export/ in the run directory."""
-    sample_prompt: str | None = None
-    """Text that plain transformers continues from the exported folder; none prints no sample."""
-    sample_tokens: int = 60
-    """Tokens to generate after the prompt."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.sample_tokens <= _SAMPLE_TOKENS:
-            raise UserError(f"after.sample_tokens: {self.sample_tokens} must be from 1 to {_SAMPLE_TOKENS:,}")
-        if self.sample_prompt is not None and not self.export:
-            raise UserError(
-                "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt"
-            )
-
-
-@dataclass(kw_only=True, slots=True)
-class Recipe:
-    """One run: which model, which data, how to train, what the tiers may use and what happens at the end."""
-
-    name: str
-    """Short name; run directories start with it."""
-    machine: str = ""
-    """Machine that the recipe is written for: a preset's name, or a profile's file; empty for none."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    budgets: BudgetConfig = field(default_factory=BudgetConfig)
-    storage: StorageConfig = field(default_factory=StorageConfig)
-    after: AfterConfig = field(default_factory=AfterConfig)
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)):
-            raise UserError(
-                f"name: '{one_line(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder"
-            )
-        if len(self.name) > _NAME_CHARS:
-            raise UserError(f"name: {len(self.name)} characters are too many for a folder; use at most {_NAME_CHARS}")
-        if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
-            require_validation(self.data, self.train)
 
 
 class RecipeField(NamedTuple):

@@ -1,6 +1,7 @@
-"""The typed parts of a recipe. The docstring under each field is the help text shown everywhere.
+"""The recipe: one typed object that says everything about a run.
 
-Validation here looks at values only: it opens no file and needs no device.
+The docstring under each field is the help text shown everywhere. Validation here looks at values only: it opens no file
+and needs no device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from storage.errors import UserError
+from storage.untrusted import one_line
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -50,6 +52,9 @@ MOST_TOKENS = 2**27
 """Of a sequence: a hundred times the longest contexts."""
 MOST_STEPS = 10**12
 MOST_SEQUENCES = 2**20
+MOST_SAMPLE_TOKENS = 2**20
+_NAME_CHARS = 100
+"""Of a run's name: with a time behind it, it is the name of a folder."""
 
 
 def _require_most(section: str, config: object, names: Sequence[str], most: int) -> None:
@@ -320,13 +325,58 @@ class StorageConfig:
         return [self.nvme] if isinstance(self.nvme, str) else list(self.nvme or ())
 
 
-def require_validation(data: DataConfig, train: TrainConfig) -> None:
-    """Raise UserError when the validation loss is asked for and there is nothing to measure it on."""
-    _require(
-        train.validate_every is None or data.validation_documents is not None,
-        f"train.validate_every: {train.validate_every}, but no documents are held out to validate on; set "
-        "data.validation_documents, or leave train.validate_every out",
-    )
+@dataclass(kw_only=True, slots=True)
+class AfterConfig:
+    """What happens once the last step is committed."""
+
+    export: bool = False
+    """Write a Hugging Face folder to export/ in the run directory."""
+    sample_prompt: str | None = None
+    """Text that plain transformers continues from the exported folder; none prints no sample."""
+    sample_tokens: int = 60
+    """Tokens to generate after the prompt."""
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.sample_tokens <= MOST_SAMPLE_TOKENS,
+            f"after.sample_tokens: {self.sample_tokens} must be from 1 to {MOST_SAMPLE_TOKENS:,}",
+        )
+        _require(
+            self.sample_prompt is None or self.export,
+            "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """One run: which model, which data, how to train, what the tiers may use and what happens at the end."""
+
+    name: str
+    """Short name; run directories start with it."""
+    machine: str = ""
+    """Machine that the recipe is written for: a preset's name, or a profile's file; empty for none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    budgets: BudgetConfig = field(default_factory=BudgetConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    after: AfterConfig = field(default_factory=AfterConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)) is not None,
+            f"name: '{one_line(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder",
+        )
+        _require(
+            len(self.name) <= _NAME_CHARS,
+            f"name: {len(self.name)} characters are too many for a folder; use at most {_NAME_CHARS}",
+        )
+        if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
+            _require(
+                self.train.validate_every is None or self.data.validation_documents is not None,
+                f"train.validate_every: {self.train.validate_every}, but no documents are held out to validate on; set "
+                "data.validation_documents, or leave train.validate_every out",
+            )
 
 
 _LATER = ("validation_documents", "validate_every", "validation_sequences")

@@ -86,7 +86,7 @@ class StepMetrics:
     step_s: float
     tokens_per_s: float
     model_flops: int = 0
-    """Floating-point operations that the step's tokens need, forward and backward (engine.flops)."""
+    """Floating-point operations that the step's tokens need, forward and backward (engine.forecast.flops)."""
     nvme_read_bytes: dict[str, int] = field(default_factory=dict)
     """Drive folder -> bytes read from it since the step before."""
     nvme_written_bytes: dict[str, int] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Observer(Protocol):
         """An item before the first step has begun, got on, or is done; never two at once."""
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
-        """The forecast (engine/forecast.py) as JSON-ready data, with its `calibration`, before the first step.
+        """The forecast (engine/forecast/report.py) as JSON-ready data, with its `calibration`, before the first step.
 
         `predicted`: the spans of the forecast's step, counted from that step's start.
         """

@@ -11,25 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine import attention, weights
-from engine.affinity import place_threads
-from engine.attention import attention_report
-from engine.check import check_model
-from engine.compilers import Compilation, find_compilation
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
-from engine.constants import read_constants_file, write_constants
-from engine.costs import Calibration
-from engine.data import DataLoader, MicroBatch
-from engine.device import resolve_device, why_no_cuda
+from engine.attention import chunk as attention
+from engine.attention.chunk import attention_report
+from engine.config import Recipe, StorageConfig, parse_bytes
+from engine.data.loader import DataLoader, MicroBatch
 from engine.events import Observer
 from engine.folders import drive_folders, state_folder
-from engine.forecast import forecast, predict
-from engine.lanes import Lanes
-from engine.machine import Machine
-from engine.model import Initializer, ModelSpec, initial_constants
-from engine.plan import Choice, Plan
-from engine.planning import Task, run_budgets, this_machine
-from engine.prepare import (
+from engine.forecast.costs import Calibration
+from engine.forecast.report import forecast, predict
+from engine.forecast.request import Task, run_budgets, this_machine
+from engine.forecast.search import Found
+from engine.hf import weights
+from engine.hf.constants import read_constants_file, write_constants
+from engine.hf.prepare import (
     Data,
     compute_dtype,
     layouts,
@@ -40,12 +34,19 @@ from engine.prepare import (
     prepare_data,
     with_compute_dtype,
 )
+from engine.machine.affinity import place_threads
+from engine.machine.compilers import Compilation, find_compilation
+from engine.machine.device import resolve_device, why_no_cuda
+from engine.machine.profile import Machine
+from engine.machine.reservations import Reservation
+from engine.model.check import check_model
+from engine.model.spec import Initializer, ModelSpec, initial_constants
+from engine.plan.plan import Choice, Plan
 from engine.preparing import Checklist
-from engine.reservations import Reservation
-from engine.search import Found
+from engine.runtime.lanes import Lanes
+from engine.runtime.state import fill_store, state_arrays
+from engine.runtime.tuning import Tuning
 from engine.session import CONSTANTS_FILE, Compute, Session, require_record, run_identity, run_meta
-from engine.state import fill_store, state_arrays
-from engine.tuning import Tuning
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 from storage.readers import Readers, find_readers
@@ -56,39 +57,31 @@ _LOOKED_AT = 5
 
 
 def open_session(
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    budgets: BudgetConfig,
-    storage: StorageConfig,
-    run_dir: Path,
-    observer: Observer,
-    resume: bool,
-    checkpoint: str | None = None,
+    recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> Session:
     """Prepare data, plan and state of a run: everything up to the first step.
 
     With `checkpoint` a resumed run goes back to that checkpoint's generation.
     """
-    device = resolve_device(train)
-    train = with_compute_dtype(train, device.type)
+    device = resolve_device(recipe.train)
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device.type))
+    train, budgets = recipe.train, recipe.budgets
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
     with checklist.step("tokenizing the data"):
-        prepared = prepare_data(model, data, run_dir / "data")
-    config = model_config(model, data, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
+        prepared = prepare_data(recipe, run_dir / "data")
+    config = model_config(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     with checklist.step("taking the model apart"):
-        spec = model_spec(config, data)
-    loader = make_loader(prepared.corpus, spec, data, train)
-    validation = make_validation(prepared.corpus, spec, data, train)
+        spec = model_spec(config, recipe.data)
+    loader = make_loader(prepared.corpus, spec, recipe)
+    validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
     if validation is not None:
         observer.on_message(
             f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "
             f"{validation.num_documents:,} documents held out"
         )
-    drives, placement = drive_folders(run_dir, storage), place_threads(device)
+    drives, placement = drive_folders(run_dir, recipe.storage), place_threads(device)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
     machine = this_machine(device)
@@ -98,7 +91,7 @@ def open_session(
         )
     batch = typical_batch(loader)
     documents = [m.documents for m in batch]
-    identity = run_identity(model, data, train)
+    identity = run_identity(recipe)
     with contextlib.ExitStack() as undo:
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
@@ -114,14 +107,12 @@ def open_session(
         )
         undo.callback(lanes.close)
         on_drive = None if placement is None else placement.enter_drive
-        readers = _readers(storage, device, drives, on_drive)
+        readers = _readers(recipe.storage, device, drives, on_drive)
         if readers.warning:
             observer.on_message(readers.warning)
         task = Task(
             spec=spec,
-            data=data,
-            train=train,
-            storage=storage,
+            recipe=recipe,
             budgets=limits,
             device_type=device.type,
             device_reads=readers.device is not None,
@@ -160,7 +151,7 @@ def open_session(
                     on_thread_start=on_drive,
                 )
                 undo.callback(store.close)
-                _fill_new(store, spec, model, train, loader, identity)
+                _fill_new(store, spec, recipe, loader, identity)
         for warning in store.warnings:
             observer.on_message(warning)
         if recorded is not None:
@@ -194,8 +185,7 @@ def open_session(
             store=store,
             loader=loader,
             compute=compute,
-            train=train,
-            storage=storage,
+            recipe=recipe,
             device=device,
             identity=identity if constants_crc is None else identity | {"constants": constants_crc},
             lanes=lanes,
@@ -323,24 +313,17 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
         )
 
 
-def _fill_new(
-    store: NvmeStore,
-    spec: ModelSpec,
-    model: ModelConfig,
-    train: TrainConfig,
-    loader: DataLoader,
-    identity: dict[str, Any],
-) -> None:
+def _fill_new(store: NvmeStore, spec: ModelSpec, recipe: Recipe, loader: DataLoader, identity: dict[str, Any]) -> None:
     """Commit the imported or initialised model as the first generation; closes the store where that fails."""
     try:
         constants: dict[str, Tensor] = {}
-        if model.path is not None:
-            reader = CheckpointReader(Path(model.path).expanduser())
+        if recipe.model.path is not None:
+            reader = CheckpointReader(Path(recipe.model.path).expanduser())
             constants = weights.read_constants(reader, spec)
             buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
         else:
             constants = initial_constants(spec)
-            initializer = Initializer(spec, train.seed)
+            initializer = Initializer(spec, recipe.train.seed)
             buffers = ((name, initializer.values(name)) for name in spec.buffers)
         crc = write_constants(store.root / CONSTANTS_FILE, constants)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))

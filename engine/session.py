@@ -1,4 +1,4 @@
-"""A session: a model, its state on all tiers and its lanes, opened from a recipe's parts and ready to step."""
+"""A session: a model, its state on all tiers and its lanes, opened from a recipe and ready to step."""
 
 from __future__ import annotations
 
@@ -16,38 +16,32 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.batch import BatchCarrier, ScoreData, StepData
-from engine.blocks import ModelRunner
-from engine.compilers import Compilation, find_compilation
-from engine.config import (
-    DataConfig,
-    ModelConfig,
-    StorageConfig,
-    TrainConfig,
-    config_digest,
-)
-from engine.data import DataLoader, MicroBatch, ValidationSet
-from engine.executor import GPU_LANES
-from engine.failures import explain
-from engine.guard import MemoryGuard
-from engine.health import LossWatch
-from engine.lanes import Lanes
-from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.model import ModelSpec
-from engine.ops import Op
-from engine.optimizer import AdamW
-from engine.plan import LAST_GOOD, Choice, Plan
-from engine.prepare import (
+from engine.config import Recipe, TrainConfig, config_digest
+from engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from engine.hf.prepare import (
     LOGITS_BYTES,
     compute_dtype,
     layouts,
 )
+from engine.machine.compilers import Compilation, find_compilation
+from engine.machine.reservations import Reservation
+from engine.model.runner import ModelRunner
+from engine.model.spec import ModelSpec
+from engine.optim.adamw import AdamW
+from engine.plan.plan import LAST_GOOD, Choice, Plan
 from engine.preparing import Checklist
-from engine.reservations import Reservation
 from engine.retention import Retention
-from engine.runtime import Runtime
-from engine.schedule import ScheduleBuilder
-from engine.state import load_memory, scratch_arrays
+from engine.runtime.batch import BatchCarrier, ScoreData, StepData
+from engine.runtime.executor import GPU_LANES
+from engine.runtime.failures import explain
+from engine.runtime.guard import MemoryGuard
+from engine.runtime.health import LossWatch
+from engine.runtime.lanes import Lanes
+from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from engine.runtime.runtime import Runtime
+from engine.runtime.state import load_memory, scratch_arrays
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import Op
 from storage.checkpoints import read_checkpoint, resolve_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore, Traffic
@@ -102,8 +96,7 @@ class Session:
         store: NvmeStore,
         loader: DataLoader,
         compute: Compute,
-        train: TrainConfig,
-        storage: StorageConfig,
+        recipe: Recipe,
         device: torch.device,
         identity: dict[str, Any],
         lanes: Lanes,
@@ -114,9 +107,9 @@ class Session:
         """`lanes` and `reservation` are the session's from now on, and closed with it; whoever gets an error here
         closes them."""
         checklist = checklist or Checklist()
-        self.spec, self.plan, self.store, self.loader, self.config = spec, plan, store, loader, train
-        self.validation = validation
-        self.storage, self.device = storage, device
+        self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
+        self.validation, self.device = validation, device
+        train = recipe.train
         self._identity = identity | {
             "plan": {
                 "chunk_tokens": plan.problem.chunk_tokens,
@@ -135,7 +128,7 @@ class Session:
         """Step -> names of checkpoints to make of its generation."""
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name, step, why not) of checkpoints asked for, as they are made."""
-        self._watch = LossWatch(storage.keep_good, store.meta.get("loss_mean"))
+        self._watch = LossWatch(recipe.storage.keep_good, store.meta.get("loss_mean"))
         self._loss_was_good = True
         self.notes: list[str] = []
         """What is to be told of the steps so far; whoever tells it empties the list."""
@@ -143,7 +136,7 @@ class Session:
         """Steps of generations, committed or about to be, whose following step had a good loss."""
         self._retention = Retention(
             store,
-            storage,
+            recipe.storage,
             room_for_good=LAST_GOOD in plan.tiers["nvme"].parts,
             report=lambda *checkpoint: self.checkpoints.append(checkpoint),
         )
@@ -244,7 +237,7 @@ class Session:
         """
         if not gc.isenabled():
             gc.collect()
-        if self._next is None and self.step < self.config.steps:
+        if self._next is None and self.step < self.recipe.train.steps:
             self._next = self.fetch()
 
     # ------------------------------------------------------------------ generations
@@ -255,7 +248,7 @@ class Session:
 
     def commit_due(self, step: int) -> bool:
         """Whether the generation after `step` is committed as the run goes on."""
-        return step > 0 and (step % self.storage.checkpoint_every == 0 or step in self._requested)
+        return step > 0 and (step % self.recipe.storage.checkpoint_every == 0 or step in self._requested)
 
     def begin_step(self, data: StepData) -> None:
         """Count a step that is about to run."""
@@ -283,8 +276,8 @@ class Session:
         good = self._loss_was_good = self._watch.is_good(loss)
         if before and not good:
             self.notes.append(
-                f"step {step}: the loss, {loss:.4g}, is more than {self.storage.keep_good} times its running mean "
-                "(storage.keep_good): no generation is taken for good until it is not. To go back: "
+                f"step {step}: the loss, {loss:.4g}, is more than {self.recipe.storage.keep_good} times its running "
+                "mean (storage.keep_good): no generation is taken for good until it is not. To go back: "
                 "penstock resume RUN --checkpoint last-good, with a lower train.lr"
             )
         self._records[step]["loss_mean"] = self._watch.mean
@@ -337,15 +330,15 @@ class Session:
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
 
 
-def run_identity(model: ModelConfig, data: DataConfig, train: TrainConfig) -> dict[str, Any]:
+def run_identity(recipe: Recipe) -> dict[str, Any]:
     """What a generation records of where it comes from, beside its step.
 
     Initialisation and the order of the data are functions of the seeds, and training itself draws no random numbers:
     seeds and data cursor are the whole random state.
     """
     return {
-        "recipe": config_digest(model, data, train),
-        "rng": {"train.seed": train.seed, "data.seed": data.seed},
+        "recipe": config_digest(recipe.model, recipe.data, recipe.train),
+        "rng": {"train.seed": recipe.train.seed, "data.seed": recipe.data.seed},
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,

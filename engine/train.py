@@ -1,4 +1,4 @@
-"""A training run from a recipe's parts to committed generations, and the export of one to Hugging Face.
+"""A training run from a recipe to committed generations, and the export of one to Hugging Face.
 
 `train_step` is the whole of one optimizer step.
 """
@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import validation, weights
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
-from engine.constants import read_constants_file
-from engine.corpus import kept_tokenizer
-from engine.device import memory_use
+from engine import validation
+from engine.config import Recipe, parse_bytes
+from engine.data.corpus import kept_tokenizer
 from engine.events import Observer, StepMetrics
-from engine.failures import DivergedError, explain
-from engine.flops import model_flops
 from engine.folders import drive_folders, state_folder
-from engine.live import Live, memory_peaks
-from engine.model import ModelSpec
+from engine.forecast.flops import model_flops
+from engine.hf import weights
+from engine.hf.constants import read_constants_file
+from engine.hf.prepare import layouts, model_config
+from engine.machine.device import memory_use
+from engine.model.spec import ModelSpec
 from engine.opening import open_session
-from engine.ops import Op
-from engine.prepare import layouts, model_config
 from engine.preparing import Checklist
+from engine.runtime.failures import DivergedError, explain
+from engine.runtime.progress import Live, memory_peaks
+from engine.runtime.state import read_parameters
+from engine.schedule.ops import Op
 from engine.session import CONSTANTS_FILE, Session
-from engine.state import read_parameters
 from storage.checkpoints import checkpoint_folder, read_checkpoint
 from storage.errors import UserError
 from storage.layout import FlatLayout
@@ -101,16 +102,7 @@ def train_step(session: Session) -> StepMetrics:
 
 
 def train(
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    budgets: BudgetConfig,
-    storage: StorageConfig,
-    run_dir: Path,
-    observer: Observer,
-    resume: bool,
-    checkpoint: str | None = None,
+    recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> TrainResult:
     """Train as the recipe says, from the run directory's last generation if `resume`, and commit the end.
 
@@ -118,18 +110,7 @@ def train(
 
     Raises UserError for everything that the user can mend, before the first step where it can be known then.
     """
-    session = open_session(
-        model=model,
-        data=data,
-        train=train,
-        budgets=budgets,
-        storage=storage,
-        run_dir=run_dir,
-        observer=observer,
-        resume=resume,
-        checkpoint=checkpoint,
-    )
-    with session:
+    with open_session(recipe, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint) as session:
         try:
             with _garbage_restored():
                 result = _run(session, observer)
@@ -154,7 +135,7 @@ def train(
                 "GPU memory: {allocated_bytes:,} bytes in tensors at most, {reserved_bytes:,} held for them; "
                 "{fragmentation_bytes:,} lost to fragmentation".format(**result.gpu_memory)
             )
-        result.tiers = _tiers(session, budgets)
+        result.tiers = _tiers(session)
         result.drives = _drives(session, result.steps_done)
     return result
 
@@ -176,7 +157,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
     steps: list[StepMetrics] = []
     checklist = Checklist(observer)
     with Live(session, observer) as live:
-        while session.step < session.config.steps and _goes_on(session, observer):
+        while session.step < session.recipe.train.steps and _goes_on(session, observer):
             with checklist.step("validation", when=not steps and validation.due(session)):
                 _validate(session, observer)
             with checklist.step("first step", when=not steps):
@@ -195,7 +176,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             for name in observer.checkpoint_requests():
                 session.request_checkpoint(name)
             _report_checkpoints(session, observer)
-        if session.step == session.config.steps:
+        if session.step == session.recipe.train.steps:
             _validate(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
@@ -212,7 +193,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         lanes=live.lanes,
         drives=[],
         gpu_memory=None,
-        stopped=session.step < session.config.steps,
+        stopped=session.step < session.recipe.train.steps,
     )
 
 
@@ -261,25 +242,16 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _tiers(session: Session, budgets: BudgetConfig) -> dict[str, dict[str, int]]:
+def _tiers(session: Session) -> dict[str, dict[str, int]]:
     """Budget and peak of each tier."""
-    plan, peaks = session.plan, memory_peaks(session)
+    plan, peaks, nvme = session.plan, memory_peaks(session), session.recipe.budgets.nvme
     nvme_peak = session.store.peak_disk_bytes()
-    nvme_budget = nvme_peak if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
+    nvme_budget = nvme_peak if nvme is None else parse_bytes(nvme, "budgets.nvme")
     tiers = {tier: {"budget_bytes": plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}
     return tiers | {"nvme": {"budget_bytes": nvme_budget, "peak_bytes": nvme_peak}}
 
 
-def export(
-    run_dir: Path,
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    storage: StorageConfig,
-    out_dir: Path,
-    checkpoint: str | None = None,
-) -> None:
+def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | None = None) -> None:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block.
 
     Nothing is written to the run directory or its drives. A checkpoint may be read while the run is running.
@@ -290,11 +262,11 @@ def export(
     if checkpoint is not None:
         read_checkpoint(root, checkpoint)
         folder = checkpoint_folder(root, checkpoint)
-    store = NvmeStore.open(folder, drives=drive_folders(run_dir, storage), read_only=True)
+    store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
     try:
-        origin = Path(model.path).expanduser() if model.path is not None else None
-        tokenizer = kept_tokenizer(data, origin, run_dir / "data" / "tokenizer")
-        config = model_config(model, data, tokenizer.vocab_size if tokenizer else None)
+        origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+        tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer")
+        config = model_config(recipe, tokenizer.vocab_size if tokenizer else None)
         spec = ModelSpec.from_config(config)
         flat: dict[str, FlatLayout] = layouts(spec)
         weights.export_folder(
@@ -304,7 +276,7 @@ def export(
             constants=read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants),
             origin=origin,
             tokenizer=tokenizer,
-            dtype="float32" if train.compute_dtype == "float32" else "bfloat16",
+            dtype="float32" if recipe.train.compute_dtype == "float32" else "bfloat16",
         )
     finally:
         store.close()

@@ -10,14 +10,15 @@ import time
 from collections import deque
 
 from engine.events import ValidationMetrics
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 
 
 def due(session: Session) -> bool:
     """Whether the validation loss is to be measured of the step that has ended, before the next one begins."""
-    every, step = session.config.validate_every, session.step
-    return every is not None and step > 0 and (step % every == 0 or step == session.config.steps)
+    train, step = session.recipe.train, session.step
+    every = train.validate_every
+    return every is not None and step > 0 and (step % every == 0 or step == train.steps)
 
 
 def validate(session: Session) -> ValidationMetrics:
@@ -28,7 +29,7 @@ def validate(session: Session) -> ValidationMetrics:
     """
     assert session.validation is not None
     started, step, runtime = time.perf_counter(), session.step, session.runtime
-    commit = session.commit_due(step) or step == session.config.steps
+    commit = session.commit_due(step) or step == session.recipe.train.steps
     total, tokens = 0.0, 0
     under_way: deque[tuple[int, int]] = deque()
     """(number, last op) of the passes that have been handed over; tokens of two of them are on the compute device."""

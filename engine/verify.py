@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.constants import verify_constants
-from engine.corpus_files import verify_corpus
+from engine.data.corpus_files import verify_corpus
+from engine.data.tokenizer import require_intact
 from engine.folders import state_folder
+from engine.hf.constants import verify_constants
 from engine.session import CONSTANTS_FILE
-from engine.tokenizer import require_intact
 from storage.errors import UserError
 
 

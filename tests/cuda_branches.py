@@ -27,7 +27,7 @@ PACKAGES = ("app", "engine", "storage")
 ABOUT_CUDA = re.compile(
     r"cuda|\bstreams?\b|[Ee]vent\b|pinned|pin_memory|kvikio|nvml|on_gpu|is_integrated", re.IGNORECASE
 )
-ONLY_CUDA = frozenset({"engine/attention_cuda.py", "engine/attention_flash.py"})
+ONLY_CUDA = frozenset({"engine/attention/torch_cuda.py", "engine/attention/flash_attn.py"})
 """Files of which every line is about CUDA."""
 
 

@@ -9,7 +9,7 @@ _FLASH_KERNELS = ("FlashAttention2", "FlashAttention3", "FlashAttention4")
 
 REASONS: dict[str, str] = {
     **{
-        f"engine/attention_cuda.py:{name}": _ABSTRACT
+        f"engine/attention/torch_cuda.py:{name}": _ABSTRACT
         for name in (
             "CudaKernel._forward",
             "CudaKernel._backward",
@@ -17,25 +17,29 @@ REASONS: dict[str, str] = {
             "FlashKernel._launch_backward",
         )
     },
-    "engine/attention_cuda.py:capability": "asks the driver; tests of refusals give the answer",
-    "engine/attention_cuda.py:_rows": _KERNEL,
+    "engine/attention/torch_cuda.py:capability": "asks the driver; tests of refusals give the answer",
+    "engine/attention/torch_cuda.py:_rows": _KERNEL,
     **{
-        f"engine/attention_flash.py:{kernel}.{method}": _FLASH
+        f"engine/attention/flash_attn.py:{kernel}.{method}": _FLASH
         for kernel in _FLASH_KERNELS
         for method in ("_launch", "_launch_backward")
     },
-    "engine/attention_flash.py:_flash_arguments": _FLASH,
-    "engine/attention_flash.py:_flash2_arguments": _FLASH,
-    "engine/attention_flash.py:FlashAttention4._options": _FLASH,
-    "engine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
+    "engine/attention/flash_attn.py:_flash_arguments": _FLASH,
+    "engine/attention/flash_attn.py:_flash2_arguments": _FLASH,
+    "engine/attention/flash_attn.py:FlashAttention4._options": _FLASH,
+    "engine/machine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
     "engine/opening.py:choose_kernels": "measures CUDA's kernels; on a CPU there is one",
-    "engine/live.py:memory_peaks": "the allocator's peak of a session on a GPU",
-    "engine/calibrate.py:calibrate": "empties the allocator's cache and waits for the device before the lanes begin",
+    "engine/runtime/progress.py:memory_peaks": "the allocator's peak of a session on a GPU",
+    "engine/runtime/calibrate.py:calibrate": (
+        "empties the allocator's cache and waits for the device before the lanes begin"
+    ),
     "engine/session.py:Session.__init__": "pins the arena near the GPU; tests/gpu/test_pinned_arena.py",
-    "engine/affinity.py:place_threads": "asks the driver for the GPU's place on the bus; `placement` is tested apart",
-    "engine/lanes.py:_set_up_compilation": "starts Inductor's workers for Triton, which CPUs do without",
-    "engine/attention_select.py:rank": "a kernel that ran out of GPU memory is left out",
-    "engine/attention_select.py:_fault": "a kernel that ran out of GPU memory is left out",
+    "engine/machine/affinity.py:place_threads": (
+        "asks the driver for the GPU's place on the bus; `placement` is tested apart"
+    ),
+    "engine/runtime/lanes.py:_set_up_compilation": "starts Inductor's workers for Triton, which CPUs do without",
+    "engine/attention/select.py:rank": "a kernel that ran out of GPU memory is left out",
+    "engine/attention/select.py:_fault": "a kernel that ran out of GPU memory is left out",
     "storage/arena.py:CudaRegistrar.register": "cudaHostRegister itself; other registrars stand for it in tests",
     "storage/arena.py:CudaRegistrar.unregister": "cudaHostUnregister itself; other registrars stand for it in tests",
     "storage/arena.py:_cudart": "the CUDA runtime, which torch for CPUs has not",
@@ -45,10 +49,10 @@ REASONS: dict[str, str] = {
     "storage/readers.py:_import_kvikio": "imports kvikio, which needs CUDA; tests/gpu/test_gpu_readers.py",
     "storage/readers.py:KvikioReader.pinned_bytes": "asks the kvikio that was imported; tests/gpu/test_gpu_readers.py",
     "storage/readers.py:_probe": "waits for the GPU's memory; tests/gpu/test_gpu_readers.py",
-    "engine/device.py:configure": "takes the GPU's number, for the allocator's limit",
-    "engine/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
-    "engine/planning.py:this_machine": "asks the driver for the GPU's name",
-    "engine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_probe.py",
+    "engine/machine/device.py:configure": "takes the GPU's number, for the allocator's limit",
+    "engine/runtime/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
+    "engine/forecast/request.py:this_machine": "asks the driver for the GPU's name",
+    "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_probe.py",
     **{
         f"app/gpu_check/device.py:{name}": _CHECK
         for name in ("machine", "compiles", "reads", "links", "products", "attends")

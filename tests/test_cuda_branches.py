@@ -35,7 +35,7 @@ def test_lines_are_grouped_by_function_and_known_to_be_about_cuda() -> None:
         ("engine/x.py:Lane.run.copy", (11,), False),
         ("engine/x.py:Lane.run", (13, 14), True),  # by the condition above them
     ]
-    assert [g.about_cuda for g in groups("engine/attention_cuda.py", SOURCE, [5])] == [True]
+    assert [g.about_cuda for g in groups("engine/attention/torch_cuda.py", SOURCE, [5])] == [True]
     assert [g.key for g in groups("engine/x.py", SOURCE, [1])] == ["engine/x.py:(module)"]
     assert ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
 

@@ -70,7 +70,7 @@ def test_what_readers_need_imports_nothing_heavy(module: str) -> None:
 
 
 def test_data_is_prepared_without_what_takes_long_to_import() -> None:
-    code = "import sys, engine.corpus; print(*({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, engine.data.corpus; print(*({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

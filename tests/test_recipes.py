@@ -13,10 +13,10 @@ import pytest
 
 from app.cli import main
 from app.recipe import from_json, load_recipe, to_json
-from engine.check import check_model
-from engine.model import ModelSpec, validate_context
-from engine.prepare import model_config
-from engine.presets import PRESETS
+from engine.hf.prepare import model_config
+from engine.machine.presets import PRESETS
+from engine.model.check import check_model
+from engine.model.spec import ModelSpec, validate_context
 from storage.errors import UserError
 
 REPOSITORY = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def test_a_recipe_says_what_it_needs(path: Path) -> None:
 def test_the_model_is_the_published_one(path: Path) -> None:
     recipe = load_recipe(path)
     before = to_json(recipe)
-    spec = ModelSpec.from_config(model_config(recipe.model, recipe.data, recipe.data.tokenizer_vocab_size))
+    spec = ModelSpec.from_config(model_config(recipe, recipe.data.tokenizer_vocab_size))
     assert to_json(recipe) == before
     assert spec.num_params / 1e9 == pytest.approx(BILLIONS[path.stem], rel=5e-4)
     assert not spec.recurrent
@@ -122,7 +122,7 @@ def test_the_model_is_the_published_one(path: Path) -> None:
 @pytest.mark.parametrize("path", MISSIONS, ids=lambda path: path.stem)
 def test_a_context_beyond_the_recipe_s_positions_is_refused(path: Path) -> None:
     recipe = load_recipe(path)
-    spec = ModelSpec.from_config(model_config(recipe.model, recipe.data, None))
+    spec = ModelSpec.from_config(model_config(recipe, None))
     with pytest.raises(UserError, match=r"data\.sequence_length: 2097152 tokens do not fit"):
         validate_context(spec, 2**21)
 

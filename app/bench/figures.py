@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.lanes import lane_shares, length, union
-from engine.flops import StepFlops
+from engine.forecast.flops import StepFlops
 from storage.errors import UserError
 
 SpanRecord = dict[str, Any]

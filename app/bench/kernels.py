@@ -1,6 +1,6 @@
 """What the kernels of a step reach alone: attention at the step's own chunks, matrix products of its layers' shapes.
 
-Attention's FLOPs are counted as in engine.attention.COUNTS: two products of a visible pair forward, five backward.
+Attention's FLOPs are counted as in attention.chunk.COUNTS: two products of a visible pair forward, five backward.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention_backends import Backend
-from engine.attention_compute import Gradients, Operands
-from engine.attention_pieces import Call, spans
-from engine.attention_select import select
+from engine.attention.backends import Backend
+from engine.attention.compute import Gradients, Operands
+from engine.attention.select import select
+from engine.attention.spans import Call, spans
 from engine.clock import clock
-from engine.model import AttentionShape, ModelSpec
+from engine.model.spec import AttentionShape, ModelSpec
 
 _HEAD_ROWS = 4096
 

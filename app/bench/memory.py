@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 from app.bench.cases import Shape
 from app.bench.process import call, require_folders, scratch, show
 from app.progress import bytes_text
-from engine.plan import KV_SLOTS
+from engine.plan.plan import KV_SLOTS
 from storage.errors import BudgetError, UserError
 
 if TYPE_CHECKING:
-    from engine.plan import Plan
+    from engine.plan.plan import Plan
     from engine.session import Session
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -195,7 +195,7 @@ def _measured(tokens: int, depth: int, window: str, document_tokens: int) -> dic
 
 def measure_here(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
     """One row, in a process that does nothing else."""
-    from engine import runtime
+    from engine.runtime import runtime
 
     runtime.INPUTS_CACHE_BYTES = 0  # else up to 64 MiB of rotary tables would be found in the process, too
     with scratch() as folder:
@@ -279,12 +279,11 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
 
     from app.bench.setup import Setup, shape_model
     from app.bench.suite_worker import open_case
-    from engine.config import DataConfig, StorageConfig, TrainConfig
-    from engine.plan import Choice
-    from engine.planning import Budgets, Task
+    from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
+    from engine.forecast.request import Budgets, Task
+    from engine.plan.plan import Choice
     from storage.readers import select_readers
 
-    data = DataConfig(source="random", sequence_length=tokens, max_documents=1)
     train = TrainConfig(
         steps=1,
         chunk_tokens=CHUNK_TOKENS,
@@ -294,14 +293,19 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
         kv_window=window,  # type: ignore[arg-type]
     )
     shape = replace(SHAPE, layers=depth)
-    storage = StorageConfig(checkpoint_every=10**9)
     device = torch.device("cpu")
-    model, spec = shape_model(shape, depth, data)
+    recipe = Recipe(
+        name="bench",
+        data=DataConfig(source="random", sequence_length=tokens, max_documents=1),
+        train=train,
+        storage=StorageConfig(checkpoint_every=10**9),
+    )
+    recipe, spec = shape_model(recipe, shape, depth)
 
     def plan(gpu_bytes: int) -> Plan | None:
         try:
             budgets = Budgets(gpu_bytes, 64 * 2**30, None, {})
-            task = Task(spec=spec, data=data, train=train, storage=storage, budgets=budgets, device_type="cpu")
+            task = Task(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu")
             return task.plan(Choice(streamed=window == "streamed"))
         except BudgetError:
             return None
@@ -313,5 +317,5 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     least = plan(high)
     assert least is not None
     readers = select_readers("direct", device, [folder])
-    setup = Setup(shape, spec, spec, least, least, model, data, train, storage, device, readers)
+    setup = Setup(shape, spec, spec, least, least, recipe, device, readers)
     return open_case(setup, folder, short_steps=1, document_tokens=document_tokens)[1]

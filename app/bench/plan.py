@@ -29,7 +29,7 @@ from app.plan_view import seconds_text
 from app.progress import bytes_text
 from app.run_files import JsonLines
 from app.rundir import RunDir
-from engine.limits import machine_memory
+from engine.machine.limits import machine_memory
 from storage.errors import UserError
 
 PEAK_TOLERANCE = 0.05

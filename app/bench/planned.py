@@ -69,7 +69,7 @@ def bench_planned(
 
     Raises UserError for a missing folder and where matplotlib is not installed, before anything is planned.
     """
-    from engine.presets import PRESETS
+    from engine.machine.presets import PRESETS
 
     require_folders(out)
     require_matplotlib()
@@ -142,7 +142,7 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
 def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
     """The forecast of a recipe on a preset, or its refusal without looking for what would make it fit."""
     from app.plan import recipe_task
-    from engine.forecast import forecast, refusal
+    from engine.forecast.report import forecast, refusal
 
     profile, task = recipe_task(recipe, machine)
     try:
@@ -217,7 +217,7 @@ def _progress(row: Mapping[str, Any]) -> str:
 _COLUMNS = "machine | step | tokens/s | bound by | MFU | GPU | RAM | NVMe | written per step"
 _INTRO = """# What the recipes would do elsewhere
 
-**Planned, not measured.** {date}. Every figure of this page follows from data sheets (`engine/presets.py`) and a
+**Planned, not measured.** {date}. Every figure of this page follows from data sheets (`machine/presets.py`) and a
 simulated step; none was measured on the machine that it names. What the same planner predicts for this machine and
 what was then measured is in [planning.md](planning.md).
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from app.bench.cases import Case, Shape
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
-from engine.device import resolve_device
-from engine.limits import free_budgets
-from engine.model import ModelSpec
-from engine.plan import FP32, STATE_KINDS, Choice, Plan, gib
-from engine.planning import Budgets, Task, this_machine
-from engine.prepare import ALLOCATOR_SHARE, model_config, model_spec
-from engine.state import scratch_arrays
+from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from engine.forecast.request import Budgets, Task, this_machine
+from engine.hf.prepare import ALLOCATOR_SHARE, model_config, model_spec
+from engine.machine.device import resolve_device
+from engine.machine.limits import free_budgets
+from engine.model.spec import ModelSpec
+from engine.plan.plan import FP32, STATE_KINDS, Choice, Plan, gib
+from engine.runtime.state import scratch_arrays
 from storage.errors import BudgetError
 from storage.readers import Readers, select_readers
 
@@ -44,10 +44,7 @@ class Setup:
     full_spec: ModelSpec
     full_plan: Plan
     plan: Plan
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    storage: StorageConfig
+    recipe: Recipe
     device: torch.device
     readers: Readers
 
@@ -75,7 +72,6 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     on_gpu = case.needs_cuda
     if on_gpu and not torch.cuda.is_available():
         raise Skip("needs CUDA, and torch sees no device")
-    data = DataConfig(source="random", sequence_length=case.row_tokens, max_documents=max(4, case.rows))
     train = TrainConfig(
         steps=10**6,
         sequences_per_step=case.rows,
@@ -86,9 +82,14 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
         compile="auto" if on_gpu or case.compiled else "off",
     )
     device = resolve_device(train)
-    storage = StorageConfig(checkpoint_every=10**9)
+    recipe = Recipe(
+        name="bench",
+        data=DataConfig(source="random", sequence_length=case.row_tokens, max_documents=max(4, case.rows)),
+        train=train,
+        storage=StorageConfig(checkpoint_every=10**9),
+    )
     gpu_bytes, ram_bytes = _limits(case, device)
-    _, full_spec = shape_model(shape, shape.layers, data)
+    full_spec = shape_model(recipe, shape, shape.layers)[1]
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
     whole = Budgets(gpu_bytes, ram_bytes if case.spill_state else _EVERYTHING, None, {})
     readers = select_readers("auto", device, [folder])
@@ -96,9 +97,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     def task(spec: ModelSpec, budgets: Budgets) -> Task:
         return Task(
             spec=spec,
-            data=data,
-            train=train,
-            storage=storage,
+            recipe=recipe,
             budgets=budgets,
             device_type=device.type,
             device_reads=readers.device is not None,
@@ -111,7 +110,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
         _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
     reasons = []
     for layers in case.layers or (shape.layers,):
-        model, spec = shape_model(shape, layers, data)
+        cut, spec = shape_model(recipe, shape, layers)
         share = layers / shape.layers
         gpu, ram = _scaled_peaks(full_plan, share, on_gpu)
         # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
@@ -126,7 +125,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
         if not case.spill_state and (lacking := _not_in_ram(plan)):
             reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(ram_bytes)}")
             continue
-        return Setup(shape, spec, full_spec, full_plan, plan, model, data, train, storage, device, readers)
+        return Setup(shape, spec, full_spec, full_plan, plan, cut, device, readers)
     raise Skip(reasons[-1])
 
 
@@ -140,8 +139,8 @@ def _limits(case: Case, device: torch.device) -> tuple[int, int]:
     return free.gpu_bytes, free.ram_bytes
 
 
-def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfig, ModelSpec]:
-    """The shape with so many layers."""
+def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, ModelSpec]:
+    """The recipe with the shape of so many layers as its model, and that model."""
     model = ModelConfig(
         model_type=shape.model_type,
         num_layers=layers,
@@ -154,7 +153,8 @@ def shape_model(shape: Shape, layers: int, data: DataConfig) -> tuple[ModelConfi
         tie_embeddings=shape.tied,
         overrides=shape.overrides,
     )
-    return model, model_spec(model_config(model, data, None), data)
+    recipe = replace(recipe, model=model)
+    return recipe, model_spec(model_config(recipe, None), recipe.data)
 
 
 def _plan(task: Task, device: torch.device, only: tuple[int, Choice] | None = None) -> Plan:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.plan import STATE_KINDS, Plan
-from engine.state import state_arrays
+from engine.plan.plan import STATE_KINDS, Plan
+from engine.runtime.state import state_arrays
 from storage.arena import empty_aligned
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore

@@ -75,7 +75,7 @@ def _device_type() -> str:
 def _dtype() -> Literal["bfloat16", "float32"]:
     """What both compute in: bfloat16, on a CPU without its instructions float32."""
     from engine.config import TrainConfig
-    from engine.prepare import with_compute_dtype
+    from engine.hf.prepare import with_compute_dtype
 
     decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device_type()).compute_dtype
     assert decided != "auto"
@@ -86,7 +86,7 @@ def _compiles() -> bool:
     """Whether this machine compiles layers and AdamW: by itself, a run of so few steps would do without."""
     import torch
 
-    from engine.compilers import layers_compile, optimizer_compiles
+    from engine.machine.compilers import layers_compile, optimizer_compiles
 
     return layers_compile(torch.device(_device_type())).ok and optimizer_compiles().ok
 
@@ -156,11 +156,12 @@ class _StepClock(Observer):
 
 
 def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
-    from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
+    from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
     from engine.train import train
 
     clock, dtype = _StepClock(), _dtype()  # type: ignore[abstract]  # what it does not define does nothing
-    train(
+    recipe = Recipe(
+        name="bench",
         model=ModelConfig(
             model_type="qwen3",
             num_layers=LAYERS,
@@ -190,10 +191,8 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
         ),
         budgets=BudgetConfig(**BUDGETS[dtype][case]),
         storage=StorageConfig(checkpoint_every=steps, chunk_bytes="16MiB"),
-        run_dir=scratch,
-        observer=clock,
-        resume=False,
     )
+    train(recipe, run_dir=scratch, observer=clock, resume=False)
     return clock.times_s
 
 

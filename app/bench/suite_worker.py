@@ -22,20 +22,20 @@ from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
 from app.trace import write_trace
-from engine import attention
-from engine.affinity import place_threads
-from engine.calibrate import calibrate
-from engine.compilers import find_compilation
-from engine.data import DataLoader, MicroBatch
-from engine.device import configure, memory_use
-from engine.flops import StepFlops, executed_flops, model_flops
-from engine.hardware import hfu, mfu, peak_flops
-from engine.lanes import Lanes
-from engine.limits import free_budgets, machine_memory
+from engine.attention import chunk as attention
+from engine.data.loader import DataLoader, MicroBatch
+from engine.forecast.flops import StepFlops, executed_flops, model_flops
+from engine.forecast.request import this_machine
+from engine.hf.prepare import LOGITS_BYTES, layouts, make_loader, prepare_data
+from engine.machine.affinity import place_threads
+from engine.machine.compilers import find_compilation
+from engine.machine.device import configure, memory_use
+from engine.machine.limits import free_budgets, machine_memory
+from engine.machine.peaks import hfu, mfu, peak_flops
+from engine.machine.probe_compute import GPU_SIZES, matmul_flops
 from engine.opening import choose_kernels, typical_batch
-from engine.planning import this_machine
-from engine.prepare import LOGITS_BYTES, layouts, make_loader, prepare_data
-from engine.probe_compute import GPU_SIZES, matmul_flops
+from engine.runtime.calibrate import calibrate
+from engine.runtime.lanes import Lanes
 from engine.session import Compute, Session, run_identity, run_meta
 from engine.train import train_step
 from storage.errors import UserError
@@ -86,7 +86,7 @@ def learnt(case: Case, setup: Setup, compute: Compute, lanes: Lanes, folder: Pat
         layouts(setup.spec),
         compute.runner,
         compute.adamw,
-        setup.train,
+        setup.recipe.train,
         typical_batch(_loader(setup, folder)),
         this_machine(setup.device),
         LOGITS_BYTES[setup.device.type],
@@ -96,8 +96,8 @@ def learnt(case: Case, setup: Setup, compute: Compute, lanes: Lanes, folder: Pat
 
 
 def _loader(setup: Setup, folder: Path) -> DataLoader:
-    corpus = prepare_data(setup.model, setup.data, folder / "data").corpus
-    return make_loader(corpus, setup.spec, setup.data, setup.train)
+    corpus = prepare_data(setup.recipe, folder / "data").corpus
+    return make_loader(corpus, setup.spec, setup.recipe)
 
 
 def open_case(
@@ -107,7 +107,7 @@ def open_case(
 
     The setup returned is the one that it runs: planned once more for `case`, where one is given (see `learnt`).
     """
-    compiled = find_compilation(setup.train, setup.device, lambda message: print(message, file=sys.stderr))
+    compiled = find_compilation(setup.recipe.train, setup.device, lambda message: print(message, file=sys.stderr))
     with contextlib.ExitStack() as undo:
         lanes = Lanes.open(
             setup.device,
@@ -117,13 +117,13 @@ def open_case(
         )
         undo.callback(lanes.close)
         lanes.executor.call("compute", lambda: choose_kernels(setup.spec, setup.plan, setup.device, DTYPE))
-        compute = Compute.make(setup.spec, setup.train, setup.device, {}, compiled)
+        compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         if case is not None:
             eager, setup = setup, learnt(case, setup, compute, lanes, folder)
             if len(setup.spec.attention) != len(eager.spec.attention):
-                compute = Compute.make(setup.spec, setup.train, setup.device, {}, compiled)
+                compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         loader = _loader(setup, folder)
-        identity = run_identity(setup.model, setup.data, setup.train)
+        identity = run_identity(setup.recipe)
         meta = run_meta(0, 0, loader.cursor, identity)
         store = open_drawn(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
         undo.callback(store.close)
@@ -133,8 +133,7 @@ def open_case(
             store=cast(NvmeStore, store),
             loader=cast(DataLoader, WarmUpLoader(loader, short_steps, document_tokens)),
             compute=compute,
-            train=setup.train,
-            storage=setup.storage,
+            recipe=setup.recipe,
             device=setup.device,
             identity=identity,
             lanes=lanes,
@@ -351,7 +350,7 @@ def _whole(setup: Setup) -> dict[str, int]:
     return {
         "gpu_bytes": plan.tiers["gpu"].peak_bytes,
         "ram_bytes": plan.tiers["ram"].peak_bytes,
-        "nvme_bytes": nvme_bytes(plan, setup.train),
+        "nvme_bytes": nvme_bytes(plan, setup.recipe.train),
     }
 
 

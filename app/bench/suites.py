@@ -16,7 +16,7 @@ from typing import Any
 
 from app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
 from app.bench.process import CallFailed, call, require_folders, scratch, show
-from engine.hardware import peak_flops
+from engine.machine.peaks import peak_flops
 from storage.errors import UserError
 
 

@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
     """GPU, driver, CUDA, cores, NUMA nodes, memory, limits."""
     import torch
 
-    from engine.limits import free_memory, machine_memory
+    from engine.machine.limits import free_memory, machine_memory
 
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
@@ -124,7 +124,7 @@ def links() -> dict[str, float]:
     """Bytes/s between pinned RAM and the GPU, each way alone and the share of their sum at once."""
     import torch
 
-    from engine.probe_compute import GPU_SIZES, link_rates
+    from engine.machine.probe_compute import GPU_SIZES, link_rates
 
     rates = link_rates(torch.device("cuda", 0), replace(GPU_SIZES, copy_bytes=64 << 20), _SAMPLE_S)
     return {"h2d_bytes_per_s": rates.h2d, "d2h_bytes_per_s": rates.d2h, "duplex_share": rates.duplex_share}
@@ -134,7 +134,7 @@ def products() -> float:
     """FLOP/s of a layer's products in bfloat16."""
     import torch
 
-    from engine.probe_compute import GPU_SIZES, matmul_flops
+    from engine.machine.probe_compute import GPU_SIZES, matmul_flops
 
     return matmul_flops(torch.device("cuda", 0), replace(GPU_SIZES, rows=8192), _SAMPLE_S)
 
@@ -143,7 +143,7 @@ def attends() -> dict[str, Any]:
     """TFLOP/s of every attention kernel that loads and is right, and why the others are not, by direction."""
     import torch
 
-    from engine import attention
+    from engine.attention import chunk as attention
 
     shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 32768}
     attention.measure(torch.device("cuda", 0), torch.bfloat16, **shape)

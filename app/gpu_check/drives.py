@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from app.gpu_check.found import tell
-from engine.probe_drives import probe_drives
+from engine.machine.probe_drives import probe_drives
 from storage.errors import UserError
 
 

@@ -32,11 +32,11 @@ from app.bench.setup import Setup, shape_model
 from app.bench.state import DrawnState
 from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
-from engine.config import DataConfig, StorageConfig, TrainConfig, parse_bytes
-from engine.device import resolve_device
-from engine.limits import free_budgets, free_disk
-from engine.planning import Budgets, Task, this_machine
-from engine.prepare import layouts, make_loader, prepare_data
+from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from engine.forecast.request import Budgets, Task, this_machine
+from engine.hf.prepare import layouts, make_loader, prepare_data
+from engine.machine.device import resolve_device
+from engine.machine.limits import free_budgets, free_disk
 from engine.train import train_step
 from storage.errors import UserError
 from storage.readers import select_readers
@@ -109,7 +109,6 @@ def choose(folder: Path) -> Smoke:
 
 def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:
     """Its plan on this machine. Raises BudgetError."""
-    data = DataConfig(source="random", sequence_length=smoke.row_tokens, max_documents=smoke.rows)
     train = TrainConfig(
         steps=STEPS,
         sequences_per_step=smoke.rows,
@@ -119,21 +118,24 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
         device=device.type,  # type: ignore[arg-type]
         compile=compile,  # type: ignore[arg-type]
     )
-    storage = StorageConfig(checkpoint_every=10**9, chunk_bytes=smoke.part)
-    model, spec = shape_model(smoke.shape, smoke.shape.layers, data)
+    recipe = Recipe(
+        name="smoke",
+        data=DataConfig(source="random", sequence_length=smoke.row_tokens, max_documents=smoke.rows),
+        train=train,
+        storage=StorageConfig(checkpoint_every=10**9, chunk_bytes=smoke.part),
+    )
+    recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
     task = Task(
         spec=spec,
-        data=data,
-        train=train,
-        storage=storage,
+        recipe=recipe,
         budgets=Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {}),
         device_type=device.type,
         device_reads=readers.device is not None,
         reader_bytes=readers.pinned_bytes(1),
     )
     plan = task.search(this_machine(device)).plan
-    return Setup(smoke.shape, spec, spec, plan, plan, model, data, train, storage, device, readers)
+    return Setup(smoke.shape, spec, spec, plan, plan, recipe, device, readers)
 
 
 def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
@@ -150,8 +152,8 @@ def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
 
 def plain(setup: Setup, folder: Path) -> dict[str, Any]:
     """The same of plain PyTorch."""
-    train = setup.train
-    loader = make_loader(prepare_data(setup.model, setup.data, folder / "data").corpus, setup.spec, setup.data, train)
+    train = setup.recipe.train
+    loader = make_loader(prepare_data(setup.recipe, folder / "data").corpus, setup.spec, setup.recipe)
     batches = [[PlainBatch(batch.ids, batch.labels) for batch in loader.next_step()] for _ in range(STEPS)]
     steps = []
     # cuDNN's kernel is one of those that Penstock chooses among: not what it is compared with.

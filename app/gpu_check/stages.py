@@ -24,7 +24,7 @@ from app.gpu_check import tables
 from app.gpu_check.found import run_telling
 from app.gpu_check.results import Results, Rows
 from app.gpu_check.schedule import Case, Job, Stage
-from engine.hardware import peak_flops
+from engine.machine.peaks import peak_flops
 
 SUITES = "gpu"
 FIRST = ("long-7b", "short", "long-8b")

@@ -590,7 +590,7 @@ def _out(command: str, option: str, place: Callable[[Path], str]) -> Callable[[P
 
 
 def _machines() -> Iterator[Bad]:
-    from engine.presets import GENERIC
+    from engine.machine.presets import GENERIC
 
     good = GENERIC.to_json()
     values: dict[str, Any] = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from engine.config import Recipe
 from engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 from engine.preparing import Checklist
 from storage.errors import UserError
@@ -36,8 +37,8 @@ PLAN = {
 }
 
 
-def train(*, train: Any, run_dir: Path, observer: Any, resume: bool, checkpoint: str | None, **parts: Any) -> Any:
-    assert set(parts) == {"model", "data", "budgets", "storage"}
+def train(recipe: Recipe, *, run_dir: Path, observer: Any, resume: bool, checkpoint: str | None) -> Any:
+    train = recipe.train
     committed = run_dir / "state" / "committed"
     committed.parent.mkdir(exist_ok=True)
     with Checklist(observer).step("tokenizing the data"):
@@ -97,7 +98,7 @@ def goes_on(observer: Any, step: int) -> bool:
     return bool(want == "run")
 
 
-def export(run_dir: Path, *, out_dir: Path, **parts: Any) -> None:
+def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | None) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text((run_dir / "state" / "committed").read_text())
 
@@ -107,7 +108,10 @@ if __name__ == "__main__":
     fake.train, fake.export = train, export  # type: ignore[attr-defined]
     sys.modules["engine.train"] = fake
     # What is begun beside the imports of the real one has nothing to do here.
-    beside = {"engine.corpus": ("prepare_text_ahead", "cancel_text_ahead"), "engine.compilers": ("compile_headers",)}
+    beside = {
+        "engine.data.corpus": ("prepare_text_ahead", "cancel_text_ahead"),
+        "engine.machine.compilers": ("compile_headers",),
+    }
     trains = os.environ.get("FAKE_SCRIPT") or sys.argv[1] in ("train", "resume")
     for module, names in beside.items() if trains else ():
         sys.modules[module] = ModuleType(module)

@@ -11,8 +11,8 @@ from transformers import GPT2Config, PretrainedConfig, Qwen3Config
 
 from app.cli import main
 from engine.config import DataConfig
-from engine.corpus import require_text
-from engine.model import ModelSpec, validate_context
+from engine.data.corpus import require_text
+from engine.model.spec import ModelSpec, validate_context
 from storage.errors import UserError
 
 RECIPE = """

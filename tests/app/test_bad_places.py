@@ -15,8 +15,8 @@ import tiny
 
 import app.cli
 from app.rundir import find_run
-from engine.corpus import random_corpus
-from engine.failures import explain
+from engine.data.corpus import random_corpus
+from engine.runtime.failures import explain
 from storage.errors import UserError
 
 

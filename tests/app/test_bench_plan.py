@@ -15,10 +15,10 @@ from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.bench.process import CallFailed
 from app.recipe import from_json, to_json
 from engine.config import parse_bytes
-from engine.device import LEAST_LIMIT_BYTES
-from engine.planning import Budgets, Task
-from engine.prepare import model_config, model_spec
-from engine.presets import generic_gpu
+from engine.forecast.request import Budgets, Task
+from engine.hf.prepare import model_config, model_spec
+from engine.machine.device import LEAST_LIMIT_BYTES
+from engine.machine.presets import generic_gpu
 from storage.errors import UserError
 
 
@@ -177,10 +177,8 @@ def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
         assert budgets[0] >= LEAST_LIMIT_BYTES  # so the allocator keeps to it
         assert budgets[1] <= 10 * GIB
         task = Task(
-            spec=model_spec(model_config(recipe.model, recipe.data, None), recipe.data),
-            data=recipe.data,
-            train=recipe.train,
-            storage=recipe.storage,
+            spec=model_spec(model_config(recipe, None), recipe.data),
+            recipe=recipe,
             budgets=Budgets(budgets[0], budgets[1], None, {}),
             device_type="cuda",
             device_reads=False,

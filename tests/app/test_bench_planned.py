@@ -14,7 +14,7 @@ from app.bench import heatmap, planned
 from app.bench.published import PUBLISHED
 from app.recipe import Recipe
 from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-from engine.presets import PRESETS
+from engine.machine.presets import PRESETS
 from storage.errors import UserError
 
 MACHINES = ["gh200-480", "rtx3090-64"]

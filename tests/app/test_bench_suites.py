@@ -19,11 +19,11 @@ from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, 
 from app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
 from app.bench.state import DrawnState
 from app.bench.suite_worker import WarmUpLoader, learnt
-from engine.config import DataConfig
-from engine.data import IGNORE_LABEL, MicroBatch
-from engine.flops import StepFlops, executed_flops, model_flops
-from engine.lanes import Lanes
-from engine.prepare import ALLOCATOR_SHARE, layouts
+from engine.config import DataConfig, Recipe
+from engine.data.loader import IGNORE_LABEL, MicroBatch
+from engine.forecast.flops import StepFlops, executed_flops, model_flops
+from engine.hf.prepare import ALLOCATOR_SHARE, layouts
+from engine.runtime.lanes import Lanes
 from engine.session import Compute
 from storage.errors import UserError
 
@@ -48,11 +48,11 @@ def test_names_of_suites_and_groups() -> None:
     ("shape", "billions"), [(QWEN25_7B, 7.6), (LLAMA3_8B, 8.0), (QWEN3_32B, 32.8)], ids=lambda value: str(value)[:20]
 )
 def test_shapes_are_those_of_the_models(shape: bench_cases.Shape, billions: float) -> None:
-    data = DataConfig(source="random", sequence_length=8192)
-    _, spec = shape_model(shape, shape.layers, data)
+    recipe = Recipe(name="x", data=DataConfig(source="random", sequence_length=8192))
+    _, spec = shape_model(recipe, shape, shape.layers)
     assert round(spec.num_params / 1e9, 1) == billions
     assert shape.params == pytest.approx(spec.num_params, rel=1e-3)
-    _, two = shape_model(shape, 2, data)
+    _, two = shape_model(recipe, shape, 2)
     assert shape.step_flops(1, 8192) * 2 / shape.layers < model_flops(two, [8192]) * 1.6
 
 
@@ -167,7 +167,7 @@ def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatc
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_gib: usage(0, 0, free << 30))
         setup = chosen(case, tmp_path)
         assert setup.shape.name == name
-        assert nvme_bytes(setup.full_plan, setup.train) < free_gib << 30
+        assert nvme_bytes(setup.full_plan, setup.recipe.train) < free_gib << 30
         assert len(setup.spec.attention) == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1 << 30))
     with pytest.raises(Skip, match=r"Qwen3-0.6B: needs .* of disk for two generations of its state, and 1.00 GiB"):
@@ -186,7 +186,7 @@ def test_what_graphs_take_once_measured_decides_how_many_are_kept(tmp_path: Path
 
 def test_layers_that_are_not_compiled_need_no_measurement(tmp_path: Path) -> None:
     setup = chosen(CPU_SHORT, tmp_path)
-    compute, lanes = Compute.make(setup.spec, setup.train, setup.device, {}), Lanes.open(setup.device, 1)
+    compute, lanes = Compute.make(setup.spec, setup.recipe.train, setup.device, {}), Lanes.open(setup.device, 1)
     assert learnt(CPU_SHORT, setup, compute, lanes, tmp_path) is setup
     lanes.close()
 

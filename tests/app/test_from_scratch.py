@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
 from app.cli import main
 from app.launch import from_scratch, require_weights
 from app.recipe import Recipe, from_json, to_json
 from engine.config import DataConfig, ModelConfig
-from engine.model import ModelSpec
-from engine.prepare import model_config
-from engine.tokenizer import train_tokenizer
+from engine.data.tokenizer import train_tokenizer
+from engine.hf.prepare import model_config
+from engine.model.spec import ModelSpec
 from storage.errors import UserError
 
 SHAPE: dict[str, Any] = {
@@ -45,6 +46,10 @@ DATA = DataConfig(source="random", sequence_length=32)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e5}
 
 
+def config_of(model: ModelConfig) -> PretrainedConfig:
+    return model_config(Recipe(name="x", model=model, data=DATA), None)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model folder with a config.json and no weights."""
@@ -55,9 +60,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_and_its_shape_are_one_model(folder: Path) -> None:
-    config = model_config(ModelConfig(path=str(folder), **SHAPE), DATA, None)
+    config = config_of(ModelConfig(path=str(folder), **SHAPE))
     assert (config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (1e-3, 5e5)
-    assert config.to_dict() == model_config(ModelConfig(path=str(folder / "config.json")), DATA, None).to_dict()
+    assert config.to_dict() == config_of(ModelConfig(path=str(folder / "config.json"))).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_a_folder_and_its_shape_are_one_model(folder: Path) -> None:
 )
 def test_a_shape_that_is_not_the_folder_s_is_named(folder: Path, field: str, value: object, found: str) -> None:
     with pytest.raises(UserError) as caught:
-        model_config(ModelConfig(path=str(folder), **(SHAPE | {field: value})), DATA, None)
+        config_of(ModelConfig(path=str(folder), **(SHAPE | {field: value})))
     for part in (f"model.{field}: {value} in the recipe, {found} in {folder}", "--set model.path="):
         assert part in str(caught.value)
 
@@ -87,13 +92,13 @@ def test_overrides_go_on_top_of_folder_and_shape(folder: Path, tmp_path: Path, f
     (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": former}))
     for path in (folder, tmp_path / "none"):
         model = ModelConfig(path=str(path), **SHAPE, overrides={"rope_parameters": YARN})
-        assert model_config(model, DATA, None).rope_parameters == YARN
+        assert config_of(model).rope_parameters == YARN
         assert model.overrides == {"rope_parameters": YARN}
 
 
 def test_a_missing_folder_without_a_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path: .*none does not exist, and the recipe gives no shape"):
-        model_config(ModelConfig(path=str(tmp_path / "none")), DATA, None)
+        config_of(ModelConfig(path=str(tmp_path / "none")))
 
 
 def test_from_scratch_takes_the_recipe_s_shape(tmp_path: Path) -> None:
@@ -107,7 +112,7 @@ def test_from_scratch_takes_the_folder_s_shape_where_the_recipe_has_none(folder:
     scratch = from_scratch(recipe)
     assert from_json(to_json(scratch)) == scratch
     assert (scratch.model.path, scratch.model.vocab_size) == (None, 300)
-    ours, theirs = (model_config(r.model, DATA, None) for r in (scratch, recipe))
+    ours, theirs = (config_of(r.model) for r in (scratch, recipe))
     assert ours.to_diff_dict() == theirs.to_diff_dict()
     assert ModelSpec.from_config(ours).buffers == ModelSpec.from_config(theirs).buffers
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from app.lanes import lanes_report
 from app.recipe import from_json, to_json
 from engine.config import DataConfig
-from engine.corpus import read_pieces
-from engine.machine import load_machine
-from engine.presets import GENERIC
+from engine.data.corpus import read_pieces
+from engine.machine.presets import GENERIC
+from engine.machine.profile import load_machine
 from storage.errors import UserError
 from storage.manifest import Manifest
 from storage.safetensors_io import CheckpointReader
@@ -106,7 +106,7 @@ def _read_spans(folder: Path, text: bytes) -> None:
 
 
 def _read_config(folder: Path, text: bytes) -> None:
-    from engine.prepare import read_config
+    from engine.hf.prepare import read_config
 
     (folder / "config.json").write_bytes(text)
     read_config(folder)

@@ -13,8 +13,8 @@ from app.bench.cases import SUITES, TINY, Rates
 from app.gpu_check import smoke, stages, tables
 from app.gpu_check.results import Results
 from engine.config import parse_bytes
-from engine.planning import Budgets, Task
-from engine.presets import generic_gpu
+from engine.forecast.request import Budgets, Task
+from engine.machine.presets import generic_gpu
 from storage.errors import UserError
 
 CPU = torch.device("cpu")
@@ -142,7 +142,8 @@ def test_the_smoke_agrees_with_plain_pytorch_and_finds_a_wrong_update(tmp_path: 
     for name, changed in (("lr", 1.1 * TINY_SMOKE.lr), ("clip_norm", None)):
         folder = tmp_path / name
         folder.mkdir()
-        wrong = replace(setup, train=replace(setup.train, **{name: changed}))
+        train = replace(setup.recipe.train, **{name: changed})
+        wrong = replace(setup, recipe=replace(setup.recipe, train=train))
         assert smoke.compare(smoke.penstock(wrong, folder), plain), name
 
 
@@ -165,9 +166,7 @@ def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(smoke_case: smoke.
     setup = smoke.prepare(replace(smoke_case, gpu="400GiB", ram="400GiB"), tmp_path, CPU)
     task = Task(
         spec=setup.spec,
-        data=setup.data,
-        train=setup.train,
-        storage=setup.storage,
+        recipe=setup.recipe,
         budgets=Budgets(parse_bytes(smoke_case.gpu, "gpu"), parse_bytes(smoke_case.ram, "ram"), None, {}),
         device_type="cuda",
         device_reads=False,

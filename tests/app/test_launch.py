@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from app.launch import sample_text
-from engine.tokenizer import train_tokenizer
+from engine.data.tokenizer import train_tokenizer
 
 
 def test_sample_is_the_prompt_and_tokens_drawn_with_a_seed(tmp_path: Path) -> None:

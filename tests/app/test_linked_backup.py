@@ -18,7 +18,7 @@ from app.checkpoints import make_checkpoint, scrub_run
 from app.recipe import Recipe
 from app.run_log import RunLog
 from app.rundir import RunDir, RunLock, is_live
-from engine.constants import write_constants
+from engine.hf.constants import write_constants
 from storage.errors import UserError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.machines import machine_infos, profile_info, this_machine_info
-from engine.machine import Machine
-from engine.presets import GENERIC, PRESETS, profile_path
+from engine.machine.presets import GENERIC, PRESETS, profile_path
+from engine.machine.profile import Machine
 from storage.errors import UserError
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from app.cli import main
 from app.recipe import load_recipe
-from engine.machine import VERSION
-from engine.ops import LANES
-from engine.presets import PRESETS
+from engine.machine.presets import PRESETS
+from engine.machine.profile import VERSION
+from engine.schedule.ops import LANES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 OURS = [path for path in RECIPES if load_recipe(path).machine]

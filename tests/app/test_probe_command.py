@@ -9,10 +9,10 @@ import pytest
 
 from app.cli import BAD_INPUT, main
 from app.probe import machine_table
-from engine import probe as engine_probe
-from engine.machine import load_machine
-from engine.presets import PRESETS, profile_path, stored_machine
-from engine.probe_compute import Sizes
+from engine.machine import probe as engine_probe
+from engine.machine.presets import PRESETS, profile_path, stored_machine
+from engine.machine.probe_compute import Sizes
+from engine.machine.profile import load_machine
 
 TINY = Sizes(
     rows=16,

@@ -37,8 +37,8 @@ from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint
 from app.recipe import Recipe, to_json
 from app.rundir import RunDir, read_recipe
 from engine.config import StorageConfig
-from engine.constants import write_constants
 from engine.folders import drive_folders, state_folder
+from engine.hf.constants import write_constants
 from engine.session import CONSTANTS_FILE
 from storage.checkpoints import checkpoint_folder, checkpoint_names
 from storage.errors import UserError

@@ -23,21 +23,21 @@ from torch.utils import _pytree as pytree
 
 from app.plan import recipe_task
 from app.recipe import load_recipe
-from engine import attention
-from engine.attention import AttentionCall, AttentionState
-from engine.batch import BatchCarrier, ChunkTokens, ScoreData, StepData
-from engine.blocks import ModelRunner
+from engine.attention import chunk as attention
+from engine.attention.chunk import AttentionCall, AttentionState
 from engine.config import TrainConfig
-from engine.data import MicroBatch
-from engine.layers import LayerInputs, Projection
-from engine.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.model import ModelSpec
-from engine.ops import Op
-from engine.plan import Choice, Plan
-from engine.prepare import LOGITS_BYTES, compute_dtype, layouts
-from engine.runtime import Runtime
-from engine.schedule import ScheduleBuilder
-from engine.skeleton import LayerCall
+from engine.data.loader import MicroBatch
+from engine.hf.prepare import LOGITS_BYTES, compute_dtype, layouts
+from engine.model.layers import LayerInputs, Projection
+from engine.model.runner import ModelRunner
+from engine.model.skeleton import LayerCall
+from engine.model.spec import ModelSpec
+from engine.plan.plan import Choice, Plan
+from engine.runtime.batch import BatchCarrier, ChunkTokens, ScoreData, StepData
+from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from engine.runtime.runtime import Runtime
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import Op
 from storage.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -71,7 +71,7 @@ def planned(case: Case) -> Planned:
     machine, task = recipe_task(load_recipe(RECIPES / f"{case.recipe}.py"), case.machine)
     task = replace(task, device_reads=case.device_reads)
     plan = task.search(machine).plan if case.choice is None else task.plan(case.choice)
-    return Planned(plan, task.spec, task.train, inputs_bytes(task.spec, compute_dtype(task.train)))
+    return Planned(plan, task.spec, task.recipe.train, inputs_bytes(task.spec, compute_dtype(task.recipe.train)))
 
 
 class Registrations:
@@ -225,7 +225,7 @@ class Arithmetic:
             self._cuda.use(state.k[: state.end], state.v[: state.end], state.out, state.lse, write=False)
             self._cuda.use(state.dk[: state.end], state.dv[: state.end], write=True)
 
-    # ------------------------------------------------------------------ engine.attention
+    # ------------------------------------------------------------------ engine.attention.chunk
 
     def handler(self, state: AttentionState) -> Callable[..., Tensor]:
         """forward_handler."""
@@ -270,7 +270,7 @@ _CALL = AttentionCall(scale=1.0, window=None, softcap=None, sinks=None)
 
 
 class Graph:
-    """engine.layers.LayerGraph without a graph, of the size that the plan expects."""
+    """engine.model.layers.LayerGraph without a graph, of the size that the plan expects."""
 
     def __init__(
         self, owner: Arithmetic, cuda: Pretended, tokens: int, nbytes: int, projection: Projection | None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from cuda_replay import Case, Replay, replay
 
-from engine.device import CUBLAS_WORKSPACE_BYTES, overhead_bytes
-from engine.limits import RAM_RESERVE
-from engine.plan import STATE_KINDS as KINDS
-from engine.plan import Choice
-from engine.prepare import ALLOCATOR_SHARE
+from engine.hf.prepare import ALLOCATOR_SHARE
+from engine.machine.device import CUBLAS_WORKSPACE_BYTES, overhead_bytes
+from engine.machine.limits import RAM_RESERVE
+from engine.plan.plan import STATE_KINDS as KINDS
+from engine.plan.plan import Choice
 
 BEST_7B = Case("7b_512k", "gh200-480")
 RESIDENT_7B = Case("7b_512k", "gh200-480", Choice(gpu_first="blocks"))

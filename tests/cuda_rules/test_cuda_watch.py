@@ -12,11 +12,11 @@ from cuda_pretended import DEVICE, LARGE_PAGE, SMALL_PAGE, Pretended, Stream, pr
 from cuda_replay import Case, Replay, planned, replay
 from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
 
-from engine.batch import BatchCarrier
-from engine.memory import DeviceArena
-from engine.ops import Op
-from engine.optimizer import wait_for_copies
-from engine.plan import cut_chunks
+from engine.optim.adamw import wait_for_copies
+from engine.plan.plan import cut_chunks
+from engine.runtime.batch import BatchCarrier
+from engine.runtime.memory import DeviceArena
+from engine.schedule.ops import Op
 
 SMALL = Case("7b_512k", "gh200-480")
 BASE = 1 << 40

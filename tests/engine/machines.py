@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.machine import AttentionRate, Drive, Machine
+from engine.machine.profile import AttentionRate, Drive, Machine
 
 ROUND = Machine(
     name="round",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.optimizer import learning_rate
+from engine.optim.adamw import learning_rate
 from engine.session import Session
 
 
@@ -18,7 +18,7 @@ def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str,
 
     Losses, weights, and Adam's first moments, which after one step are gradients.
     """
-    config, spec, t = session.spec.config, session.spec, session.config
+    config, spec, t = session.spec.config, session.spec, session.recipe.train
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     start = tiny.parameters(session.store, spec)
     model.load_state_dict(start, strict=False)

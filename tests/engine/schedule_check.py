@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from engine.ops import Op, Resource
+from engine.schedule.ops import Op, Resource
 
 
 def races(ops: Iterable[Op]) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from engine.ops import Op, Resource
-from engine.plan import Plan
+from engine.plan.plan import Plan
+from engine.schedule.ops import Op, Resource
 
 MOVES = ("load", "store", "spill", "unspill", "peek", "discard")
 KINDS = ("x", "dy", "saved", "kv", "dkv")

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.plan import BlockShape, BufferShape, Choice, Plan, Problem, Save, Window
-from engine.planner import make_plan
-from engine.search import dimensions
+from engine.forecast.search import dimensions
+from engine.plan.plan import BlockShape, BufferShape, Choice, Plan, Problem, Save, Window
+from engine.plan.planner import make_plan
 from storage.errors import BudgetError
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32

@@ -10,7 +10,7 @@ import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 from storage.errors import BudgetError, UserError
@@ -24,7 +24,7 @@ LONG: dict[str, Any] = {
 
 def trained(session: Session) -> str:
     """The digest after all of the session's steps."""
-    while session.step < session.config.steps:
+    while session.step < session.recipe.train.steps:
         train_step(session)
     session.finish()
     return tiny.digest(session.store)

@@ -9,20 +9,20 @@ import tiny
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.advice import Change, applied, best_change, fits, fixes
 from engine.config import DataConfig, StorageConfig, TrainConfig
-from engine.planning import Budgets, Task
-from engine.prepare import model_config
-from engine.presets import GENERIC
+from engine.forecast.advice import Change, applied, best_change, fits, fixes
+from engine.forecast.request import Budgets, Task
+from engine.hf.prepare import model_config
+from engine.machine.presets import GENERIC
 from storage.errors import UserError
 
 SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
 
 
 def a_task(d: DataConfig, t: TrainConfig, s: StorageConfig, budgets: Budgets, **changes: Any) -> Task:
-    m = tiny.model(**changes)
-    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
-    return Task(spec=spec, data=d, train=t, storage=s, budgets=budgets, device_type="cpu")
+    recipe = tiny.recipe(model=tiny.model(**changes), data=d, train=t, storage=s)
+    spec = tiny.spec_of(model_config(recipe, None))
+    return Task(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu")
 
 
 tasks = st.builds(
@@ -103,7 +103,7 @@ def test_the_least_change_of_a_field_is_suggested() -> None:
 def test_changes_are_checked_as_recipes_are() -> None:
     task = a_task(tiny.data(), tiny.training(), tiny.storage(), Budgets(1, 1, 1, {}))
     assert applied(task, {"budgets.ram": "2KiB"}).budgets.ram == 2048
-    assert applied(task, {"train.lr": 0.5, "data.sequence_length": 9}).data.sequence_length == 9
+    assert applied(task, {"train.lr": 0.5, "data.sequence_length": 9}).recipe.data.sequence_length == 9
     with pytest.raises((UserError, ValueError), match=r"train\.sequences_per_step: 0"):
         applied(task, {"train.sequences_per_step": 0})
 

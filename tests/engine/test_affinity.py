@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
-from engine.executor import Executor
-from engine.ops import LANES, Op
+from engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
+from engine.runtime.executor import Executor
+from engine.schedule.ops import LANES, Op
 
 GPU = "0000:3b:00.0"
 

@@ -12,8 +12,8 @@ from attention_reference import causal_band, dense, random, visible_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import attention
-from engine.attention import AttentionCall, AttentionState, attend, attend_backward, finish, merge_, sink_gradient
+from engine.attention import chunk as attention
+from engine.attention.chunk import AttentionCall, AttentionState, attend, attend_backward, finish, merge_, sink_gradient
 from storage.errors import UserError
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attention_reference import causal_band, dense, random
 
-from engine.attention_backends import Backend, Problem, TiledReference, TorchCpuFlash
-from engine.attention_cuda import TorchCudaFlash, TorchCudnn
-from engine.attention_pieces import Geometry
-from engine.attention_select import BACKENDS
+from engine.attention.backends import Backend, Problem, TiledReference, TorchCpuFlash
+from engine.attention.select import BACKENDS
+from engine.attention.spans import Geometry
+from engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
 
 SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (530, 530), (1, 40), (64, 65), (70, 600), (530, 531), (513, 1100)]
 

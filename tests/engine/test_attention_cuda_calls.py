@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import attention_cuda
-from engine.attention_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
-from engine.attention_pieces import Geometry
+from engine.attention import torch_cuda as attention_cuda
+from engine.attention.spans import Geometry
+from engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 
 META = torch.device("meta")
 SEGMENTS = Geometry(300, 400, causal=True, cu_q=(0, 100, 300), cu_k=(0, 200, 400))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention_pieces import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
+from engine.attention.spans import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
 
 
 def visible(geometry: Geometry) -> Tensor:

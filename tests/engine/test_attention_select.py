@@ -14,12 +14,14 @@ import torch
 from attention_reference import random
 from torch import Tensor
 
-from engine import attention, attention_select, clock
-from engine.attention import AttentionCall
-from engine.attention_backends import Problem, TiledReference, TorchCpuFlash
-from engine.attention_compute import Gradients, Operands
-from engine.attention_pieces import Geometry, spans
-from engine.attention_select import BACKENDS, Ranking, attention_report, forget, launches, measure, rank, select
+from engine import clock
+from engine.attention import chunk as attention
+from engine.attention import select as attention_select
+from engine.attention.backends import Problem, TiledReference, TorchCpuFlash
+from engine.attention.chunk import AttentionCall
+from engine.attention.compute import Gradients, Operands
+from engine.attention.select import BACKENDS, Ranking, attention_report, forget, launches, measure, rank, select
+from engine.attention.spans import Geometry, spans
 
 
 class TopLeft(TorchCpuFlash):

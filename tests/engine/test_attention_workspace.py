@@ -8,10 +8,10 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention_flash import FlashAttention2
-from engine.attention_pieces import Geometry, spans
-from engine.attention_select import MOST_MULTIPROCESSORS, _strategies, workspace_bytes
-from engine.prepare import make_problem, model_config
+from engine.attention.flash_attn import FlashAttention2
+from engine.attention.select import MOST_MULTIPROCESSORS, _strategies, workspace_bytes
+from engine.attention.spans import Geometry, spans
+from engine.hf.prepare import make_problem, model_config
 
 SHAPES = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
 """Heads, key and value heads, width."""
@@ -83,11 +83,11 @@ def test_by_hand() -> None:
 def planned(rows: int, row_tokens: int, chunk: int, *, deterministic: bool = False) -> int:
     """Workspace of a small model's problem on a GPU, whose steps all have 4,096 tokens."""
     d = tiny.data(sequence_length=row_tokens)
-    m = tiny.model()
     t = tiny.training(sequences_per_step=rows, sequences_per_micro_batch=rows, deterministic=deterministic)
-    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
+    run = tiny.recipe(data=d, train=t)
+    spec = tiny.spec_of(model_config(run, None))
     tiers = (1 << 34, 1 << 34, None)
-    return make_problem(spec, d, t, tiny.storage(), "cuda", tiers, chunk).workspace_bytes
+    return make_problem(spec, run, "cuda", tiers, chunk).workspace_bytes
 
 
 def test_a_chunk_over_several_rows_has_the_keys_of_all_of_them() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.batch import ChunkTokens, pack, unpack
-from engine.executor import GPU_LANES
-from engine.ops import Op
+from engine.runtime.batch import ChunkTokens, pack, unpack
+from engine.runtime.executor import GPU_LANES
+from engine.schedule.ops import Op
 from engine.train import Session, train_step
 
 ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from engine.batch import ChunkTokens
-from engine.blocks import ModelRunner
-from engine.check import TokenStream, new_states, reference_gradients, relative_errors, stream_gradients
-from engine.model import ModelSpec
-from engine.trial import random_model
+from engine.model.check import TokenStream, new_states, reference_gradients, relative_errors, stream_gradients
+from engine.model.runner import ModelRunner
+from engine.model.spec import ModelSpec
+from engine.model.trace import random_model
+from engine.runtime.batch import ChunkTokens
 
 
 def tiny(model_type: str = "qwen3", **fields: Any) -> PretrainedConfig:

@@ -13,19 +13,19 @@ import pytest
 import tiny
 import torch
 
-from engine.calibrate import calibrate
 from engine.config import BudgetConfig, ModelConfig, TrainConfig
-from engine.costs import Calibration, Costs, op_kind
-from engine.lanes import Lanes
-from engine.memory import allocate_gpu
-from engine.ops import WHOLE
-from engine.plan import Plan
-from engine.planner import make_plan
-from engine.prepare import LOGITS_BYTES, layouts, make_loader, model_config, prepare_data
-from engine.presets import GENERIC
-from engine.schedule import ScheduleBuilder
+from engine.forecast.costs import Calibration, Costs, op_kind
+from engine.forecast.simulate import simulate
+from engine.hf.prepare import LOGITS_BYTES, layouts, make_loader, model_config, prepare_data
+from engine.machine.presets import GENERIC
+from engine.plan.plan import Plan
+from engine.plan.planner import make_plan
+from engine.runtime.calibrate import calibrate
+from engine.runtime.lanes import Lanes
+from engine.runtime.memory import allocate_gpu
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import WHOLE
 from engine.session import Compute
-from engine.simulate import simulate
 from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -59,11 +59,11 @@ def measured(
     folder: Path, m: ModelConfig, t: TrainConfig, gpu: str, **choice: Any
 ) -> tuple[Plan, list[list[int]], Calibration]:
     """A plan, its batch's documents, and what is measured of it."""
-    d, cpu = tiny.data(), tiny.CPU
-    spec = tiny.spec_of(model_config(m, d, m.vocab_size))
-    plan = tiny.plan_of(spec, d, t, tiny.storage(), gpu, "1GiB")
+    run, cpu = tiny.recipe(model=m, train=t), tiny.CPU
+    spec = tiny.spec_of(model_config(run, None))
+    plan = tiny.plan_of(spec, run, gpu, "1GiB")
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
-    loader = make_loader(prepare_data(m, d, folder).corpus, spec, d, t)
+    loader = make_loader(prepare_data(run, folder).corpus, spec, run)
     compute, batch = Compute.make(spec, t, cpu, {}), loader.next_step()
     lanes, logits_bytes = Lanes.open(cpu, plan.tiers["gpu"].budget_bytes), LOGITS_BYTES["cpu"]
     try:
@@ -125,11 +125,7 @@ def run(folder: Path, *, steps: int = 3, gpu: str = "1GiB", stop_after: int | No
     settings = {"steps": steps, "save": "auto", "kv_window": "auto"} | changes
     observer = tiny.Silent(stop_after)
     train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(**settings),
-        budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB"),
-        storage=tiny.storage(),
+        tiny.recipe(train=tiny.training(**settings), budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB")),
         run_dir=folder,
         observer=observer,
         resume=(folder / "state").exists(),
@@ -171,7 +167,7 @@ def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: py
         slots.extend(weakref.ref(slot.untyped_storage()) for slot in every)
         return gpu
 
-    monkeypatch.setattr("engine.calibrate.allocate_gpu", allocate)
+    monkeypatch.setattr("engine.runtime.calibrate.allocate_gpu", allocate)
     gc.disable()
     try:
         measured(tmp_path, *CASES["automatic"])
@@ -198,7 +194,7 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
             session.layouts,
             runtime.runner,
             runtime.adamw,
-            session.config,
+            session.recipe.train,
             batch,
             GENERIC,
             logits_bytes,
@@ -217,6 +213,6 @@ def test_a_compiler_without_room_for_its_files_is_one_message(tmp_path: Path, mo
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("g++ -O3 ...\nfatal error: when writing output to /x/y.i: No space left on device\nmore")
 
-    monkeypatch.setattr("engine.tuning.calibrate", fails)
+    monkeypatch.setattr("engine.runtime.tuning.calibrate", fails)
     with pytest.raises(UserError, match=r"torch\.compile has no room for its files.*/x/y\.i: No space left on device;"):
         run(tmp_path / "run", calibrate=True)

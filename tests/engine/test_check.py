@@ -9,9 +9,10 @@ import torch
 from transformers import CONFIG_MAPPING, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
-from engine import attention, attention_select
-from engine.attention_pieces import Span
-from engine.check import CheckResult, check_model
+from engine.attention import chunk as attention
+from engine.attention import select as attention_select
+from engine.attention.spans import Span
+from engine.model.check import CheckResult, check_model
 
 MUST_PASS = (
     "llama",

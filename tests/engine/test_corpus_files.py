@@ -14,11 +14,20 @@ import pytest
 import torch
 
 from engine.config import DataConfig
-from engine.constants import read_constants_file, verify_constants, write_constants
-from engine.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
-from engine.corpus_files import BLOCK_BYTES, DOCUMENTS, META, SUMS, TOKENS, CorpusWriter, TokenCorpus, verify_corpus
-from engine.data import DataLoader
-from engine.tokenizer import TRAINED_ON, require_intact, train_tokenizer
+from engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
+from engine.data.corpus_files import (
+    BLOCK_BYTES,
+    DOCUMENTS,
+    META,
+    SUMS,
+    TOKENS,
+    CorpusWriter,
+    TokenCorpus,
+    verify_corpus,
+)
+from engine.data.loader import DataLoader
+from engine.data.tokenizer import TRAINED_ON, require_intact, train_tokenizer
+from engine.hf.constants import read_constants_file, verify_constants, write_constants
 from engine.verify import verify_run_files
 from storage.errors import UserError
 from storage.sealed import seal

@@ -9,7 +9,7 @@ import pytest
 from machines import ROUND
 from small_problems import problem, some_plan
 
-from engine.costs import (
+from engine.forecast.costs import (
     CLIP_S,
     COMMIT_S,
     COPY_S,
@@ -22,9 +22,9 @@ from engine.costs import (
     op_kind,
     representatives,
 )
-from engine.ops import WHOLE, Op
-from engine.plan import BlockShape, Choice, Plan
-from engine.schedule import ScheduleBuilder
+from engine.plan.plan import BlockShape, Choice, Plan
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import WHOLE, Op
 
 LAUNCH = LAUNCH_S["gpu"]
 HIDDEN_BYTES = 64 * 32 * 2

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine import corpus as corpus_module
 from engine.config import DataConfig
-from engine.corpus import (
+from engine.data import corpus as corpus_module
+from engine.data.corpus import (
     cancel_text_ahead,
     prepare_corpus,
     prepare_text,
@@ -24,9 +24,9 @@ from engine.corpus import (
     random_corpus,
     read_pieces,
 )
-from engine.corpus_files import CorpusWriter, TokenCorpus
-from engine.data import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
-from engine.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
+from engine.data.corpus_files import CorpusWriter, TokenCorpus
+from engine.data.loader import IGNORE_LABEL, DataLoader, MicroBatch, ValidationSet, split_documents
+from engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from storage.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x * {i} + len('naïve ☃ {i * 37}')\n" * (1 + i % 5) for i in range(40)]

@@ -12,12 +12,12 @@ import pytest
 import tiny
 import torch
 
-from engine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
 from engine.events import StepMetrics
-from engine.executor import Executor
-from engine.loss import _block_
-from engine.ops import Op
-from engine.optimizer import PIECE_NUMEL, AdamW, adamw, scalars
+from engine.machine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
+from engine.model.loss import _block_
+from engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
+from engine.runtime.executor import Executor
+from engine.schedule.ops import Op
 from engine.train import train, train_step
 from storage.errors import UserError
 
@@ -180,16 +180,7 @@ def test_garbage_is_looked_for_once_a_step(tmp_path: Path) -> None:
     observer = Collections()
     gc.callbacks.append(observer.seen)
     try:
-        train(
-            model=tiny.model(),
-            data=tiny.data(),
-            train=tiny.training(steps=6),
-            budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-            storage=tiny.storage(),
-            run_dir=tmp_path,
-            observer=observer,
-            resume=False,
-        )
+        train(tiny.recipe(train=tiny.training(steps=6)), run_dir=tmp_path, observer=observer, resume=False)
     finally:
         gc.callbacks.remove(observer.seen)
     assert observer.counts[1:] == [1, 1, 1, 1, 1]

@@ -12,10 +12,10 @@ import tiny
 import torch
 from streams_on_cpu import streams_on_cpu
 
-from engine import probe, probe_compute
 from engine.clock import elapsed_s
-from engine.device import LEAST_LIMIT_BYTES, configure, memory_use, resolve_device
-from engine.planning import this_machine
+from engine.forecast.request import this_machine
+from engine.machine import probe, probe_compute
+from engine.machine.device import LEAST_LIMIT_BYTES, configure, memory_use, resolve_device
 from storage.errors import UserError
 
 GIB = 2**30

@@ -17,7 +17,7 @@ import pytest
 import tiny
 
 from engine.events import StepMetrics
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train, train_step
 from storage.errors import UserError
@@ -126,11 +126,7 @@ def test_the_message_names_file_and_generation(tmp_path: Path, monkeypatch: pyte
 
     with pytest.raises(UserError, match=rf"{tmp_path}/state/.*No space left on device.*Generation \d \(step [12]\) is"):
         train(
-            model=tiny.model(),
-            data=tiny.data(),
-            train=tiny.training(),
-            budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"),
-            storage=tiny.storage(checkpoint_every=1),
+            tiny.recipe(budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"), storage=tiny.storage(checkpoint_every=1)),
             run_dir=tmp_path,
             observer=Filling(),
             resume=False,

@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from engine import attention
-from engine.flops import attention_flops, executed_flops, model_flops
-from engine.ops import Op
+from engine.attention import chunk as attention
+from engine.forecast.flops import attention_flops, executed_flops, model_flops
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 

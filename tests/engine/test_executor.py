@@ -12,9 +12,9 @@ import pytest
 import torch
 from streams_on_cpu import EventOnCpu, StreamOnCpu, current_stream, streams_on_cpu
 
-from engine import executor as executors
-from engine.executor import GPU_LANES, Executor
-from engine.ops import LANES, Op
+from engine.runtime import executor as executors
+from engine.runtime.executor import GPU_LANES, Executor
+from engine.schedule.ops import LANES, Op
 
 CUDA = torch.device("cuda")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from app.cli import main
-from engine.failures import DivergedError, describe, explain, first_not_finite
-from engine.ops import WHOLE, Op
-from engine.runtime import Runtime
+from engine.runtime.failures import DivergedError, describe, explain, first_not_finite
+from engine.runtime.runtime import Runtime
+from engine.schedule.ops import WHOLE, Op
 from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -106,16 +106,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exce
 
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> None:
-    train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(),
-        budgets=tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        storage=tiny.storage(checkpoint_every=2),
-        run_dir=folder,
-        observer=observer,
-        resume=resume,
-    )
+    train(tiny.recipe(storage=tiny.storage(checkpoint_every=2)), run_dir=folder, observer=observer, resume=resume)
 
 
 @pytest.mark.parametrize(

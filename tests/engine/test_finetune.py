@@ -12,7 +12,7 @@ from test_train import train_run
 from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig
-from engine.prepare import layouts, model_config
+from engine.hf.prepare import layouts, model_config
 from engine.train import export
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -22,21 +22,14 @@ from storage.nvme import NvmeStore
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny bfloat16 checkpoint as transformers saves it."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = model_config(tiny.model(tie_embeddings=True), tiny.data(), 300)
+    config = model_config(tiny.recipe(model=tiny.model(tie_embeddings=True)), None)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 
 def export_of(run_dir: Path, model: ModelConfig, out_dir: Path) -> None:
-    export(
-        run_dir,
-        model=model,
-        data=tiny.data(),
-        train=tiny.training(),
-        storage=tiny.storage(),
-        out_dir=out_dir,
-    )
+    export(run_dir, tiny.recipe(model=model), out_dir=out_dir)
 
 
 def test_a_stopped_fresh_import_exports_byte_equal_and_a_trained_one_loads(tmp_path: Path, model_folder: Path) -> None:
@@ -62,7 +55,9 @@ def test_a_stopped_fresh_import_exports_byte_equal_and_a_trained_one_loads(tmp_p
 
 
 def test_overrides_reach_a_folder_s_config(model_folder: Path) -> None:
-    config = model_config(ModelConfig(path=str(model_folder), overrides={"rms_norm_eps": 0.125}), tiny.data(), None)
+    config = model_config(
+        tiny.recipe(model=ModelConfig(path=str(model_folder), overrides={"rms_norm_eps": 0.125})), None
+    )
     assert config.rms_norm_eps == 0.125
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from engine.flops import attention_flops, executed_flops, matmul_flops, model_flops
-from engine.model import AttentionShape, ModelSpec
-from engine.pairs import visible_pairs
-from engine.plan import Plan
-from engine.prepare import make_config
+from engine.attention.pairs import visible_pairs
+from engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
+from engine.hf.prepare import make_config
+from engine.model.spec import AttentionShape, ModelSpec
+from engine.plan.plan import Plan
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -48,8 +48,8 @@ def test_a_qwen3_by_hand() -> None:
 
 def plan_of(model: ModelSpec, **changes: Any) -> Plan:
     """Two chunks of 4 tokens, and what the test says about what is saved."""
-    d, t = tiny.data(sequence_length=8), tiny.training(sequences_per_step=1, chunk_tokens=4)
-    plan = tiny.plan_of(model, d, t, tiny.storage(), "1GiB", "1GiB")
+    t = tiny.training(sequences_per_step=1, chunk_tokens=4)
+    plan = tiny.plan_of(model, tiny.recipe(data=tiny.data(sequence_length=8), train=t), "1GiB", "1GiB")
     return replace(plan, **({"recomputed": frozenset(), "kept": frozenset()} | changes))
 
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.failures import DivergedError
-from engine.health import LARGEST, LossWatch, require_usable
-from engine.plan import LAST_GOOD
+from engine.plan.plan import LAST_GOOD
 from engine.retention import Retention
+from engine.runtime.failures import DivergedError
+from engine.runtime.health import LARGEST, LossWatch, require_usable
 from engine.train import train_step
 from storage import checkpoints
 from storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_checkpoint

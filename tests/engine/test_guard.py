@@ -11,10 +11,10 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.guard import INTERVAL_S, MemoryGuard, hard_reserve
-from engine.limits import GIB, FreeMemory
-from engine.ops import Op
-from engine.plan import Plan
+from engine.machine.limits import GIB, FreeMemory
+from engine.plan.plan import Plan
+from engine.runtime.guard import INTERVAL_S, MemoryGuard, hard_reserve
+from engine.schedule.ops import Op
 from storage.errors import UserError
 
 OP = Op(id=7, lane="compute", action="layer_forward", block="layers.3", index=1, step=5, reads=(), writes=(), deps=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.hardware import hfu, mfu, peak_flops
+from engine.machine.peaks import hfu, mfu, peak_flops
 
 
 @pytest.mark.parametrize(

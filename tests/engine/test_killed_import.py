@@ -18,9 +18,10 @@ import torch
 from test_train import train_run
 from transformers import AutoModelForCausalLM
 
-from engine import opening, weights
+from engine import opening
 from engine.config import ModelConfig
-from engine.prepare import model_config
+from engine.hf import weights
+from engine.hf.prepare import model_config
 from engine.train import export
 from storage.nvme import NvmeStore
 
@@ -68,8 +69,7 @@ def import_and_train(folder: Path, model: ModelConfig, moment: int, resume: bool
 def export_to(out_dir: Path, folder: Path, model: ModelConfig, moment: int) -> None:
     os.chdir(folder.parent)
     weights.export_folder = die_at(moment, weights.export_folder)
-    parts = {"data": tiny.data(), "train": tiny.training(), "storage": tiny.storage()}
-    export(folder, model=model, out_dir=out_dir, **parts)  # type: ignore[arg-type]
+    export(folder, tiny.recipe(model=model), out_dir=out_dir)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_killed_import_begins_again_and_a_killed_export_is_no_model(
 ) -> None:
     source = tmp_path / "model"
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(model_config(tiny.model(), tiny.data(), 300)).save_pretrained(source)
+    AutoModelForCausalLM.from_config(model_config(tiny.recipe(), None)).save_pretrained(source)
     model, chance = ModelConfig(path=str(source)), random.Random(0)
     straight, whole = tmp_path / "straight", tmp_path / "whole"
     assert in_child(processes, import_and_train, straight, model, 0, False) == 0

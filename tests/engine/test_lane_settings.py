@@ -14,10 +14,10 @@ import tiny
 import torch
 
 from engine.config import BudgetConfig
-from engine.executor import Executor
-from engine.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from engine.ops import LANES, Op
-from engine.optimizer import AdamW, scalars
+from engine.optim.adamw import AdamW, scalars
+from engine.runtime.executor import Executor
+from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
+from engine.schedule.ops import LANES, Op
 from engine.train import train
 
 CPU = torch.device("cpu")
@@ -162,11 +162,10 @@ def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     told: list[str] = []
     observer.on_message = told.append  # type: ignore[method-assign]
     train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(steps=1, compile="auto", calibrate=True),
-        budgets=BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"),
-        storage=tiny.storage(),
+        tiny.recipe(
+            train=tiny.training(steps=1, compile="auto", calibrate=True),
+            budgets=BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"),
+        ),
         run_dir=tmp_path,
         observer=observer,
         resume=False,

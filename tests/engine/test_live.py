@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import tiny
 
-import engine.live
+import engine.runtime.progress
 import engine.train
 from engine.events import LaneTotals, Progress, StepMetrics, Want
-from engine.live import Live
-from engine.ops import LANES, Op
+from engine.runtime.progress import Live
+from engine.schedule.ops import LANES, Op
 from engine.session import Session
 from engine.train import TrainResult, train, train_step
 from storage.checkpoints import list_checkpoints
@@ -26,11 +26,11 @@ BUDGETS = {"roomy": ("1GiB", "1GiB"), "tight": ("1100000", "750000")}
 def run(folder: Path, observer: tiny.Silent, budgets: str = "tight", **changes: Any) -> TrainResult:
     gpu, ram = BUDGETS[budgets]
     return train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(**({"steps": 6} | changes)),
-        budgets=tiny.BudgetConfig(gpu=gpu, ram=ram),
-        storage=tiny.storage(checkpoint_every=2),
+        tiny.recipe(
+            train=tiny.training(**({"steps": 6} | changes)),
+            budgets=tiny.BudgetConfig(gpu=gpu, ram=ram),
+            storage=tiny.storage(checkpoint_every=2),
+        ),
         run_dir=folder,
         observer=observer,
         resume=False,
@@ -170,7 +170,7 @@ def blocked(session: Session, action: str, until: threading.Event) -> None:
 
 
 def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.live, "TELL_S", 0.01)
+    monkeypatch.setattr(engine.runtime.progress, "TELL_S", 0.01)
     observer = Waiting()
     with tiny.session(tmp_path) as session, Live(session, observer):
         blocked(session, "head", observer.told)
@@ -201,7 +201,7 @@ def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
 
 
 def test_a_failure_to_tell_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.live, "TELL_S", 0.001)
+    monkeypatch.setattr(engine.runtime.progress, "TELL_S", 0.001)
 
     class Broken(tiny.Silent):
         def on_progress(self, progress: Progress) -> None:

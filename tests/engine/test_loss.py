@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.batch import ChunkTokens
-from engine.blocks import ModelRunner
-from engine.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
-from engine.model import HEAD, Initializer
+from engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
+from engine.model.runner import ModelRunner
+from engine.model.spec import HEAD, Initializer
+from engine.runtime.batch import ChunkTokens
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -66,7 +66,7 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
         return real(rows)
 
     monkeypatch.setattr(runner._skeleton, "logits", logits)
-    monkeypatch.setattr("engine.loss.rows_at_once", lambda logits_bytes, cost: 10)
+    monkeypatch.setattr("engine.model.loss.rows_at_once", lambda logits_bytes, cost: 10)
     runner.head(weights, x, tokens, 1.0, grads, 1 << 20)
     count = -(-targets // 10)
     assert len(seen) == count
@@ -77,9 +77,9 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
 
 
 def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
-    from engine.prepare import model_config
+    from engine.hf.prepare import model_config
 
-    config = model_config(tiny.model(**model), tiny.data(), 300)
+    config = model_config(tiny.recipe(model=tiny.model(**model)), None)
     spec = tiny.spec_of(config)
     runner = ModelRunner(spec, device="cpu", dtype=torch.bfloat16)
     names = next(block.buffers for block in spec.blocks if block.name == HEAD)

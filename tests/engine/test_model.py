@@ -19,9 +19,8 @@ from transformers import (
     T5Config,
 )
 
-from engine import skeleton
-from engine.model import BlockSpec, Initializer, ModelSpec, initial_constants, validate_context
-from engine.shrink import fewer_layers, shrink
+from engine.model.shrink import fewer_layers, shrink
+from engine.model.spec import BlockSpec, Initializer, ModelSpec, initial_constants, validate_context
 from storage.errors import UserError
 
 

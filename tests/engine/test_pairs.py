@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.pairs import chunk_pairs
+from engine.attention.pairs import chunk_pairs
 
 
 def seen(query: int, key: int, documents: list[int], window: int | None, span: int | None) -> bool:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_problems import planned, problem, problems, some_plan, window_chunks, with_need
 
-from engine.plan import KV_SLOTS, Choice, Plan, Problem, RamFirst
-from engine.planner import make_plan
-from engine.search import dimensions
+from engine.forecast.search import dimensions
+from engine.plan.plan import KV_SLOTS, Choice, Plan, Problem, RamFirst
+from engine.plan.planner import make_plan
 from storage.errors import BudgetError
 
 ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")

@@ -26,7 +26,7 @@ def training(**changes: Any) -> Any:
 def run(session: Session) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and norms of all steps, and the parameters after them."""
     metrics = []
-    while session.step < session.config.steps:
+    while session.step < session.recipe.train.steps:
         metrics.append(train_step(session))
     session.finish()
     figures = [value for m in metrics for value in (m.loss, m.grad_norm)]

@@ -137,11 +137,7 @@ class Preparer(tiny.Silent):
 
 def train_tiny(folder: Path, observer: Preparer, *, resume: bool) -> None:
     train(
-        model=tiny.model(),
-        data=tiny.data(),
-        train=tiny.training(),
-        budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB"),
-        storage=tiny.storage(),
+        tiny.recipe(budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB")),
         run_dir=folder,
         observer=observer,
         resume=resume,

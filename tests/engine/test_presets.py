@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.hardware import peak_flops
-from engine.machine import VERSION, Machine, from_json
-from engine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
+from engine.machine.peaks import peak_flops
+from engine.machine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
+from engine.machine.profile import VERSION, Machine, from_json
 from storage.errors import UserError
 
 NAMES = (

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from engine.model import ModelSpec
-from engine.recompute import GradientOnlyLinear, unread_linear
-from engine.shrink import shrink
+from engine.model.recompute import GradientOnlyLinear, unread_linear
+from engine.model.shrink import shrink
+from engine.model.spec import ModelSpec
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -16,11 +16,11 @@ import pytest
 import torch
 from tiny import Silent
 
-from engine.limits import GIB, Free, free_budgets
-from engine.plan import Plan
-from engine.planning import Budgets
+from engine.forecast.request import Budgets
+from engine.machine.limits import GIB, Free, free_budgets
+from engine.machine.reservations import Reservation, Reserved, reserved, words
+from engine.plan.plan import Plan
 from engine.preparing import Checklist
-from engine.reservations import Reservation, Reserved, reserved, words
 from storage.errors import BudgetError
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +30,9 @@ PROCESS = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace as Some
-from engine.limits import free_budgets
+from engine.machine.limits import free_budgets
 from engine.preparing import Checklist
-from engine.reservations import Reservation
+from engine.machine.reservations import Reservation
 
 root, run, takes = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 observer = Some(on_message=lambda text: print(text, file=sys.stderr), on_prepare=lambda item: None)

@@ -14,10 +14,10 @@ from schedule_check import races
 from schedule_replay import Replay
 from small_problems import planned, problem
 
-from engine.ops import LANES, Op
-from engine.plan import ALIGNMENT, DKV_SLOTS, KV_SLOTS, Choice, Plan, cut_chunks
-from engine.planner import make_plan
-from engine.schedule import ScheduleBuilder
+from engine.plan.plan import ALIGNMENT, DKV_SLOTS, KV_SLOTS, Choice, Plan, cut_chunks
+from engine.plan.planner import make_plan
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import LANES, Op
 
 BLOCK_OPS = {f"{role}_{mode}" for role in ("embed", "layer") for mode in ("forward", "backward")} | {"head"}
 SCORE_OPS = {"embed_score", "layer_score", "head_score"}
@@ -30,7 +30,7 @@ validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min
 def small_pieces() -> Iterator[None]:
     """Weights of these small models are loaded in pieces as well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.state_schedule.LEAST_PIECE_BYTES", 2 * ALIGNMENT)
+        patch.setattr("engine.schedule.state.LEAST_PIECE_BYTES", 2 * ALIGNMENT)
         yield
 
 

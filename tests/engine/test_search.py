@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from machines import ROUND, machines
 from small_problems import TIERS, problem, window_chunks, with_need
 
-from engine.costs import Costs
-from engine.machine import AttentionRate, Drive, Machine
-from engine.plan import Choice, Problem
-from engine.planner import make_plan
-from engine.schedule import ScheduleBuilder
-from engine.search import Found, chunk_options, decisions, dimensions, promised_s, rank, search, why_not
-from engine.simulate import Clocks, simulate
+from engine.forecast.costs import Costs
+from engine.forecast.search import Found, chunk_options, decisions, dimensions, promised_s, rank, search, why_not
+from engine.forecast.simulate import Clocks, simulate
+from engine.machine.profile import AttentionRate, Drive, Machine
+from engine.plan.plan import Choice, Problem
+from engine.plan.planner import make_plan
+from engine.schedule.builder import ScheduleBuilder
 from storage.errors import BudgetError
 
 EVENLY = settings(max_examples=30, deadline=None, derandomize=True)

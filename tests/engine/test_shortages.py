@@ -13,9 +13,9 @@ import torch
 from test_train import train_run
 from used_up import SHORTAGES, no_thread
 
-from engine.executor import Executor
-from engine.ops import LANES, Op
-from engine.runtime import Runtime
+from engine.runtime.executor import Executor
+from engine.runtime.runtime import Runtime
+from engine.schedule.ops import LANES, Op
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 

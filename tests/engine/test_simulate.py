@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from machines import ROUND, machines
 from small_problems import planned, problem, some_plan
 
-from engine.costs import Costs
 from engine.events import Span
-from engine.machine import Machine
-from engine.ops import LANES, Lane, Op
-from engine.plan import Choice, Plan
-from engine.reduce import FULL_OPS, estimate, estimate_score, num_ops
-from engine.schedule import ScheduleBuilder, stays_aside
-from engine.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
+from engine.forecast.costs import Costs
+from engine.forecast.extrapolate import FULL_OPS, estimate, estimate_score, num_ops
+from engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
+from engine.machine.profile import Machine
+from engine.plan.plan import Choice, Plan
+from engine.schedule.builder import ScheduleBuilder, stays_aside
+from engine.schedule.ops import LANES, Lane, Op
 
 B, D = BUILD_S, DISPATCH_S
 CPU = replace(ROUND, gpu=None)

@@ -14,9 +14,9 @@ import torch
 from plain import plain_training
 from torch import Tensor
 
-from engine.ops import Op
-from engine.presets import GENERIC
-from engine.reduce import estimate
+from engine.forecast.extrapolate import estimate
+from engine.machine.presets import GENERIC
+from engine.schedule.ops import Op
 from engine.train import Session, train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -215,14 +215,7 @@ def _weights(session: Session) -> dict[str, Tensor]:
 
 
 def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
-    parts: dict[str, Any] = {
-        "model": tiny.model(),
-        "data": tiny.data(),
-        "train": tiny.training(),
-        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": tiny.storage(),
-    }
-    return train(run_dir=folder, observer=observer, resume=resume, **(parts | changes))
+    return train(tiny.recipe(**changes), run_dir=folder, observer=observer, resume=resume)
 
 
 def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
@@ -289,7 +282,7 @@ def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
 def test_a_bounded_queue_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
     for limit in (20_000, 40):
-        monkeypatch.setattr("engine.executor.MAX_QUEUED", limit)
+        monkeypatch.setattr("engine.runtime.executor.MAX_QUEUED", limit)
         with tiny.session(tmp_path / str(limit), gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
             run(session, 3)
             digests.add(tiny.digest(session.store))

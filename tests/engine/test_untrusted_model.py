@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from engine import corpus
 from engine.config import DataConfig
-from engine.corpus import read_pieces
-from engine.tokenizer import load_tokenizer, train_tokenizer
-from engine.weights import _copied_names
+from engine.data import corpus
+from engine.data.corpus import read_pieces
+from engine.data.tokenizer import load_tokenizer, train_tokenizer
+from engine.hf.weights import _copied_names
 from storage.errors import UserError
 from storage.model_folder import read_model_file
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.events import ValidationMetrics, Want
-from engine.ops import Op
-from engine.plan import Plan
+from engine.plan.plan import Plan
+from engine.schedule.ops import Op
 from engine.session import Session, run_identity
-from engine.train import train, train_step
+from engine.train import train_step
 from engine.validation import due, validate
 from storage.errors import UserError
 
@@ -56,7 +56,7 @@ def features(plan: Plan) -> set[str]:
 def run(session: Session) -> tuple[list[tuple[float, float]], dict[int, float], str]:
     """All steps with the validations that are due: loss and gradient norm, validation losses, the end's digest."""
     steps, losses = [], {}
-    while session.step < session.config.steps:
+    while session.step < session.recipe.train.steps:
         metrics = train_step(session)
         steps.append((metrics.loss, metrics.grad_norm))
         if due(session):
@@ -211,14 +211,9 @@ def test_other_families(tmp_path: Path, model_type: str) -> None:
 
 
 def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
-    parts: dict[str, Any] = {
-        "model": tiny.model(),
-        "data": HELD_OUT,
-        "train": tiny.training(steps=5, validate_every=2, validation_sequences=4),
-        "budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": tiny.storage(),
-    }
-    return train(run_dir=folder, observer=observer, resume=resume, **(parts | changes))
+    train = tiny.training(steps=5, validate_every=2, validation_sequences=4)
+    sections: dict[str, Any] = {"data": HELD_OUT, "train": train, "storage": tiny.storage()}
+    return tiny.train_run(folder, observer, resume=resume, **(sections | changes))
 
 
 def test_a_run_is_validated_every_so_many_steps_and_at_its_end(tmp_path: Path) -> None:
@@ -302,7 +297,7 @@ def test_weights_that_are_not_finite_are_told_and_not_raised(tmp_path: Path) -> 
 
 def test_older_runs_keep_their_digest_and_their_place_in_the_data(tmp_path: Path) -> None:
     """The digest was written down before there were any of the fields; cursors had no word of documents held out."""
-    assert run_identity(tiny.model(), tiny.data(), tiny.training())["recipe"] == OLD_DIGEST
+    assert run_identity(tiny.recipe())["recipe"] == OLD_DIGEST
     cursors = []
     for steps in (1, 3):
         with tiny.session(tmp_path, t=tiny.training(steps=steps)) as session:

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from engine.model import ModelSpec
-from engine.tokenizer import train_tokenizer
-from engine.weights import export_folder, import_blocks, read_constants
+from engine.data.tokenizer import train_tokenizer
+from engine.hf.weights import export_folder, import_blocks, read_constants
+from engine.model.spec import ModelSpec
 from storage.errors import UserError
 from storage.safetensors_io import CheckpointReader
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from engine.config import BudgetConfig as BudgetConfig
-from engine.config import DataConfig, ModelConfig, StorageConfig, TrainConfig, parse_bytes
+from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.lanes import Lanes
-from engine.model import Initializer, ModelSpec
-from engine.plan import STATE_KINDS, Choice, GpuFirst, Plan
-from engine.planning import Budgets, Task
-from engine.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
-from engine.search import dimensions
+from engine.forecast.request import Budgets, Task
+from engine.forecast.search import dimensions
+from engine.hf.prepare import layouts, make_config, make_loader, make_validation, model_config, prepare_data
+from engine.model.spec import Initializer, ModelSpec
+from engine.plan.plan import STATE_KINDS, Choice, GpuFirst, Plan
+from engine.runtime.lanes import Lanes
+from engine.runtime.state import fill_store, read_parameters, state_arrays
 from engine.session import Compute, Session, run_identity, run_meta
-from engine.state import fill_store, read_parameters, state_arrays
 from engine.train import train
 from storage.errors import BudgetError
 from storage.nvme import ArraySpec, NvmeStore
@@ -116,18 +116,26 @@ def storage(**changes: Any) -> StorageConfig:
     return StorageConfig(**({"chunk_bytes": "16KiB", "checkpoint_every": 1000} | changes))
 
 
+def recipe(**changes: Any) -> Recipe:
+    """A tiny run of all these, in budgets that hold it, unless `changes` of its sections say otherwise."""
+    sections: dict[str, Any] = {
+        "model": model(),
+        "data": data(),
+        "train": training(),
+        "budgets": BudgetConfig(gpu="1GiB", ram="1GiB"),
+        "storage": storage(),
+    }
+    return Recipe(name="tiny", **(sections | changes))
+
+
 def train_run(
     run_dir: Path, observer: Silent, *, resume: bool = False, checkpoint: str | None = None, **changes: Any
 ) -> Any:
-    """Train a tiny run, six steps with a generation each unless `changes` of its parts say otherwise."""
-    parts: dict[str, Any] = {
-        "model": model(),
-        "data": data(),
-        "train": training(steps=6),
-        "budgets": BudgetConfig(gpu="1GiB", ram="1GiB"),
-        "storage": storage(checkpoint_every=1),
-    }
-    return train(**(parts | changes), run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint)
+    """Train a tiny run, six steps with a generation each unless `changes` of its sections say otherwise."""
+    sections: dict[str, Any] = {"train": training(steps=6), "storage": storage(checkpoint_every=1)}
+    return train(
+        recipe(**(sections | changes)), run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint
+    )
 
 
 @cache
@@ -142,9 +150,7 @@ def spec_of(config: PretrainedConfig) -> ModelSpec:
 
 def plan_of(
     spec: ModelSpec,
-    d: DataConfig,
-    t: TrainConfig,
-    s: StorageConfig,
+    recipe: Recipe,
     gpu: str | int,
     ram: str | int,
     device_reads: bool = True,
@@ -157,11 +163,11 @@ def plan_of(
     }
     for _ in range(5):
         budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
-        task = Task(
-            spec=spec, data=d, train=t, storage=s, budgets=budgets, device_type="cpu", device_reads=device_reads
-        )
+        task = Task(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
         chunk = task.chunks[-1]
-        values = dimensions(task.problem(chunk), -(-t.sequences_per_micro_batch * d.sequence_length // chunk))
+        values = dimensions(
+            task.problem(chunk), -(-recipe.train.sequences_per_micro_batch * recipe.data.sequence_length // chunk)
+        )
         refusals: list[BudgetError] = []
         ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
         for streamed, ram_first, stages in ways:
@@ -213,32 +219,32 @@ def session(
     gpu_first: GpuFirst = "blocks",
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one."""
-    m, d, t, s = m or model(), d or data(), t or training(), s or storage()
-    corpus = prepare_data(m, d, folder / "data").corpus
-    spec = spec_of(model_config(m, d, m.vocab_size))
+    run = recipe(model=m or model(), data=d or data(), train=t or training(), storage=s or storage())
+    train = run.train
+    corpus = prepare_data(run, folder / "data").corpus
+    spec = spec_of(model_config(run, run.model.vocab_size))
     readers = select_readers("auto", device, drives or [folder])
-    plan = plan_of(spec, d, t, s, gpu, ram, device_reads and readers.device is not None, gpu_first)
-    identity = run_identity(m, d, t)
-    loader = make_loader(corpus, spec, d, t)
+    plan = plan_of(spec, run, gpu, ram, device_reads and readers.device is not None, gpu_first)
+    identity = run_identity(run)
+    loader = make_loader(corpus, spec, run)
     root = folder / "state"
     if (root / "manifest.json").exists():
         store = NvmeStore.open(root, drives=drives, readers=readers)
     else:
-        store = make_store(root, spec, plan, loader.cursor, identity, t.seed, drives, readers)
+        store = make_store(root, spec, plan, loader.cursor, identity, train.seed, drives, readers)
     return Session(
         spec=spec,
         plan=plan,
         store=store,
         loader=loader,
-        compute=Compute.make(spec, t, device, {}),
-        train=t,
-        storage=s,
+        compute=Compute.make(spec, train, device, {}),
+        recipe=run,
         device=device,
         identity=identity,
         lanes=Lanes.open(
-            device, plan.tiers["gpu"].budget_bytes, compiled=t.compile == "on", deterministic=t.deterministic
+            device, plan.tiers["gpu"].budget_bytes, compiled=train.compile == "on", deterministic=train.deterministic
         ),
-        validation=make_validation(corpus, spec, d, t),
+        validation=make_validation(corpus, spec, run),
     )
 
 

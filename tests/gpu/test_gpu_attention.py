@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import attention
-from engine.attention import AttentionCall
-from engine.attention_backends import Backend, Problem, TiledReference
-from engine.attention_pieces import Geometry
-from engine.attention_select import BACKENDS, attention_report, forget, measure, workspace_bytes
+from engine.attention import chunk as attention
+from engine.attention.backends import Backend, Problem, TiledReference
+from engine.attention.chunk import AttentionCall
+from engine.attention.select import BACKENDS, attention_report, forget, measure, workspace_bytes
+from engine.attention.spans import Geometry
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the reference in deterministic mode
 

@@ -14,7 +14,7 @@ from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import shape_model
 from app.bench.suite_worker import _profiled, measure
 from engine.clock import clock
-from engine.config import DataConfig
+from engine.config import DataConfig, Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -46,7 +46,8 @@ def test_kernels_alone() -> None:
     a = torch.randn(2048, 2048, device=CUDA, dtype=torch.bfloat16)
     once = clock(lambda: a @ a, CUDA, 0.05)
     assert 1e-6 < once < 1e-2
-    _, spec = shape_model(replace(TINY, head_dim=64), 2, DataConfig(source="random", sequence_length=1024))
+    recipe = Recipe(name="x", data=DataConfig(source="random", sequence_length=1024))
+    _, spec = shape_model(recipe, replace(TINY, head_dim=64), 2)
     for rates in (
         matmul_rates(spec, 256, CUDA, torch.bfloat16, 0.05),
         attention_rates(spec, 1024, 256, CUDA, torch.bfloat16, 0.05),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.hardware import peak_flops
-from engine.probe import probe
+from engine.machine.peaks import peak_flops
+from engine.machine.probe import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

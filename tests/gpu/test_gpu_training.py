@@ -12,10 +12,10 @@ import pytest
 import tiny
 import torch
 
-from engine.affinity import place_threads
-from engine.batch import ChunkTokens
-from engine.failures import explain
-from engine.ops import Op
+from engine.machine.affinity import place_threads
+from engine.runtime.batch import ChunkTokens
+from engine.runtime.failures import explain
+from engine.schedule.ops import Op
 from engine.train import Session, train_step
 from storage.nvme import NvmeStore
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from engine.ops import Op
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 from engine.validation import due, validate
@@ -27,7 +27,7 @@ PLANS: list[tuple[dict[str, Any], str | int, str | int]] = [
 def run(session: Session) -> tuple[str, list[float]]:
     """The end's digest, and the validation losses that were due."""
     losses = []
-    while session.step < session.config.steps:
+    while session.step < session.recipe.train.steps:
         train_step(session)
         if due(session):
             losses.append(validate(session).loss)

@@ -36,8 +36,8 @@ import standin
 import tiny
 import torch
 
-from engine import device as compute_device
-from engine.ops import Op
+from engine.machine import device as compute_device
+from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 

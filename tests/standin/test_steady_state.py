@@ -10,7 +10,7 @@ import tiny
 import torch
 from torch._dynamo.utils import compilation_time_metrics, counters
 
-from engine.ops import LANES
+from engine.schedule.ops import LANES
 from engine.train import train_step
 from storage.readers import KvikioReader
 

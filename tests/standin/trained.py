@@ -27,16 +27,15 @@ from storage.nvme import NvmeStore
 
 def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None) -> dict[str, Any]:
     observer = tiny.Silent(stop_after=stop_after)
-    result = train(
+    recipe = tiny.recipe(
         model=small_model.model(**wanted.get("model", {})),
         data=tiny.data(**({"sequence_length": 512} | wanted.get("data", {}))),
         train=replace(small_model.training(device="cuda", calibrate=True), **wanted.get("train", {})),
         budgets=BudgetConfig(**wanted.get("budgets", {})),
         storage=tiny.storage(**({"chunk_bytes": "256KiB", "checkpoint_every": 2} | wanted.get("storage", {}))),
-        run_dir=folder,
-        observer=observer,
-        resume=(state_folder(folder) / "manifest.json").exists(),
     )
+    resume = (state_folder(folder) / "manifest.json").exists()
+    result = train(recipe, run_dir=folder, observer=observer, resume=resume)
     with closing(NvmeStore.open(state_folder(folder))) as store:
         digest, step = tiny.digest(store), store.meta["step"]
     return {

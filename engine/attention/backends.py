@@ -1,0 +1,314 @@
+"""Attention kernels behind one protocol: saved output and log-sum-exp, and gradients from them.
+
+A backend computes softmax(q k^T) v for one `Geometry` of queries and keys without ever holding more than a tile of
+scores. Results that share queries are merged outside (engine/attention/chunk.py), so `backward` is given the output and
+log-sum-exp of the *merged* attention: the gradient of one part then needs nothing of the others.
+
+Shapes everywhere: q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim], out and dout
+[n, heads, v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. Kernels for
+CUDA are in engine/attention/torch_cuda.py, the choice among all of them in engine/attention/select.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention.spans import Geometry
+
+ALIGNMENT = 256
+"""Lengths that are multiples of it are few in a run, however its documents lie."""
+_TILE = 512
+"""Queries and keys of one tile of the reference backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel is asked to do, without the numbers of queries and keys: it can, or it names what it cannot."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    causal: bool
+    square: bool
+    """As many queries as keys; a causal kernel may be right for these only."""
+    window: bool
+    segments: bool
+    aligned: bool
+    """Queries and keys are multiples of `ALIGNMENT`."""
+    softcap: bool
+    backward: bool
+    deterministic: bool
+
+    @staticmethod
+    def of(q: Tensor, v: Tensor, geometry: Geometry, *, softcap: float | None, backward: bool) -> Problem:
+        """The problem of q [n, heads, qk_dim] and v [m, kv_heads, v_dim] of a tensor pair on one device."""
+        return Problem(
+            device=q.device,
+            dtype=q.dtype,
+            heads=q.shape[1],
+            kv_heads=v.shape[1],
+            qk_dim=q.shape[2],
+            v_dim=v.shape[2],
+            causal=geometry.causal,
+            square=geometry.n == geometry.m,
+            window=geometry.left is not None,
+            segments=bool(geometry.cu_q),
+            aligned=not (geometry.n % ALIGNMENT or geometry.m % ALIGNMENT),
+            softcap=softcap is not None,
+            backward=backward,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+class Backend(Protocol):
+    """One implementation of attention."""
+
+    name: str
+    masks_tiles: bool
+    """Takes a geometry it has no rule for as a dense mask: right, but for tiles only."""
+    forward_keys: int | None
+    """Earlier keys are cut into calls of so many, to bound what the kernel allocates; None: they are not."""
+    backward_keys: int | None
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why this cannot be computed here exactly; None where it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """(out in q's dtype, lse)."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this part alone, in q's dtype or a wider one, given the merged `out` and `lse`."""
+        ...
+
+
+class TorchCpuFlash:
+    """torch's fused CPU kernel: grouped-query heads natively; unequal head widths by zero padding."""
+
+    name = "torch-cpu-flash"
+    masks_tiles = True
+    forward_keys: int | None = None
+    backward_keys: int | None = None
+
+    def refusal(self, problem: Problem) -> str | None:
+        """CPU tensors of any float dtype but float16, without soft-cap."""
+        if problem.device.type != "cpu":
+            return "computes on the CPU only"
+        if problem.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            return f"does not take {problem.dtype}"
+        if problem.softcap:
+            return "has no soft-cap"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend.forward."""
+        v_dim = v.shape[-1]
+        width = max(q.shape[-1], v_dim)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads_first(q, width),
+            _heads_first(k, width),
+            _heads_first(v, width),
+            0.0,
+            geometry.causal and not geometry.needs_mask,
+            attn_mask=_additive_mask(geometry, q.dtype),
+            scale=scale,
+        )
+        return out[0].transpose(0, 1)[..., :v_dim], lse[0]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Backend.backward."""
+        qk_dim, v_dim = q.shape[-1], v.shape[-1]
+        width = max(qk_dim, v_dim)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads_first(dout, width),
+            _heads_first(q, width),
+            _heads_first(k, width),
+            _heads_first(v, width),
+            _heads_first(out, width),
+            lse[None],
+            0.0,
+            geometry.causal and not geometry.needs_mask,
+            attn_mask=_additive_mask(geometry, q.dtype),
+            scale=scale,
+        )
+        return (
+            dq[0].transpose(0, 1)[..., :qk_dim],
+            dk[0].transpose(0, 1)[..., :qk_dim],
+            dv[0].transpose(0, 1)[..., :v_dim],
+        )
+
+
+class TiledReference:
+    """Plain torch, tile by tile: any device, dtype, soft-cap, window and head widths. Scores are in float32."""
+
+    name = "tiled-reference"
+    masks_tiles = False
+    forward_keys: int | None = None
+    backward_keys: int | None = None
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Several segments at once are left to kernels."""
+        return "computes one segment at a time" if problem.segments else None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend.forward."""
+        n, heads, _ = q.shape
+        work = work_dtype(q.dtype)
+        out = torch.zeros(heads, n, v.shape[-1], dtype=work, device=q.device)
+        lse = torch.full((heads, n), float("-inf"), dtype=work, device=q.device)
+        for rows, columns in _tiles(geometry):
+            scores = _scores(q, k, rows, columns, geometry, scale, softcap)
+            merged = torch.logaddexp(lse[:, rows], torch.logsumexp(scores, dim=-1))
+            # A row that has seen no key yet keeps weight 0 instead of exp(-inf - -inf).
+            base = merged.masked_fill(torch.isneginf(merged), 0.0)
+            probabilities = torch.exp(scores - base[..., None])
+            values = _expand(v[columns].to(work), heads)
+            out[:, rows] = out[:, rows] * torch.exp(lse[:, rows] - base)[..., None] + probabilities @ values
+            lse[:, rows] = merged
+        return out.transpose(0, 1).to(q.dtype), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Backend.backward."""
+        n, heads, qk_dim = q.shape
+        kv_heads = k.shape[1]
+        work = work_dtype(q.dtype)
+        delta = (dout.to(work) * out.to(work)).sum(dim=-1).transpose(0, 1)
+        dq = torch.zeros(heads, n, qk_dim, dtype=work, device=q.device)
+        dk = torch.zeros(kv_heads, k.shape[0], qk_dim, dtype=work, device=q.device)
+        dv = torch.zeros(kv_heads, k.shape[0], v.shape[-1], dtype=work, device=q.device)
+        for rows, columns in _tiles(geometry):
+            scores = _scores(q, k, rows, columns, geometry, scale, softcap)
+            probabilities = torch.exp(scores - lse[:, rows, None])
+            tile_dout = dout[rows].to(work).transpose(0, 1)
+            dv[:, columns] += _group_sum(probabilities.transpose(1, 2) @ tile_dout, kv_heads)
+            dprobabilities = tile_dout @ _expand(v[columns].to(work), heads).transpose(1, 2)
+            dscores = probabilities * (dprobabilities - delta[:, rows, None])
+            if softcap is not None:
+                capped = torch.where(torch.isinf(scores), 0.0, scores)
+                dscores = dscores * (1 - (capped / softcap) ** 2)
+            dscores = dscores * scale
+            dq[:, rows] += dscores @ _expand(k[columns].to(work), heads)
+            dk[:, columns] += _group_sum(dscores.transpose(1, 2) @ q[rows].to(work).transpose(0, 1), kv_heads)
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums and log-sum-exps of `dtype` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pad(tensor: Tensor, width: int) -> Tensor:
+    """Zero-pad the last dimension to `width`: zeros add nothing to q k^T and give output columns that are cut off."""
+    missing = width - tensor.shape[-1]
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _heads_first(tensor: Tensor, width: int) -> Tensor:
+    """[n, heads, d] -> [1, heads, n, width]."""
+    return pad(tensor, width).transpose(0, 1)[None]
+
+
+def _additive_mask(geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
+    """[1, 1, n, m] of 0 and -inf; None where the kernel needs none."""
+    if not geometry.needs_mask:
+        return None
+    n, m = geometry.n, geometry.m
+    hidden = torch.full((n, m), float("-inf"), dtype=dtype)
+    mask = hidden.triu(m - n + 1) if geometry.causal else torch.zeros_like(hidden)
+    if geometry.left is not None:
+        mask += hidden.tril_(m - n - geometry.left - 1)
+    return mask[None, None]
+
+
+def _tiles(geometry: Geometry) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the tiles in which something is visible."""
+    shift = geometry.m - geometry.n
+    for row in range(0, geometry.n, _TILE):
+        rows = slice(row, min(row + _TILE, geometry.n))
+        stop = min(geometry.m, rows.stop + shift) if geometry.causal else geometry.m
+        first = 0 if geometry.left is None else max(0, rows.start + shift - geometry.left)
+        for column in range(first - first % _TILE, stop, _TILE):
+            yield rows, slice(column, min(column + _TILE, geometry.m))
+
+
+def _expand(tensor: Tensor, heads: int) -> Tensor:
+    """[m, kv_heads, d] -> [heads, m, d], each KV head repeated for its group of query heads."""
+    return tensor.transpose(0, 1).repeat_interleave(heads // tensor.shape[1], dim=0)
+
+
+def _group_sum(tensor: Tensor, kv_heads: int) -> Tensor:
+    """[heads, m, d] -> [kv_heads, m, d], summed over each group of query heads."""
+    grouped: Tensor = tensor.unflatten(0, (kv_heads, -1))
+    return grouped.sum(dim=1)
+
+
+def _scores(
+    q: Tensor, k: Tensor, rows: slice, columns: slice, geometry: Geometry, scale: float, softcap: float | None
+) -> Tensor:
+    """Scaled, capped and masked scores [heads, rows, columns] of one tile."""
+    work = work_dtype(q.dtype)
+    queries = q[rows].to(work).transpose(0, 1)
+    scores: Tensor = queries @ _expand(k[columns].to(work), q.shape[1]).transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if geometry.causal or geometry.left is not None:
+        shift = geometry.m - geometry.n
+        row_index = torch.arange(rows.start + shift, rows.stop + shift, device=q.device)[:, None]
+        column_index = torch.arange(columns.start, columns.stop, device=q.device)
+        if geometry.causal and columns.stop > rows.start + shift + 1:
+            scores = scores.masked_fill(column_index > row_index, float("-inf"))
+        if geometry.left is not None:
+            scores = scores.masked_fill(column_index < row_index - geometry.left, float("-inf"))
+    return scores

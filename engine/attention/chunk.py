@@ -1,0 +1,372 @@
+"""Exact attention of one sequence chunk, registered with transformers under the name "penstock".
+
+A stream of T tokens holds whole documents laid end to end; chunks of it are computed in order forward and in reverse
+order backward. Forward writes the chunk's keys and values into windows over the whole stream and saves output and
+log-sum-exp; backward recomputes the layer around the saved output and adds what later queries owe to earlier keys into
+float32 windows. When a chunk's turn comes in backward, all later chunks have been there, so its dK and dV are complete.
+
+A layer reaches its state through a module global set by `use`: layers run on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention.backends import work_dtype
+from engine.attention.compute import Gradients, Operands, group_backward, group_forward
+from engine.attention.compute import merge_ as merge_
+from engine.attention.select import attention_report as attention_report
+from engine.attention.select import launches
+from engine.attention.select import measure as measure
+from engine.attention.select import workspace_bytes as workspace_bytes
+from storage.errors import UserError
+
+NAME = "penstock"
+"""What `attn_implementation` is called in transformers."""
+
+
+@dataclass(slots=True)
+class AttentionState:
+    """What attention of one layer keeps for one chunk of a stream of T tokens.
+
+    `k` [T, kv_heads, qk_dim] and `v` [T, kv_heads, v_dim] in the compute dtype: forward writes rows start..end and
+    reads rows before them of the same document. `dk`, `dv`: the same shapes in float32, zeroed by the caller before
+    the last chunk's backward; None in forward. `out` [n, heads, v_dim] (compute dtype) and `lse` [heads, n] (float32)
+    with n = end - start: forward fills them, backward reads them. `documents`: sorted starts of the stream's documents,
+    the first is 0; tokens see only their own document.
+    """
+
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    start: int
+    end: int
+    documents: Sequence[int]
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer asks of its attention: `window` counts the visible keys including the query's own."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+Handler = Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]
+"""(q [n, heads, qk_dim], k [n, kv_heads, qk_dim], v [n, kv_heads, v_dim], call) -> out [n, heads, v_dim]."""
+
+_handler: Handler | None = None
+
+
+@contextmanager
+def use(handler: Handler) -> Iterator[None]:
+    """Every attention call inside the block is given to `handler`."""
+    global _handler
+    previous, _handler = _handler, handler
+    try:
+        yield
+    finally:
+        _handler = previous
+
+
+def forward_handler(state: AttentionState) -> Handler:
+    """Attention of one chunk; fills the chunk's rows of k and v, and out and lse."""
+
+    def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        state.k[state.start : state.end].copy_(k)
+        state.v[state.start : state.end].copy_(v)
+        _chunk_forward(state, q, call)
+        return state.out
+
+    return handle
+
+
+def backward_handler(state: AttentionState) -> Handler:
+    """Stands in for attention in the recomputed layer: the saved output forward, exact gradients backward."""
+
+    return KeptAttention(state).saved
+
+
+@dataclass(slots=True)
+class KeptAttention:
+    """Attention of one chunk inside a graph that outlives forward: its windows may be others in backward."""
+
+    state: AttentionState
+    """What the next forward or backward of the graph works with; out and lse of its own once it has run forward."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """A Handler: attention as `forward_handler` computes it, with a graph."""
+        with torch.no_grad():
+            forward_handler(self.state)(q, k, v, call)
+        self.state = replace(self.state, out=self.state.out.clone(), lse=self.state.lse.clone())
+        return self.saved(q, k, v, call)
+
+    def saved(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """A Handler: the output that the state holds, with a graph."""
+        out: Tensor = _SavedAttention.apply(q, k, v, call.sinks, call, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+@dataclass(slots=True)
+class Counts:
+    """FLOPs that attention kernels really computed in this process, measurements left out; whoever reads resets.
+
+    Pairs of a query and a key are counted as the kernel computes them: a causal kernel the triangle, a windowed one the
+    band, a masked tile all of it. A pair costs 2 x heads x (qk_dim + v_dim) forward and
+    2 x heads x (3 qk_dim + 2 v_dim) backward, where scores are computed again.
+    """
+
+    forward_flops: int = 0
+    backward_flops: int = 0
+
+    def reset(self) -> None:
+        """Back to zero."""
+        self.forward_flops = self.backward_flops = 0
+
+
+COUNTS = Counts()
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int, key_start: int, documents: Sequence[int], call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries at stream positions start..start + n over keys at key_start..key_start + m and no others.
+
+    q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim]; causal, within `documents` and `call.window`;
+    any range of keys: the queries' own, earlier ones, both, later ones. Sinks are left to `finish`. Returns out
+    [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
+    keys has out 0 and lse -inf.
+    """
+    x = Operands(q, k, v, start, key_start, call.scale, call.softcap)
+    out = lse = None
+    for rows, part_out, part_lse in _forward(x, documents, call.window):
+        if rows == slice(0, q.shape[0]):
+            return part_out.to(q.dtype), part_lse
+        if out is None or lse is None:
+            out, lse = _nothing_seen(q, v.shape[-1])
+        out[rows] = part_out
+        lse[:, rows] = part_lse
+    if out is None or lse is None:
+        return _nothing_seen(q, v.shape[-1])
+    return out, lse
+
+
+def _nothing_seen(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+    n, heads, _ = q.shape
+    return q.new_zeros(n, heads, v_dim), q.new_full((heads, n), float("-inf"), dtype=work_dtype(q.dtype))
+
+
+def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention merged over all its keys, with `sinks` [heads] applied: one more key with that score and no value."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * torch.exp(lse - total).transpose(0, 1)[..., None], total
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    start: int,
+    key_start: int,
+    documents: Sequence[int],
+    call: AttentionCall,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
+
+    dout, out [n, heads, v_dim] and lse [heads, n] are of the finished attention over all keys.
+    """
+    x = Operands(q, k, v, start, key_start, call.scale, call.softcap)
+    for rows, parts in _backward(x, documents, call.window, dout, out, lse, dk, dv):
+        for part in parts:
+            dq[rows].add_(part)
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[heads]: the softmax gradient of a key whose value is zero, -p * (dout . out), summed over the queries."""
+    delta = (dout.to(lse.dtype) * out).sum(dim=-1).transpose(0, 1)
+    probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(probability * delta).sum(dim=-1).to(sinks.dtype)
+
+
+def _forward(x: Operands, documents: Sequence[int], window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, their output, their lse) of all queries that see a key, each once."""
+    pair_flops = 2 * x.q.shape[1] * (x.q.shape[2] + x.v.shape[2])
+    for launch in launches(x, documents, window):
+        out, lse = group_forward(x, launch.backend, launch.group)
+        COUNTS.forward_flops += pair_flops * launch.pairs
+        yield x.rows(launch.group[0]), out, lse
+
+
+def _backward(
+    x: Operands,
+    documents: Sequence[int],
+    window: int | None,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Iterator[tuple[slice, Iterator[Tensor]]]:
+    """(rows, tensors whose sum is their dq) of all queries that see a key, each once; adds to dk and dv meanwhile."""
+    pair_flops = 2 * x.q.shape[1] * (3 * x.q.shape[2] + 2 * x.v.shape[2])
+    gradients = Gradients(dout, out, lse)
+    for launch in launches(x, documents, window, gradients):
+        yield x.rows(launch.group[0]), group_backward(x, launch.backend, launch.group, gradients, dk, dv)
+        COUNTS.backward_flops += pair_flops * launch.pairs
+
+
+def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:
+    x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
+    for rows, part_out, part_lse in _forward(x, state.documents, call.window):
+        out, lse = finish(part_out, part_lse, call.sinks)
+        state.out[rows].copy_(out)
+        state.lse[:, rows].copy_(lse)
+
+
+def _chunk_backward(
+    state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv of the chunk itself (q's dtype) and of the sinks, for dout [n, heads, v_dim]; adds to the windows."""
+    assert state.dk is not None, "backward needs the dk window"
+    assert state.dv is not None, "backward needs the dv window"
+    x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
+    dq = torch.empty_like(q)
+    for rows, parts in _backward(
+        x, state.documents, call.window, dout, state.out, state.lse, state.dk[: state.end], state.dv[: state.end]
+    ):
+        total = next(parts)
+        for part in parts:
+            total = total.to(state.dk.dtype).add_(part)
+        dq[rows] = total
+    own = slice(state.start, state.end)
+    dsinks = None if call.sinks is None else sink_gradient(dout, state.out, state.lse, call.sinks)
+    return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), dsinks
+
+
+class _SavedAttention(torch.autograd.Function):
+    """Saved attention output going forward; going backward the gradients of attention over all visible keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, kept: KeptAttention
+    ) -> Tensor:
+        # k and v are not kept: forward left the same values in the windows.
+        ctx.save_for_backward(q)
+        ctx.call = call
+        ctx.kept = kept
+        return kept.state.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout,) = grads
+        (q,) = ctx.saved_tensors
+        return *_chunk_backward(ctx.kept.state, dout, q, ctx.call), None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def penstock_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, heads, n, qk_dim] -> ([1, n, heads, v_dim], None).
+
+    Raises UserError for what would be computed wrongly: a mask of the model's own, a position bias, bidirectional
+    attention.
+    """
+    assert _handler is not None, "attention called outside of a block"
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise UserError(
+            f"{name} builds an attention mask of its own; only causal and sliding-window masks are supported"
+        )
+    if position_bias is not None:
+        raise UserError(f"{name} adds a position bias to its attention scores, which is not supported")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UserError(f"{name} is not causal; only causal language models can be trained")
+    call = AttentionCall(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    # `squeeze`, as the way back from an index fills a tensor with zeros and copies the gradient into it.
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    out = _handler(q, k, v, call)
+    return out[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """A causal mask that hides old keys: all but the last `size` (sliding), or those of earlier blocks of `size` tokens
+    counted from the document's start (chunked)."""
+
+    kind: Literal["sliding", "chunked"]
+    size: int
+
+
+@contextmanager
+def mask_patterns() -> Iterator[None]:
+    """Inside the block a model's layers are given MaskPattern objects as masks, for reading; outside None.
+
+    Outside transformers knows of no mask for our attention and makes none: it need not look for document borders in
+    the positions, for which it would wait for the device.
+    """
+    AttentionMaskInterface.register(NAME, mask_pattern)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+def mask_pattern(
+    *args: Any, mask_function: Callable[..., Tensor] | None = None, local_size: int | None = None, **kwargs: Any
+) -> MaskPattern | None:
+    """transformers' mask interface. No mask is made: attention itself handles causality, windows and documents."""
+    if local_size is None or mask_function is None:
+        return None
+    zero = torch.tensor(0)
+    # Of the first query that no longer sees key 0, only a sliding window shows key 1.
+    sees_next = bool(mask_function(zero, zero, torch.tensor(local_size), torch.tensor(1)))
+    return MaskPattern("sliding" if sees_next and local_size > 1 else "chunked", local_size)
+
+
+def split_documents(documents: Sequence[int], end: int, chunk: int) -> list[int]:
+    """Starts of the blocks of `chunk` tokens of each document; a chunked mask is these taken for documents."""
+    stops = [*documents[1:], end]
+    return [block for start, stop in zip(documents, stops, strict=True) for block in range(start, stop, chunk)]
+
+
+def register() -> None:
+    """Make `attn_implementation="penstock"` known to transformers; harmless to repeat."""
+    AttentionInterface.register(NAME, penstock_attention)

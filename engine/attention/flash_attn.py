@@ -1,0 +1,223 @@
+"""flash-attn 2, 3 and 4, where installed; the protocol is engine/attention/backends.py's.
+
+The packages are imported at the first CUDA problem and never downloaded. Where their versions differ, the arguments
+that a function declares decide; what is declared is checked once more on the GPU (engine/attention/select.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.backends import Problem
+from engine.attention.spans import Geometry
+from engine.attention.torch_cuda import FlashKernel, round_up, segment_lengths, window_limits
+
+
+@cache
+def _module(*names: str) -> Any:
+    """The first of the modules that can be imported, or why none can."""
+    reason = ""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = error.name is not None and name.startswith(error.name)
+            reason = reason or ("is not installed" if missing else f"cannot be imported: {error}")
+        except Exception as error:  # a package built for another torch, driver or GPU fails in any way
+            reason = f"cannot be imported: {type(error).__name__}: {error}"
+    return reason
+
+
+def _arguments(function: Any) -> set[str]:
+    """Names that a function or a torch operator declares."""
+    default = getattr(function, "default", None)
+    if isinstance(default, torch._ops.OpOverload):
+        return {argument.name for argument in default._schema.arguments}
+    return set(inspect.signature(function).parameters)
+
+
+class FlashAttention3(FlashKernel):
+    """`flash_attn_3`: Hopper only. Operators are called directly, by the argument names that they declare."""
+
+    name = "flash-attn-3"
+    capabilities = (9,)
+    softcap = True
+
+    def _missing(self) -> str | None:
+        module = _module("flash_attn_3._C", "flash_attn_interface", "flash_attn_3.flash_attn_interface")
+        if isinstance(module, str):
+            return module
+        operators = torch.ops.flash_attn_3
+        if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
+            return "registers no operators with torch: too old"
+        wanted = {"softmax_scale", "is_causal", "window_size_left", "window_size_right", "softcap", "cu_seqlens_q"}
+        if not (wanted <= _arguments(operators.fwd) and wanted | {"dq", "dk", "dv"} <= _arguments(operators.bwd)):
+            return "declares operators with unknown arguments"
+        return None
+
+    def _limit(self, problem: Problem) -> str | None:
+        if problem.backward and problem.deterministic and max(self._widths(problem.qk_dim, problem.v_dim)) > 192:
+            return "has no deterministic backward for heads over 192 wide"
+        return None
+
+    def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        qk_width, v_width = round_up(qk_dim, 8), round_up(v_dim, 8)
+        if 128 < qk_width <= 192 and 96 < v_width <= 128:
+            return qk_width, v_width
+        return (max(qk_width, v_width),) * 2
+
+    def _launch(
+        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            *operands, **_flash_arguments(geometry, operands[0].device, scale, softcap), num_splits=1
+        )
+        return out, lse
+
+    def _launch_backward(
+        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = tuple(torch.empty_like(t) for t in tensors[1:4])
+        torch.ops.flash_attn_3.bwd(
+            *tensors,
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+            **_flash_arguments(geometry, tensors[0].device, scale, softcap),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return grads[0], grads[1], grads[2]
+
+
+class FlashAttention4(FlashKernel):
+    """`flash-attn-4`: Hopper and newer, compiled on the machine itself at first use."""
+
+    name = "flash-attn-4"
+    capabilities = (9, 10, 11, 12)
+    softcap = True
+
+    def _missing(self) -> str | None:
+        module = _module("flash_attn.cute.interface")
+        if isinstance(module, str):
+            return module
+        forward, backward = getattr(module, "_flash_attn_fwd", None), getattr(module, "_flash_attn_bwd", None)
+        if forward is None or backward is None:
+            return "does not have the functions that keep the log-sum-exp"
+        wanted = {"softmax_scale", "causal", "softcap", "window_size_left", "window_size_right", "cu_seqlens_q"}
+        if not (wanted | {"return_lse"} <= _arguments(forward) and wanted <= _arguments(backward)):
+            return "declares functions with unknown arguments"
+        return None
+
+    def _limit(self, problem: Problem) -> str | None:
+        module = _module("flash_attn.cute.interface")
+        if problem.backward and problem.deterministic and "deterministic" not in _arguments(module._flash_attn_bwd):
+            return "has no deterministic backward"
+        return None
+
+    def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        return round_up(qk_dim, 8), round_up(v_dim, 8)
+
+    def _options(
+        self, function: Callable[..., Any], geometry: Geometry, device: torch.device, scale: float, softcap: float
+    ) -> dict[str, Any]:
+        options = _flash_arguments(geometry, device, scale, softcap)
+        options["causal"] = options.pop("is_causal")
+        for side in ("window_size_left", "window_size_right"):
+            options[side] = None if options[side] < 0 else options[side]
+        known = _arguments(function)
+        return {name: value for name, value in options.items() if name in known}
+
+    def _launch(
+        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        forward = _module("flash_attn.cute.interface")._flash_attn_fwd
+        options = self._options(forward, geometry, operands[0].device, scale, softcap)
+        if not softcap:
+            options["softcap"] = None
+        out, lse, *_ = forward(*operands, **options, return_lse=True)
+        return out, lse
+
+    def _launch_backward(
+        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        backward = _module("flash_attn.cute.interface")._flash_attn_bwd
+        options = self._options(backward, geometry, tensors[0].device, scale, softcap)
+        if torch.are_deterministic_algorithms_enabled():
+            options["deterministic"] = True
+        dout, q, k, v, out, lse = tensors
+        dq, dk, dv, *_ = backward(q, k, v, out, dout, lse, **options)
+        return dq, dk, dv
+
+
+class FlashAttention2(FlashKernel):
+    """`flash-attn` 2.7 and newer."""
+
+    name = "flash-attn-2"
+    softcap = True
+
+    def _missing(self) -> str | None:
+        module = _module("flash_attn.flash_attn_interface")
+        if isinstance(module, str):
+            return module
+        forward = getattr(module, "_wrapped_flash_attn_forward", None)
+        if forward is None or "window_size_left" not in _arguments(forward):
+            return "is too old: 2.7 or newer is needed"
+        return None
+
+    def _launch(
+        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        module = _module("flash_attn.flash_attn_interface")
+        options = {**_flash2_arguments(geometry, scale, softcap), "return_softmax": False}
+        if geometry.cu_q:
+            lengths = segment_lengths(geometry, operands[0].device)
+            out, lse, *_ = module._wrapped_flash_attn_varlen_forward(*operands, **lengths, **options)
+        else:
+            out, lse, *_ = module._wrapped_flash_attn_forward(*operands, **options)
+        return out, lse
+
+    def _launch_backward(
+        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        module = _module("flash_attn.flash_attn_interface")
+        grads = tuple(torch.empty_like(t) for t in tensors[1:4])
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        options = {**_flash2_arguments(geometry, scale, softcap), "deterministic": deterministic}
+        if geometry.cu_q:
+            lengths = segment_lengths(geometry, tensors[0].device)
+            module._wrapped_flash_attn_varlen_backward(*tensors, *grads, **lengths, **options)
+        else:
+            module._wrapped_flash_attn_backward(*tensors, *grads, **options)
+        return grads[0], grads[1], grads[2]
+
+
+def _flash_arguments(geometry: Geometry, device: torch.device, scale: float, softcap: float) -> dict[str, Any]:
+    """As flash-attn 3 names them; segments only where there are some."""
+    left, right = window_limits(geometry)
+    options: dict[str, Any] = segment_lengths(geometry, device) if geometry.cu_q else {}
+    return {
+        **options,
+        "softmax_scale": scale,
+        "is_causal": geometry.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": softcap,
+    }
+
+
+def _flash2_arguments(geometry: Geometry, scale: float, softcap: float) -> dict[str, Any]:
+    left, right = window_limits(geometry)
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": geometry.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": softcap,
+        "alibi_slopes": None,
+    }

@@ -1,0 +1,321 @@
+"""Attention kernels for NVIDIA GPUs that come with torch; the protocol is engine/attention/backends.py's.
+
+What a kernel says it can do is checked once more on the GPU itself before it is used (engine/attention/select.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.backends import ALIGNMENT, Problem, pad
+from engine.attention.spans import Geometry
+
+KEYS_PER_CALL = 32768
+"""Earlier keys of one backward call: kernels for grouped-query heads allocate up to 2 x heads x (qk_dim + v_dim) bytes
+for each of them."""
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=4096)  # a step has two for each of its chunks, which all layers ask for in turn
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Int32 tensor; the copy from pinned memory does not wait for the GPU."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
+
+
+@cache
+def _no_dropout(device: torch.device) -> Tensor:
+    """A state of the random generator, which nothing reads without dropout."""
+    return torch.zeros(2, dtype=torch.int64, device=device).view(torch.uint64)
+
+
+class CudaKernel:
+    """What the backends below share: half precision, widths that are multiples of 8, zero padding up to these."""
+
+    name: str
+    masks_tiles = False
+    forward_keys: int | None = None
+    backward_keys: int | None = KEYS_PER_CALL
+    capabilities: tuple[int, ...] = (8, 9, 10, 11, 12)
+    """Major compute capabilities that the kernel runs on."""
+    widest = 256
+    softcap = False
+
+    def refusal(self, problem: Problem) -> str | None:
+        """See Backend.refusal."""
+        if problem.device.type != "cuda":
+            return "computes on CUDA devices only"
+        major, minor = capability(problem.device)
+        if major not in self.capabilities:
+            wanted = ", ".join(f"{major}.x" for major in self.capabilities)
+            return f"needs compute capability {wanted}; this GPU has {major}.{minor}"
+        if problem.dtype not in (torch.bfloat16, torch.float16):
+            return f"does not take {problem.dtype}"
+        if max(problem.qk_dim, problem.v_dim) > self.widest:
+            return f"takes heads up to {self.widest} wide"
+        if problem.softcap and not self.softcap:
+            return "has no soft-cap"
+        return self._missing() or self._limit(problem)
+
+    def _missing(self) -> str | None:
+        """Why the package cannot be used on this machine."""
+        return None
+
+    def _limit(self, problem: Problem) -> str | None:
+        """What of the problem this kernel in particular cannot do."""
+        return None
+
+    def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        """Widths of q and k, and of v, that the kernel takes in their place."""
+        width = round_up(max(qk_dim, v_dim), 8)
+        return width, width
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See Backend.forward."""
+        qk_width, v_width = self._widths(q.shape[-1], v.shape[-1])
+        operands = _rows(q, qk_width), _rows(k, qk_width), _rows(v, v_width)
+        out, lse = self._forward(*operands, geometry, scale, softcap or 0.0)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Backend.backward."""
+        qk_dim, v_dim = q.shape[-1], v.shape[-1]
+        qk_width, v_width = self._widths(qk_dim, v_dim)
+        # Some kernels take dout's and out's strides to be those of a new tensor.
+        tensors = (
+            _rows(dout, v_width).contiguous(),
+            _rows(q, qk_width),
+            _rows(k, qk_width),
+            _rows(v, v_width),
+            _rows(out, v_width).contiguous(),
+            lse.contiguous(),
+        )
+        dq, dk, dv = self._backward(*tensors, geometry, scale, softcap or 0.0)
+        return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class FlashKernel(CudaKernel):
+    """The flash-attn family: causal limits at the bottom right, windows, segments, one layout of arguments.
+
+    Tensors are [1, n, heads, dim] and lse [1, heads, n]; with segments [n, heads, dim] and [heads, n].
+    """
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        if geometry.cu_q:
+            return self._launch((q, k, v), geometry, scale, softcap)
+        out, lse = self._launch((q[None], k[None], v[None]), geometry, scale, softcap)
+        return out[0], lse[0, :, : geometry.n]  # some versions round the length up
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (dout, q, k, v, out, lse)
+        if geometry.cu_q:
+            return self._launch_backward(tensors, geometry, scale, softcap)
+        dq, dk, dv = self._launch_backward(tuple(t[None] for t in tensors), geometry, scale, softcap)
+        return dq[0], dk[0], dv[0]
+
+    def _launch(
+        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _launch_backward(
+        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class TorchCudaFlash(FlashKernel):
+    """torch's own copy of flash-attn 2, through aten; deterministic backward by torch's global switch."""
+
+    name = "torch-cuda-flash"
+
+    def _launch(
+        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = operands
+        cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, q.device)
+        left, right = window_limits(geometry)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, geometry.causal, False),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, lse
+
+    def _launch_backward(
+        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = tensors[0].device
+        cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, device)
+        left, right = window_limits(geometry)
+        no_dropout = _no_dropout(device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            *(*tensors, cu_q, cu_k, max_q, max_k, 0.0, geometry.causal, no_dropout, no_dropout[:0]),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return dq, dk, dv
+
+
+class TorchCudnn(CudaKernel):
+    """cuDNN's fused attention through aten: causal for as many keys as queries (its limit is at the top left), or full.
+
+    It builds a plan for every new pair of lengths, in some tenths of a second. Pieces of a fixed number of keys and
+    lengths that are multiples of `ALIGNMENT` keep these few; documents that end anywhere are left to other kernels.
+    """
+
+    name = "torch-cudnn"
+    forward_keys: int | None = 2 * KEYS_PER_CALL
+
+    def _missing(self) -> str | None:
+        version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+        return "needs cuDNN 9.1 or newer" if version is None or version < 90100 else None
+
+    def _limit(self, problem: Problem) -> str | None:
+        if problem.deterministic:
+            return "is not deterministic"
+        if problem.window:
+            return "has no sliding window"
+        if problem.segments:
+            return "computes one segment at a time"
+        if problem.causal and not problem.square:
+            return "aligns its causal limit at the top left"
+        if not problem.aligned:
+            return f"would build a plan for every length that is no multiple of {ALIGNMENT}"
+        return None
+
+    def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        return round_up(qk_dim, 8), round_up(v_dim, 8)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(_heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, geometry.causal, False), scale=scale
+        )
+        return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0])
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        geometry: Geometry,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = _no_dropout(q.device).view(torch.int64)[0]
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(_heads_first(t) for t in (dout, q, k, v, out)),
+            *(lse[None, ..., None], no_dropout, no_dropout, None, None, None, geometry.n, geometry.m),
+            *(0.0, geometry.causal),
+            scale=scale,
+        )
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        return dq, dk, dv
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-value // multiple) * multiple
+
+
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """Padded to `width`, with a contiguous last dimension and rows that begin at multiples of 16 bytes."""
+    padded = pad(tensor, width)
+    aligned = padded.stride(-1) == 1 and padded.stride(0) % 8 == 0 and padded.stride(1) % 8 == 0
+    if aligned and padded.data_ptr() % 16 == 0:
+        return padded
+    return padded.clone(memory_format=torch.contiguous_format)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """[n, heads, d] -> [1, heads, n, d]."""
+    return tensor.transpose(0, 1)[None]
+
+
+def window_limits(geometry: Geometry) -> tuple[int, int]:
+    """flash-attn's window: keys before and after the diagonal, -1 for all."""
+    return (-1 if geometry.left is None else geometry.left), (0 if geometry.causal else -1)
+
+
+def _longest(ends: Iterable[int]) -> int:
+    return max(b - a for a, b in itertools.pairwise(ends))
+
+
+def segment_lengths(geometry: Geometry, device: torch.device) -> dict[str, Any]:
+    """Segments as flash-attn names them: cumulative ends (int32 on the device) and the longest of each."""
+    return {
+        "cu_seqlens_q": _on_device(geometry.cu_q, device),
+        "cu_seqlens_k": _on_device(geometry.cu_k, device),
+        "max_seqlen_q": _longest(geometry.cu_q),
+        "max_seqlen_k": _longest(geometry.cu_k),
+    }
+
+
+def _lengths_or_none(geometry: Geometry, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if not geometry.cu_q:
+        return None, None, geometry.n, geometry.m
+    lengths = segment_lengths(geometry, device)
+    return lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], lengths["max_seqlen_q"], lengths["max_seqlen_k"]

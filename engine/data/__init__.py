@@ -1,0 +1,1 @@
+"""From text to batches of token ids: corpora, tokenizers, the loader."""

@@ -1,0 +1,324 @@
+"""Documents from a source, tokenised once into a memory-mapped folder."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.config import DataConfig
+from engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
+from engine.data.tokenizer import (
+    TextTokenizer,
+    load_tokenizer,
+    open_trained,
+    read_trained_on,
+    require_intact,
+    seal_trained,
+    train_tokenizer,
+)
+from engine.folders import build_folder
+from storage.errors import UserError
+from storage.untrusted import open_regular, parse_json, real_path
+
+_PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
+_BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
+_RANDOM_DOCUMENTS = 64
+_LINE_BYTES = 64 << 20  # of a line of JSON, which is held whole
+
+
+class Piece(NamedTuple):
+    """Text of a document, or of a part of it when it is long."""
+
+    document: str
+    """Where it comes from: a path, or `file:line`."""
+    text: str
+    last: bool
+    """The document ends here."""
+
+
+def source_files(config: DataConfig) -> list[Path]:
+    """The files that `config.source` reads, sorted. Raises UserError when the path is missing or not there."""
+    if config.source == "random":
+        return []
+    if config.lacks_path:
+        raise UserError(f"data.path: data.source={config.source} needs it")
+    if config.source == "python_stdlib":
+        return sorted(_library_files(Path(sysconfig.get_paths()["stdlib"])))
+    root = Path(str(config.path)).expanduser()
+    try:
+        if root.is_file():
+            return [root]
+        if not root.is_dir():
+            raise UserError(
+                f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
+            )
+        pattern = "*.jsonl" if config.source == "jsonl" else "*"
+        return sorted(f for f in root.rglob(pattern) if f.is_file())
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    """Python files of the standard library in `root`; what is installed into it, which is far more, is not walked."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in ("site-packages", "dist-packages")]
+        yield from (path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file())
+
+
+def read_pieces(config: DataConfig) -> Iterator[Piece]:
+    """The source's documents in order, at most `config.max_documents`; empty ones are skipped.
+
+    Raises UserError naming the file (and line) of text that cannot be read.
+    """
+    documents = 0
+    for file in source_files(config):
+        for piece in _read_jsonl(file) if config.source == "jsonl" else _read_text(file, config):
+            if config.max_documents is not None and documents >= config.max_documents:
+                return
+            yield piece
+            documents += piece.last
+
+
+def _read_text(file: Path, config: DataConfig) -> Iterator[Piece]:
+    if config.source == "python_stdlib":
+        # A few files of the library's own tests are deliberately not UTF-8.
+        try:
+            text = file.read_text("utf-8")
+        except UnicodeDecodeError:
+            return
+        if text:
+            yield Piece(str(file), text, True)
+        return
+    try:
+        with open(_open(file), encoding="utf-8", newline="") as stream:
+            text = stream.read(_PIECE_CHARS)
+            while text:
+                text += stream.readline(_PIECE_CHARS) if len(text) == _PIECE_CHARS else ""
+                following = stream.read(_PIECE_CHARS)
+                yield Piece(str(file), text, not following)
+                text = following
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 text ({error.reason} at byte {error.start}); convert it or move it"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _open(file: Path) -> int:
+    """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
+    return open_regular(real_path(file))
+
+
+def _read_jsonl(file: Path) -> Iterator[Piece]:
+    try:
+        with open(_open(file), "rb") as stream:
+            for number in itertools.count(1):
+                line = stream.readline(_LINE_BYTES + 1)
+                if not line:
+                    return
+                if text := _text_of(line, f"{file}:{number}"):
+                    yield Piece(f"{file}:{number}", text, True)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _text_of(line: bytes, where: str) -> str:
+    """The text of a line; empty for an empty line. Raises UserError naming `where` for anything but a text."""
+    if len(line) > _LINE_BYTES:
+        raise UserError(f"{where}: a line of more than {_LINE_BYTES >> 20} MiB; split it into several documents")
+    if not line.strip():
+        return ""
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not a JSON object: {error}; each line needs one, with a `text` field") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f'{where}: no `text` field that is a string; write {{"text": "..."}}')
+    return text
+
+
+_Text = tuple[TextTokenizer, TokenCorpus]
+_preparing = threading.Lock()
+_ahead: dict[Path, tuple[DataConfig, _Text]] = {}
+_is_ahead, _cancelled = threading.Event(), threading.Event()
+
+
+def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
+    """Tokenizer and tokenised corpus in `folder`, made unless they are there already; one thread at a time."""
+    with _preparing:
+        made_for, made = _ahead.pop(folder, (None, None))
+        return made if made is not None and made_for == config else _prepare_text(config, model_folder, folder)
+
+
+def _prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
+    tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
+    return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
+
+
+def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
+    """Begin `prepare_text` in a thread, for a run whose tokenizer is trained on its source: that needs no imports.
+
+    What it raises is dropped, as whoever calls `prepare_text` meets it again. A process that ends waits for the thread,
+    which native code would not survive otherwise: `cancel_text_ahead` makes that short.
+    """
+
+    def work() -> None:
+        with suppress(Exception), _preparing:
+            _is_ahead.set()
+            try:
+                _ahead[folder] = (config, _prepare_text(config, None, folder))
+            finally:
+                _is_ahead.clear()
+
+    _cancelled.clear()
+    threading.Thread(target=work, name="tokenize").start()
+
+
+def cancel_text_ahead() -> None:
+    """Let the thread of `prepare_text_ahead` end with the text that it has read."""
+    _cancelled.set()
+
+
+def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
+    """`config.tokenizer`, else the model folder's, else one trained on the source and kept in `folder`.
+
+    Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`.
+    """
+    given = _given_tokenizer(config, model_folder)
+    if given is not None:
+        return load_tokenizer(given)
+    if config.source == "random":
+        raise UserError(
+            "data.tokenizer: data.source=random has no text to train a tokenizer on; set model.vocab_size and leave "
+            "the tokenizer out, or name one"
+        )
+    stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
+    record = read_trained_on(folder)
+    if record is not None and {key: record.get(key) for key in stamp} == stamp:
+        require_intact(folder)
+        tokenizer = open_trained(folder)
+        if "files" not in record:
+            seal_trained(folder, stamp)
+        return tokenizer
+    with build_folder(folder) as temporary:
+        train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
+        seal_trained(temporary, stamp)
+    return open_trained(folder)
+
+
+def kept_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer | None:
+    """The tokenizer that `prepare_tokenizer` gave a run; nothing is made, whatever became of the source.
+
+    None where the run needs none. Raises UserError when it is not there, or damaged.
+    """
+    if config.source == "random":
+        return None
+    given = _given_tokenizer(config, model_folder)
+    if given is None:
+        require_intact(folder)
+    return load_tokenizer(given or folder)
+
+
+def _given_tokenizer(config: DataConfig, model_folder: Path | None) -> Path | None:
+    """Where the recipe says that the tokenizer is; None where it is trained on the source."""
+    return model_folder if config.tokenizer is None else Path(config.tokenizer).expanduser()
+
+
+def require_text(config: DataConfig) -> None:
+    """Raise UserError when the source holds no text at all, or cannot be read as far as its first text.
+
+    Cheap: a plan asks it as well.
+    """
+    if config.source != "random":
+        for piece in _require_text(config):
+            if piece.text.strip():
+                return
+
+
+def _require_text(config: DataConfig) -> Iterator[Piece]:
+    """`read_pieces`, refusing a source without any text but white space."""
+    empty = True
+    for piece in read_pieces(config):
+        if _is_ahead.is_set() and _cancelled.is_set():
+            raise InterruptedError
+        empty = empty and not piece.text.strip()
+        yield piece
+    if empty:
+        where = config.path or config.source
+        raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}")
+
+
+def _source_fingerprint(config: DataConfig) -> str:
+    """Hex digest that changes with the source's settings or with any of its files' size or time."""
+    digest = hashlib.sha256(json.dumps([config.source, config.max_documents]).encode())
+    for file in source_files(config):
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+        # Names need not be UTF-8.
+        digest.update(os.fsencode(file) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
+    """Tokenise the source into `folder`, or open what is there if it was made from the same files and tokenizer.
+
+    Memory stays bounded by a few times 8 MiB of text. Raises UserError for an empty or malformed source.
+    """
+    joined = f"{_source_fingerprint(config)} {tokenizer.fingerprint}"
+    fingerprint = hashlib.sha256(joined.encode()).hexdigest()
+    if _made_from(folder, fingerprint):
+        return TokenCorpus.open(folder)
+    with build_folder(folder) as temporary:
+        writer = CorpusWriter(temporary, "uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+        batch: list[Piece] = []
+        chars = 0
+        for piece in _require_text(config):
+            batch.append(piece)
+            chars += len(piece.text)
+            if chars >= _BATCH_CHARS:
+                _append(writer, batch, tokenizer)
+                batch, chars = [], 0
+        _append(writer, batch, tokenizer)
+        writer.finish(fingerprint, tokenizer.eos_id)
+    return TokenCorpus.open(folder)
+
+
+def random_corpus(config: DataConfig, vocab_size: int, folder: Path) -> TokenCorpus:
+    """`max_documents` (64 when unset) documents of `sequence_length` uniformly random ids below `vocab_size`."""
+    documents = config.max_documents or _RANDOM_DOCUMENTS
+    recipe = json.dumps(["random", config.seed, documents, config.sequence_length, vocab_size])
+    fingerprint = hashlib.sha256(recipe.encode()).hexdigest()
+    if _made_from(folder, fingerprint):
+        return TokenCorpus.open(folder)
+    generator = np.random.Generator(np.random.PCG64(config.seed))
+    with build_folder(folder) as temporary:
+        writer = CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
+        for index in range(documents):
+            writer.append(f"random document {index}", generator.integers(0, vocab_size, config.sequence_length), True)
+        writer.finish(fingerprint, eos_id=0)
+    return TokenCorpus.open(folder)
+
+
+def _append(writer: CorpusWriter, pieces: list[Piece], tokenizer: TextTokenizer) -> None:
+    """Tokenise `pieces` and append them, the end-of-text token after the last piece of each document."""
+    for piece, ids in zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True):
+        writer.append(piece.document, np.asarray([*ids, tokenizer.eos_id] if piece.last else ids), piece.last)
+
+
+def _made_from(folder: Path, fingerprint: str) -> bool:
+    """Raises UserError for a meta.json that is damaged: whether it is the run's own corpus cannot be told."""
+    return os.path.lexists(folder / META) and read_info(folder).fingerprint == fingerprint

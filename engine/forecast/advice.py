@@ -1,0 +1,160 @@
+"""What would make a plan fit, and what would make it faster: changes of a recipe that were tried, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import parse_bytes
+from engine.forecast.request import Task
+from engine.forecast.search import Found
+from engine.machine.profile import Machine
+from engine.plan.plan import gib
+from storage.errors import BudgetError, UserError
+
+_TRIES = 12
+"""Budgets that are raised after each other until a plan fits."""
+MIN_GAIN = 1.02
+"""Times as many tokens per second below which a change is not worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of a recipe, or of the machine where no field of a recipe says it."""
+
+    values: Mapping[str, Any]
+    """Dotted field -> value, as --set takes it; empty for a change of the machine."""
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For a forecast."""
+        return {"set": [f"{name}={_word(value)}" for name, value in self.values.items()], "text": self.text}
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def applied(task: Task, values: Mapping[str, Any]) -> Task:
+    """The task with fields of the recipe changed. Raises UserError where a value is not allowed."""
+    for name, value in values.items():
+        section, _, field = name.partition(".")
+        if section == "budgets":
+            sizes: dict[str, Any] = {field: parse_bytes(value, name)}
+            task = replace(task, budgets=replace(task.budgets, **sizes))
+        else:
+            changed: dict[str, Any] = {section: replace(getattr(task.recipe, section), **{field: value})}
+            task = replace(task, recipe=replace(task.recipe, **changed))
+    return task
+
+
+def fits(task: Task) -> bool:
+    """Whether any plan does."""
+    return task.refusal() is None
+
+
+def fixes(task: Task, sizes: Mapping[str, int]) -> list[Change]:
+    """The smallest changes that make a task fit which does not, each alone, in order of how little they take away.
+
+    `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine.
+    """
+    found = [change for change in _single(task) if fits(applied(task, change.values))]
+    budgets = _budgets(task, sizes)
+    return found + ([] if budgets is None else [budgets])
+
+
+def _single(task: Task) -> Iterator[Change]:
+    """Changes of one field, of each field the least that fits."""
+    recipe, train, storage = task.recipe, task.recipe.train, task.recipe.storage
+    if train.kv_window != "auto":
+        yield Change({"train.kv_window": "auto"}, "let the plan decide whether keys and values stream")
+    if train.save not in ("auto", "input"):
+        yield Change({"train.save": "auto"}, "let the plan decide what is saved for backward")
+    if train.gradient_dtype == "float32":
+        yield Change({"train.gradient_dtype": "bfloat16"}, "gradients wait in bfloat16, rounded once after their sum")
+    if storage.keep_last > 1:
+        yield Change({"storage.keep_last": 1}, "keep the newest generation only")
+    if train.chunk_tokens is not None:
+        yield from _least(task, "train.chunk_tokens", _halves(train.chunk_tokens, 16), "shorter chunks")
+    micro = train.sequences_per_micro_batch
+    smaller = [n for n in _halves(micro, 1) if train.sequences_per_step % n == 0]
+    yield from _least(task, "train.sequences_per_micro_batch", smaller, "fewer sequences in one stream")
+    fewer = [n for n in _halves(train.sequences_per_step, 1) if n % micro == 0]
+    yield from _least(task, "train.sequences_per_step", fewer, "fewer sequences in a step")
+    yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
+    size = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
+    smaller = [n for n in _halves(size, 8192) if n % 8192 == 0]
+    yield from _least(task, "storage.chunk_bytes", smaller, "smaller chunk files, and so smaller stages")
+
+
+def _halves(value: int, least: int) -> list[int]:
+    """value / 2, value / 4, ... down to `least`."""
+    found = []
+    while value // 2 >= least:
+        value //= 2
+        found.append(value)
+    return found
+
+
+def _least(task: Task, name: str, values: Iterable[int], text: str) -> Iterator[Change]:
+    """The first of the values that fits."""
+    for value in values:
+        try:
+            changed = applied(task, {name: value})
+        except UserError:
+            continue
+        if fits(changed):
+            yield Change({name: value}, text)
+            return
+
+
+def _budgets(task: Task, sizes: Mapping[str, int]) -> Change | None:
+    """Budgets that are large enough, each raised to what was missing."""
+    raised: dict[str, Any] = {}
+    for _ in range(_TRIES):
+        refusal = applied(task, raised).refusal()
+        if refusal is None:
+            lacking = {name: size for name, size in raised.items() if size > sizes.get(name.partition(".")[2], 0)}
+            needs = ", ".join(f"{gib(size)} of {_NAMES[name.partition('.')[2]]}" for name, size in raised.items())
+            return Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")
+        if refusal.tier is None:
+            return None
+        raised[f"budgets.{refusal.tier}"] = refusal.need_bytes
+    return None
+
+
+_NAMES = {"gpu": "GPU memory", "ram": "RAM", "nvme": "disk"}
+
+
+def best_change(task: Task, machine: Machine, found: Found, tokens_per_step: int) -> dict[str, Any] | None:
+    """The one change that trains the most tokens per second more, tried by planning with it; None where none helps."""
+    now = tokens_per_step / found.best.step_s
+    best: tuple[float, dict[str, Any]] | None = None
+    for change, other, on in _improvements(task, machine):
+        try:
+            tried = other.search(on, only=(found.best.chunk_tokens, found.best.choice))
+        except BudgetError:
+            continue
+        scale = other.recipe.train.sequences_per_step / task.recipe.train.sequences_per_step
+        rate = tokens_per_step * scale / tried.best.step_s
+        if rate >= now * MIN_GAIN and (best is None or rate > best[0]):
+            gains = {"step_s": tried.best.step_s, "tokens_per_s": rate, "gain": rate / now}
+            best = rate, change.to_json() | gains
+    return None if best is None else best[1]
+
+
+def _improvements(task: Task, machine: Machine) -> Iterator[tuple[Change, Task, Machine]]:
+    """(change, task with it, machine with it)."""
+    train, budgets = task.recipe.train, task.budgets
+    if train.gradient_dtype == "float32":
+        values = {"train.gradient_dtype": "bfloat16"}
+        yield Change(values, "gradients wait in bfloat16"), applied(task, values), machine
+    doubled = {"train.sequences_per_step": 2 * train.sequences_per_step}
+    yield Change(doubled, "twice as many sequences in a step"), applied(task, doubled), machine
+    ram = replace(budgets, ram=2 * budgets.ram)
+    yield Change({}, f"twice the RAM, {gib(2 * budgets.ram)}"), replace(task, budgets=ram), machine
+    gpu = replace(budgets, gpu=2 * budgets.gpu)
+    yield Change({}, f"twice the GPU memory, {gib(2 * budgets.gpu)}"), replace(task, budgets=gpu), machine
+    drives = replace(machine, drives=machine.drives * 2)
+    yield Change({}, f"{len(drives.drives)} drives instead of {len(machine.drives)}"), task, drives

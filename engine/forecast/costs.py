@@ -1,0 +1,302 @@
+"""How long each op of a plan's schedule takes: by formula from a machine's rates, corrected by what was measured.
+
+The formulas count what an op must do: FLOPs of its matrix products and of its visible pairs (forecast/flops.py), bytes
+that its elementwise work passes through memory, bytes over a link or to a drive. A calibration (runtime/calibrate.py)
+replaces them, for the ops that it measured, by their times on the real device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.attention.pairs import chunk_pairs
+from engine.machine.profile import AttentionRate, Machine
+from engine.plan.plan import FP32, BlockShape, Plan
+from engine.schedule.builder import stays_aside
+from engine.schedule.ops import WHOLE, Op
+
+LAUNCH_S = {"cpu": 4e-4, "gpu": 1.5e-4}
+"""What a layer's op takes beside its work: some twenty kernel launches, which a GPU's queue hides in part."""
+COPY_S = 2e-5
+"""What a copy takes beside its bytes."""
+DISK_S = 1e-4
+"""What a request to a drive takes beside its bytes."""
+CLIP_S = 3e-4
+COMMIT_S = 3e-2
+"""Syncing what a commit has not synced yet, and replacing the manifest."""
+HEAD_BYTES = 12
+"""Bytes of memory that the loss passes through per token and entry of the vocabulary: engine/model/loss.py."""
+UPDATE_BYTES = 30
+"""Read or written per parameter by AdamW: gradient, and master, moments and weights."""
+
+_PARTS = ("layer_project", "layer_backward_top")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured op."""
+
+    tokens: int
+    pairs: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """What was measured on the real device, at the chunk of a plan."""
+
+    samples: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
+    """`op_kind` of a compute op -> its times."""
+    graph_bytes_per_token: dict[str, int] = field(default_factory=dict)
+    """First layer of a kind -> what is really kept of a forward whose graph is kept."""
+    update_params_per_s: float | None = None
+    """AdamW in RAM."""
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For calibration.json."""
+        samples = {
+            kind: [{"tokens": s.tokens, "pairs": s.pairs, "seconds": s.seconds} for s in found]
+            for kind, found in self.samples.items()
+        }
+        rates = ("graph_bytes_per_token", "update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+        return {"samples": samples} | {name: getattr(self, name) for name in rates}
+
+
+def representatives(blocks: Sequence[BlockShape]) -> list[str]:
+    """For each block the name of the first one that computes the same."""
+    first: dict[tuple[Any, ...], str] = {}
+    return [first.setdefault(_same(block), block.name) for block in blocks]
+
+
+def _same(block: BlockShape) -> tuple[Any, ...]:
+    names = [n for n in BlockShape.__dataclass_fields__ if n not in ("name", "buffers")]
+    return tuple(getattr(block, name) for name in names)
+
+
+def op_kind(op: Op, representative: str) -> str:
+    """Name under which ops that do the same are measured."""
+    flags = "".join("+" + flag for flag in ("kept", "attended") if flag in op.flags)
+    return f"{representative} {op.action}{flags}"
+
+
+def _twins(op: Op) -> tuple[Op, ...]:
+    """Ops that are measured and do what `op` does, or as good as; the likest first."""
+    if op.action == "head_score":
+        return (replace(op, action="head"),)
+    if op.action in ("embed_score", "layer_score"):
+        forward = replace(op, action=op.action.replace("score", "forward"))
+        return forward, replace(forward, flags=op.flags | {"kept"})
+    return (op,)
+
+
+class Costs:
+    """Seconds of any op of a plan on a machine, while nothing else shares what it uses.
+
+    `documents`: per micro-batch the sorted starts of its documents; None: one document a row. `merged`: each chunk
+    stands for so many (engine/forecast/extrapolate.py).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Machine,
+        calibration: Calibration | None = None,
+        documents: Sequence[Sequence[int]] | None = None,
+        merged: int = 1,
+    ) -> None:
+        self._plan, self._machine = plan, machine
+        self._calibration = calibration or Calibration()
+        self._documents = plan.row_documents if documents is None else documents
+        self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
+        self._blocks = {block.name: block for block in plan.blocks}
+        self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
+        own = {block.name: block.buffers for block in plan.blocks}
+        self._numel = {name: sum(plan.buffers[b].numel for b in buffers) for name, buffers in own.items()}
+        self._pairs: dict[tuple[Any, ...], int] = {}
+        self._known: dict[tuple[Any, ...], float] = {}
+        self._h2d = self._calibration.h2d_bytes_per_s or machine.h2d_bytes_per_s
+        self._d2h = self._calibration.d2h_bytes_per_s or machine.d2h_bytes_per_s
+        self._update = self._calibration.update_params_per_s or machine.optimizer_params_per_s
+        self._correction = self._mean_correction()
+
+    # ------------------------------------------------------------------ every lane
+
+    def seconds(self, op: Op) -> float:
+        """Seconds of `op` on its lane."""
+        machine = self._machine
+        if op.lane == "compute":
+            return self._compute_seconds(op)
+        if op.lane in ("h2d", "d2h"):
+            if stays_aside(self._plan, op):
+                return COPY_S + 2 * op.nbytes / machine.gpu_copy_bytes_per_s
+            return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
+        if op.lane == "optimizer":
+            if op.action in ("clip", "score"):
+                return CLIP_S
+            start, end = self._plan.buffers[op.block].update(op.index)
+            return COPY_S + (end - start) / self._update
+        if op.action == "commit":
+            return COMMIT_S
+        rate = machine.nvme_read_bytes_per_s if op.lane == "nvme_read" else machine.nvme_write_bytes_per_s
+        seconds = DISK_S + op.nbytes / rate
+        if op.action == "read_weights_whole" and machine.gpu is not None:
+            return max(seconds, op.nbytes / self._h2d)  # they cross the same link
+        return seconds
+
+    # ------------------------------------------------------------------ compute
+
+    def representative(self, block: str) -> str:
+        """The first block that computes the same."""
+        return self._same[block]
+
+    def tokens(self, op: Op) -> int:
+        """Tokens of the op's chunk."""
+        chunk = self._plan.chunks[op.index]
+        return chunk.end - chunk.start
+
+    def pairs(self, op: Op) -> int:
+        """Pairs of a query of the op's chunk and a key that the op looks at."""
+        block = self._blocks[op.block]
+        streamed = op.action in ("attend", "attend_backward")
+        if not block.attends or (not streamed and (op.action in _PARTS or "attended" in op.flags)):
+            return 0
+        key = (self._same[op.block], op.index, op.slots["keys"] if streamed else WHOLE)
+        if key not in self._pairs:
+            chunk = self._plan.chunks[op.index]
+            other = self._plan.chunks[op.slots["keys"]] if streamed else None
+            self._pairs[key] = chunk_pairs(
+                chunk.start,
+                chunk.end,
+                self._documents[chunk.micro_batch],
+                block.window_tokens,
+                block.span_tokens,
+                None if other is None else (other.start, other.end),
+            )
+        return self._pairs[key]
+
+    def _compute_seconds(self, op: Op) -> float:
+        if op.index == WHOLE:
+            numel, copy = self._plan.buffers[op.block].numel, self._machine.gpu_copy_bytes_per_s
+            return COPY_S + numel * (FP32 if op.action == "norm" else UPDATE_BYTES) / copy
+        zeroed = sum(self._plan.buffers[flag[5:]].numel for flag in op.flags if flag[5:] in self._plan.buffers)
+        zeroing = zeroed * FP32 / self._machine.gpu_copy_bytes_per_s
+        key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
+        if key not in self._known:
+            self._known[key] = self._measured(op) or self._formula(op) * self._correction
+        return self._known[key] + zeroing
+
+    def _measured(self, op: Op) -> float | None:
+        """From the samples of its kind: a time per token and one per pair where there are samples to tell them apart,
+        else the formula, corrected by what it missed."""
+        for twin in _twins(op):
+            samples = self._calibration.samples.get(op_kind(twin, self._same[op.block]), ())
+            if samples:
+                break
+        else:
+            return None
+        tokens, pairs = self.tokens(op), self.pairs(op)
+        least, most = min(samples, key=lambda s: s.pairs), max(samples, key=lambda s: s.pairs)
+        if most.pairs > 1.2 * least.pairs and most.tokens == least.tokens:
+            slope = max(0.0, (most.seconds - least.seconds) / (most.pairs - least.pairs))
+            base = max(0.0, least.seconds - slope * least.pairs)
+            return base * tokens / least.tokens + slope * pairs
+        return most.seconds * self._formula(op) / self._formula(twin, most.tokens, most.pairs)
+
+    def _mean_correction(self) -> float:
+        """Measured over computed time of all samples: how far the formulas are from this device."""
+        measured = computed = 0.0
+        names = {same: name for name, same in reversed(self._same.items())}
+        for kind, samples in self._calibration.samples.items():
+            block, _, action = kind.partition(" ")
+            if block not in names:
+                continue
+            name, *flags = action.split("+")
+            op = Op(
+                id=0,
+                lane="compute",
+                action=name,
+                block=block,
+                index=0,
+                step=0,
+                reads=(),
+                writes=(),
+                deps=(),
+                slots={"keys": 0},
+                flags=frozenset(flags),
+            )
+            for sample in samples:
+                measured += sample.seconds
+                computed += self._formula(op, sample.tokens, sample.pairs)
+        return measured / computed if computed else 1.0
+
+    def _formula(self, op: Op, tokens: int | None = None, pairs: int | None = None) -> float:
+        """Seconds of `op` by its figures, or of one like it on a single chunk of `tokens` tokens and `pairs` pairs."""
+        times = self._merged if tokens is None else 1
+        tokens = self.tokens(op) if tokens is None else tokens
+        pairs = self.pairs(op) if pairs is None else pairs
+        block, machine = self._blocks[op.block], self._machine
+        p = self._plan.problem
+        hidden = tokens * p.hidden_size * p.compute_bytes
+        if op.action.startswith("embed"):
+            return times * self._launch + 6 * hidden / machine.gpu_copy_bytes_per_s
+        passes = self._matmul_passes(op, block)
+        seconds = passes[0] * tokens / machine.matmul_flops
+        # Few tokens: reading the weights takes longer than multiplying by them.
+        weights = times * self._numel[block.name] * p.compute_bytes * passes[1] / machine.gpu_copy_bytes_per_s
+        seconds = max(seconds, weights)
+        if block.role == "head":
+            vocabulary = block.matmul_flops_per_token // (2 * p.hidden_size)
+            moved = HEAD_BYTES * vocabulary * tokens + (8 if op.action == "head" else 2) * hidden
+        else:
+            graph = block.graph_bytes_per_token or 30 * p.hidden_size * p.compute_bytes
+            moved = round(passes[1] * tokens * graph)
+        if op.action == "head" or (op.action.startswith("layer_backward") and "attended" not in op.flags):
+            # Gradients leave the products in the compute dtype and are added to float32 sums.
+            moved += times * self._numel[block.name] * (p.compute_bytes + 2 * FP32)
+        if op.action in ("layer_forward", "layer_score", "layer_again", "attend"):
+            seconds += self._attention(op, pairs, 2, 2)
+        elif op.action in ("layer_backward", "attend_backward"):
+            seconds += self._attention(op, pairs, 6, 4)
+        launches = 1 if passes[1] <= 1 else 2
+        return launches * times * self._launch + seconds + moved / machine.gpu_copy_bytes_per_s
+
+    def _matmul_passes(self, op: Op, block: BlockShape) -> tuple[float, float]:
+        """FLOPs a token of an op's matrix products, and their share of a forward pass through the layer."""
+        matmul, projection = block.matmul_flops_per_token, block.projection_flops_per_token
+        again = 0 if "kept" in op.flags else matmul - block.unread_flops_per_token
+        flops: int = {
+            "layer_forward": matmul,
+            "layer_score": matmul,
+            "layer_again": projection,
+            "layer_project": projection,
+            "attend": 0,
+            "attend_backward": 0,
+            "layer_backward_top": again + 2 * (matmul - projection),
+            "layer_backward": 2 * projection if "attended" in op.flags else again + 2 * matmul,
+            "head": 3 * matmul,
+            "head_score": matmul,
+        }[op.action]
+        attends = op.action in ("attend", "attend_backward")
+        return flops, flops / matmul if matmul else 0.0 if attends else 1.0
+
+    def _attention(self, op: Op, pairs: int, per_q: int, per_out: int) -> float:
+        block = self._blocks[op.block]
+        if not pairs:
+            return 0.0
+        heads = max(1, block.lse_bytes_per_token // FP32)
+        width = block.q_numel_per_token // heads
+        rate = attention_rate(self._machine, width, self._plan.max_chunk_tokens // self._merged)
+        speed = rate.forward_flops if per_q == 2 else rate.backward_flops
+        return pairs * (per_q * block.q_numel_per_token + per_out * block.out_numel_per_token) / speed
+
+
+def attention_rate(machine: Machine, head_dim: int, chunk_tokens: int) -> AttentionRate:
+    """The machine's rate at the nearest head size and, of those, the nearest chunk."""
+    return min(
+        machine.attention,
+        key=lambda rate: (abs(rate.head_dim - head_dim), abs(rate.chunk_tokens - chunk_tokens), rate.chunk_tokens),
+    )

@@ -1,0 +1,147 @@
+"""Floating-point operations of a step, by formula: what the model needs, and what a plan makes of it.
+
+A multiplication with an addition counts as two. Model FLOPs are those of PaLM's appendix B (arXiv 2204.02311): each
+weight of a matrix product costs 2 a token forward and 4 backward; attention costs 2 per head, visible pair and element
+of a head's q.k and p.v forward, twice that backward. Only the pairs that a causal query really sees count, document by
+document; norms, activations, the embedding's lookup and the softmax do not, nor does anything that is recomputed.
+
+Executed FLOPs add what is computed again: the matrix products that backward's graph needs, attention of layers that
+save their input only, and q.k, which every flash kernel's backward computes once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.attention.pairs import visible_pairs
+from engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec
+from engine.plan.plan import Plan
+from storage.layout import ParamSpec
+
+BACKWARD = 2
+"""A backward pass costs this many forward passes: gradients of the inputs and of the weights."""
+
+
+def matmul_flops(spec: ModelSpec) -> int:
+    """Forward FLOPs of all matrix products for one token.
+
+    Experts, parameters of three dimensions whose first is their number, count as often as a token is routed to one.
+    """
+    return sum(block_matmul(spec, block) for block in spec.blocks[1:])
+
+
+def active_params(spec: ModelSpec) -> int:
+    """Parameters that a token computes with: of experts those that it is routed to."""
+    text = spec.config.get_text_config(decoder=True)
+    routed = getattr(text, "num_experts_per_tok", None) or 1
+    idle = 0
+    for params in spec.buffers.values():
+        for param in params:
+            if len(param.shape) == 3 and param.shape[0] in _expert_counts(text):
+                idle += param.numel - routed * param.numel // param.shape[0]
+    return spec.num_params - idle
+
+
+def _expert_counts(text: Any) -> set[int | None]:
+    return {getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
+
+
+def block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
+    """Forward FLOPs of a layer's or the head's matrix products for one token."""
+    return sum(_matmul(spec, name, param) for name in block.buffers for param in spec.buffers[name])
+
+
+def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
+    text = spec.config.get_text_config(decoder=True)
+    experts = _expert_counts(text)
+    if buffer == EMBED and param.shape[0] != spec.vocab_size:
+        return 0  # beside the shared token table there may be one of positions
+    if len(param.shape) == 2:
+        return 2 * param.numel
+    if len(param.shape) == 3 and param.shape[0] in experts:
+        routed = getattr(text, "num_experts_per_tok", None) or 1
+        return 2 * routed * param.numel // param.shape[0]
+    return 0
+
+
+def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
+    """Forward FLOPs of all layers' attention over documents of these lengths in tokens."""
+    lengths = list(lengths)
+    return sum(_pair_flops(shape, lengths, 1, 1) for shape in spec.attention)
+
+
+def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
+    """FLOPs of forward and backward over documents of these lengths in tokens, padding excluded."""
+    lengths = list(lengths)
+    forward = sum(lengths) * matmul_flops(spec) + attention_flops(spec, lengths)
+    return (1 + BACKWARD) * forward
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """What one step computes."""
+
+    layer_matmul: int
+    """Matrix products of the layers: forward, backward, and again where backward's graph needs them."""
+    head_matmul: int
+    attention_forward: int
+    """Attention, forward: again for layers that save their input only."""
+    attention_backward: int
+    """Five products of a visible pair for the two of forward: q.k again, and the four gradients."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.layer_matmul + self.head_matmul + self.attention_forward + self.attention_backward
+
+
+def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepFlops:
+    """FLOPs that a step of `plan` carries out over documents of these lengths in tokens.
+
+    The layers compute padding too. Backward computes a layer's matrix products again except the one whose output
+    nobody reads (ModelSpec.unread), and none where the plan keeps the chunk's graph (Plan.kept). Queries, keys and
+    values are computed once more where the layer saved its input only (Plan.recomputed), attention with them, and
+    where keys and values are streamed.
+    """
+    lengths = list(lengths)
+    tokens = [chunk.end - chunk.start for chunk in plan.chunks]
+    layer_matmul = forward = backward = 0
+    for index, shape in enumerate(spec.attention, start=1):
+        block = spec.blocks[index]
+        once = block_matmul(spec, block)
+        again = once - unread_matmul(spec, block, spec.unread[index - 1])
+        passes = 2 if index in plan.recomputed else 1
+        extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
+        for chunk, count in enumerate(tokens):
+            layer_matmul += count * (once * (1 + BACKWARD) + extra)
+            if (index, chunk) not in plan.kept:
+                layer_matmul += count * again
+        forward += passes * _pair_flops(shape, lengths, 1, 1)
+        backward += _pair_flops(shape, lengths, 3, 2)
+    head = sum(lengths) * block_matmul(spec, spec.blocks[-1]) * (1 + BACKWARD)
+    return StepFlops(layer_matmul, head, forward, backward)
+
+
+def unread_matmul(spec: ModelSpec, block: BlockSpec, unread: str | None) -> int:
+    """Forward FLOPs a token of the product that a recomputation leaves out."""
+    if unread is None:
+        return 0
+    name = next(name for name in block.buffers if any(p.name.endswith(f".{unread}.weight") for p in spec.buffers[name]))
+    return sum(_matmul(spec, name, p) for p in spec.buffers[name] if p.name.endswith(f".{unread}.weight"))
+
+
+def projection_matmul(spec: ModelSpec, shape: AttentionShape | None) -> int:
+    """Forward FLOPs a token of the products that make a layer's queries, keys and values."""
+    if shape is None:
+        return 0
+    return 2 * spec.hidden_size * (shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim))
+
+
+def _pair_flops(shape: AttentionShape | None, lengths: Sequence[int], qk_products: int, v_products: int) -> int:
+    """FLOPs of so many products of the q.k kind and of the p.v kind over all visible pairs of one layer."""
+    if shape is None:
+        return 0
+    pairs = sum(visible_pairs(length, shape.window, shape.chunk) for length in lengths)
+    return 2 * shape.heads * (qk_products * shape.qk_dim + v_products * shape.v_dim) * pairs

@@ -1,0 +1,260 @@
+"""What a plan promises: time, memory, bytes and FLOPs of a step and of a whole run, as JSON-ready data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.data.loader import MicroBatch
+from engine.forecast.costs import Calibration
+from engine.forecast.extrapolate import estimate, estimate_score, num_ops
+from engine.forecast.flops import active_params, executed_flops, model_flops
+from engine.forecast.request import Task
+from engine.forecast.search import Found, promised_s
+from engine.forecast.simulate import Simulation
+from engine.machine.peaks import hfu, mfu, peak_flops
+from engine.machine.profile import Machine
+from engine.plan.plan import FP32, STATE_KINDS, Choice, Plan
+from engine.schedule.ops import LANES
+from storage.chunk import ChunkFormat
+from storage.errors import BudgetError
+
+WHOLE_OPS = 30_000
+"""Steps of up to so many ops are simulated whole for the forecast."""
+_DOUBLINGS = 12
+
+
+def forecast(
+    task: Task,
+    machine: Machine,
+    found: Found,
+    calibration: Calibration | None = None,
+    batch: Sequence[MicroBatch] | None = None,
+    simulation: Simulation | None = None,
+) -> dict[str, Any]:
+    """The forecast of the best plan found.
+
+    `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
+    """
+    plan, train = found.plan, task.recipe.train
+    documents = None if batch is None else [m.documents for m in batch]
+    if simulation is None:
+        simulation = predict(plan, machine, calibration, documents)
+    validation_s = validation_seconds(task, machine, plan, calibration, documents)
+    lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
+    step_s = promised_s(simulation.step_s)
+    tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
+    wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths).total
+    peak = None if machine.gpu is None else peak_flops(machine.gpu)
+    return plan.to_json() | {
+        "fits": True,
+        "machine": machine_json(machine),
+        "model": model_json(task),
+        "context": task.recipe.data.sequence_length,
+        "tokens_per_step": tokens,
+        "steps": train.steps,
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s,
+        "bound_by": simulation.bound_by,
+        "lanes": {
+            lane: {
+                "busy_s": simulation.busy_s[lane],
+                "bytes": simulation.bytes[lane],
+                "share": min(1.0, simulation.busy_s[lane] / step_s),
+            }
+            for lane in LANES
+        },
+        "bytes_per_step": simulation.bytes,
+        "model_flops": wanted,
+        "executed_flops": done,
+        "mfu": mfu(wanted, step_s, peak),
+        "hfu": hfu(done, step_s, peak),
+        "run": whole_run(task, machine, plan, simulation, validation_s),
+        "budgets": task.budgets.why,
+        "reasons": reasons(found),
+        "calibrated": calibration is not None,
+    }
+
+
+def predict(
+    plan: Plan,
+    machine: Machine,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+) -> Simulation:
+    """The step that the forecast promises."""
+    return estimate(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
+
+
+def validation_seconds(
+    task: Task,
+    machine: Machine,
+    plan: Plan,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+) -> float:
+    """Seconds that a validation adds to the run; 0 where the recipe asks for none."""
+    train = task.recipe.train
+    if train.validate_every is None:
+        return 0.0
+    passes = -(-(train.validation_sequences or train.sequences_per_step) // train.sequences_per_step)
+    return passes * estimate_score(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
+
+
+def refusal(task: Task, machine: Machine, error: BudgetError) -> dict[str, Any]:
+    """The forecast of what does not fit, without the changes that would make it fit (engine/forecast/advice.py)."""
+    return {
+        "fits": False,
+        "machine": machine_json(machine),
+        "model": model_json(task),
+        "context": task.recipe.data.sequence_length,
+        "tokens_per_step": sum(rows(task)),
+        "steps": task.recipe.train.steps,
+        "refusal": {
+            "tier": error.tier,
+            "short_bytes": error.need_bytes - error.budget_bytes,
+            "message": str(error),
+            "changes": [],
+        },
+        "tiers": {
+            str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}},
+        },
+        "budgets": task.budgets.why,
+    }
+
+
+def rows(task: Task) -> list[int]:
+    """Lengths of a step's documents when each row is one."""
+    return [task.recipe.data.sequence_length] * task.recipe.train.sequences_per_step
+
+
+def machine_json(machine: Machine) -> dict[str, Any]:
+    """Which machine, and where its figures come from."""
+    return {"name": machine.name, "source": machine.source, "gpu": machine.gpu}
+
+
+def model_json(task: Task) -> dict[str, Any]:
+    """What is trained."""
+    spec = task.spec
+    return {
+        "type": spec.model_type,
+        "params": spec.num_params,
+        "active_params": active_params(spec),
+        "layers": len(spec.attention),
+    }
+
+
+def whole_run(
+    task: Task, machine: Machine, plan: Plan, simulation: Simulation, validation_s: float = 0.0
+) -> dict[str, Any]:
+    """Seconds of all steps with their commits and validations, and what is written to each drive by the end.
+
+    A commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that
+    it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
+    """
+    steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
+    resident = [buffer for buffer in plan.buffers.values() if buffer.state != "nvme"]
+    through = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in resident)
+    whole = sum(buffer.num_parts * _state_files(buffer.part_numel) for buffer in plan.buffers.values())
+    commits = -(-steps // every)
+    validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
+    idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
+    held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
+    per_step = simulation.bytes["nvme_write"]
+    written = steps * per_step + commits * through + whole
+    drives = max(1, len(task.recipe.storage.drives) or len(machine.drives))
+    shares = []
+    for index in range(drives):
+        drive = machine.drives[min(index, len(machine.drives) - 1)]
+        path = task.recipe.storage.drives[index] if index < len(task.recipe.storage.drives) else drive.path
+        endurance = drive.endurance_bytes
+        shares.append(
+            {
+                "path": path,
+                "bytes_written": written // drives,
+                "bytes_written_per_step": per_step // drives,
+                "endurance_bytes": endurance,
+                "endurance_share": None if endurance is None else written / drives / endurance,
+            }
+        )
+    return {
+        "seconds": steps * promised_s(simulation.step_s) + commits * held_up_s + validations * validation_s,
+        "commits": commits,
+        "validations": validations,
+        "validation_s": validation_s,
+        "drives": shares,
+    }
+
+
+def _state_files(part_numel: int) -> int:
+    return len(STATE_KINDS) * ChunkFormat(part_numel * FP32).file_bytes
+
+
+_WORDS: dict[str, dict[Any, str]] = {
+    "streamed": {True: "a window that streams", False: "the whole window on the GPU"},
+    "gpu_first": {
+        "graphs": "graphs kept first",
+        "blocks": "resident blocks first",
+        "half": "half for resident blocks",
+        "graphs only": "graphs kept and no block resident",
+        "records": "records held first",
+    },
+    "recompute": {"none": "attention saved", "half": "half of it again in backward", "all": "attention again"},
+    "ram_first": {"activations": "no activation on NVMe", "weights": "weights first", "state": "state first"},
+    "stages": {4: "four parts in flight", 2: "two parts in flight"},
+    "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
+}
+
+
+def reasons(found: Found) -> dict[str, str]:
+    """Choice -> why it was made: what the best of each alternative would have come to."""
+    texts = {"chunk_tokens": _reason(found, lambda chunk, choice: chunk, "{:,} tokens".format)}
+    for name, words in _WORDS.items():
+        texts[name] = _reason(found, lambda chunk, choice, name=name: getattr(choice, name), words.__getitem__)  # type: ignore[misc]
+    return {name: text for name, text in texts.items() if text}
+
+
+def _reason(found: Found, value_of: Callable[[int, Choice], Any], word: Callable[[Any], str]) -> str:
+    """Empty where there was no alternative."""
+    best: dict[Any, float] = {}
+    for c in found.tried:
+        value = value_of(c.chunk_tokens, c.choice)
+        best[value] = min(c.step_s, best.get(value, c.step_s))
+    mine = value_of(found.best.chunk_tokens, found.best.choice)
+    others = sorted((seconds / found.best.step_s - 1, word(value)) for value, seconds in best.items() if value != mine)
+    compared = [f"{other} {'the same' if slower < 5e-4 else f'{slower:+.1%} time'}" for slower, other in others]
+    refused = {value_of(chunk, choice) for chunk, choice, _ in found.refused} - best.keys()
+    compared += sorted(f"{word(value)} does not fit" for value in refused)
+    return f"{word(mine)}; {', '.join(compared)}" if compared else ""
+
+
+def compute_bound_tokens(task: Task, machine: Machine, found: Found) -> int | None:
+    """Tokens per step from which computing takes longest; None where more sequences change nothing about it.
+
+    Tried by doubling or halving the sequences of a step with the same choices.
+    """
+    train, choice = task.recipe.train, found.best.choice
+    per_row = task.recipe.data.sequence_length
+
+    def bound(sequences: int) -> bool | None:
+        changed = replace(train, sequences_per_step=sequences, chunk_tokens=found.best.chunk_tokens)
+        try:
+            plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
+        except BudgetError:
+            return None
+        return estimate(plan, machine).bound_by == "compute"
+
+    sequences, micro = train.sequences_per_step, train.sequences_per_micro_batch
+    if bound(sequences):
+        while sequences % (2 * micro) == 0 and bound(sequences // 2):
+            sequences //= 2
+        return sequences * per_row
+    for _ in range(_DOUBLINGS):
+        sequences *= 2
+        answer = bound(sequences)
+        if answer is None:
+            return None
+        if answer:
+            return sequences * per_row
+    return None

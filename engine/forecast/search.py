@@ -1,0 +1,280 @@
+"""Finding the plan with the shortest simulated step among those that the budgets allow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.forecast.costs import Calibration
+from engine.forecast.extrapolate import estimate, num_ops
+from engine.forecast.simulate import Simulation
+from engine.machine.profile import Machine
+from engine.plan.plan import KV_SLOTS, Choice, Plan, Problem
+from engine.plan.planner import make_plan
+from storage.errors import BudgetError
+
+EXHAUSTIVE_OPS = 1_500
+"""Steps of about so many ops are cheap to simulate: every combination is tried."""
+START_CHUNK = 8192
+"""Where the search for the chunk length of a large step begins, or where its stream makes START_CHUNKS chunks."""
+START_CHUNKS = 32
+MOST_CHUNKS = 128
+"""Chunks of one micro-batch that an automatic chunk length makes at most, unless shorter ones alone fit."""
+_CHUNKS = tuple(1 << n for n in range(9, 17))
+"""Chunk lengths tried where the recipe names none."""
+WORTH_A_PASS = 0.01
+"""What trying every change must have gained for another pass over them."""
+SWITCH_GAIN = 0.03
+"""By how much a plan must be faster to replace one of which it is known that it works."""
+
+ProblemAt = Callable[[int], Problem]
+"""Tokens of a chunk -> the problem with chunks of that length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was tried."""
+
+    chunk_tokens: int
+    choice: Choice
+    plan: Plan
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of a step."""
+        return self.simulation.step_s
+
+
+@dataclass(slots=True)
+class Found:
+    """The best plan and what it was compared with."""
+
+    best: Candidate
+    tried: list[Candidate]
+    refused: list[tuple[int, Choice, BudgetError]]
+    """Combinations that do not fit."""
+
+    @property
+    def plan(self) -> Plan:
+        """The best one's."""
+        return self.best.plan
+
+    def far(self) -> set[tuple[int, Choice]]:
+        """Combinations that another is ahead of on every lane: other times of the ops make none of them the best."""
+        ahead: list[Candidate] = []
+        for candidate in sorted(self.tried, key=lambda c: c.step_s):
+            if not any(_ahead(other, candidate) for other in ahead):
+                ahead.append(candidate)
+        near = {id(candidate) for candidate in ahead}
+        return {(c.chunk_tokens, c.choice) for c in self.tried if id(c) not in near}
+
+
+def _ahead(one: Candidate, other: Candidate) -> bool:
+    """Whether `one`, whose step is no longer, keeps no lane busy for longer than `other`."""
+    busy = one.simulation.busy_s
+    return all(seconds <= other.simulation.busy_s[lane] * (1 + 1e-9) for lane, seconds in busy.items())
+
+
+def chunk_options(stream_tokens: int) -> list[int]:
+    """Chunk lengths worth trying for a micro-batch of `stream_tokens` tokens, longest last."""
+    shorter = [n for n in _CHUNKS if n < stream_tokens]
+    few = [n for n in shorter if n * MOST_CHUNKS >= stream_tokens]
+    return [*(few or shorter), *([stream_tokens] if stream_tokens <= _CHUNKS[-1] else [])]
+
+
+def dimensions(problem: Problem, num_chunks: int) -> dict[str, list[Any]]:
+    """Field of Choice -> the values worth trying, the likeliest first."""
+    attends = any(block.attends for block in problem.blocks)
+    useful = attends and num_chunks > KV_SLOTS
+    streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
+    recompute: dict[str, list[Any]] = {"input": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
+    gpu_first = ["graphs", "blocks", "half", "graphs only", "records"]
+    if problem.save != "auto":
+        gpu_first = ["blocks", "graphs only", "records"]
+    return {
+        "streamed": streamed[problem.kv_window],
+        "gpu_first": gpu_first,
+        "recompute": recompute.get(problem.save, ["none"]),
+        "ram_first": ["activations", "weights", "state"],
+        "stages": [4, 2],
+        "spare_slots": [1, 2],
+    }
+
+
+@dataclass(slots=True)
+class _Search:
+    problem_at: ProblemAt
+    machine: Machine
+    calibration: Calibration | None
+    documents: Sequence[Sequence[int]] | None
+    rough: bool
+    tried: list[Candidate] = field(default_factory=list)
+    refused: list[tuple[int, Choice, BudgetError]] = field(default_factory=list)
+    problems: dict[int, Problem] = field(default_factory=dict)
+    seen: dict[tuple[int, Choice], Candidate | None] = field(default_factory=dict)
+    simulated: dict[tuple[Any, ...], Simulation] = field(default_factory=dict)
+
+    def problem(self, chunk: int) -> Problem:
+        if chunk not in self.problems:
+            self.problems[chunk] = self.problem_at(chunk)
+        return self.problems[chunk]
+
+    def plan(self, chunk: int, choice: Choice) -> Plan | None:
+        """None where it does not fit."""
+        try:
+            return make_plan(self.problem(chunk), choice)
+        except BudgetError as error:
+            self.refused.append((chunk, choice, error))
+            return None
+
+    def attempt(self, chunk: int, choice: Choice) -> Candidate | None:
+        """Simulate a combination, unless it or one that comes to the same plan has been."""
+        if (chunk, choice) not in self.seen:
+            plan = self.plan(chunk, choice)
+            self.seen[chunk, choice] = None if plan is None else self.candidate(chunk, plan)
+        return self.seen[chunk, choice]
+
+    def candidate(self, chunk: int, plan: Plan) -> Candidate:
+        """Simulate a plan, unless one that runs the same schedule has been."""
+        key = decisions(plan)
+        if key not in self.simulated:
+            found = estimate(plan, self.machine, self.calibration, self.documents, settled=not self.rough)
+            self.simulated[key] = found
+        self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
+        return candidate
+
+    def everything(self, chunk: int, values: dict[str, list[Any]], before: Found | None) -> None:
+        far = set() if before is None else before.far()
+        for combination in itertools.product(*values.values()):
+            choice = Choice(**dict(zip(values, combination, strict=True)))
+            if (chunk, choice) not in far:
+                self.attempt(chunk, choice)
+
+    def descend(self, start: Candidate, chunks: list[int]) -> None:
+        """Change one thing at a time, as long as that helps."""
+        best, improved = start, True
+        while improved:
+            before = promised_s(best.step_s)
+            for name, value in self._moves(best, chunks):
+                chunk = value if name == "chunk_tokens" else best.chunk_tokens
+                choice = best.choice if name == "chunk_tokens" else replace(best.choice, **{name: value})
+                other = self.attempt(chunk, choice)
+                if other is not None and rank(other) < rank(best):
+                    best = other
+            improved = promised_s(best.step_s) < before * (1 - WORTH_A_PASS)
+
+    def _moves(self, best: Candidate, chunks: list[int]) -> list[tuple[str, Any]]:
+        values = dimensions(best.plan.problem, best.plan.window_chunks)
+        moves = [(name, value) for name in values for value in values[name]]
+        where = chunks.index(best.chunk_tokens)
+        return moves + [("chunk_tokens", n) for n in chunks[max(0, where - 1) : where + 2]]
+
+
+def promised_s(step_s: float) -> float:
+    """A simulated time rounded up to three digits: what is promised, and beyond which plans count as equally fast."""
+    unit = 10.0 ** (math.floor(math.log10(step_s)) - 2)
+    return math.ceil(step_s / unit * (1 - 1e-12)) * unit
+
+
+def rank(candidate: Candidate) -> tuple[float, int, float]:
+    """Faster first; of equals the one that writes less to the drives, which wear."""
+    return promised_s(candidate.step_s), candidate.simulation.bytes["nvme_write"], candidate.step_s
+
+
+def decisions(plan: Plan) -> tuple[Any, ...]:
+    """Equal for plans that run the same schedule."""
+    buffers = tuple((b.weights, b.state, b.gradient) for b in plan.buffers.values())
+    sets = (plan.spilled, plan.recomputed, plan.held, plan.kept)
+    slots = (plan.state_stages, plan.part_stages, plan.activation_stages, *plan.weight_slots.values())
+    return plan.max_chunk_tokens, buffers, sets, slots, plan.streamed
+
+
+def search(
+    problem_at: ProblemAt,
+    chunks: Sequence[int],
+    machine: Machine,
+    calibration: Calibration | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    *,
+    known: tuple[int, Choice] | None = None,
+    only: tuple[int, Choice] | None = None,
+    before: Found | None = None,
+    rough: bool = False,
+) -> Found:
+    """The plan with the shortest step.
+
+    Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
+    `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
+    whatever its speed; `before`: a search with other times, which says what need not be tried again (Found.far);
+    `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
+    Raises BudgetError, that of the combination which lacks least, where none fits.
+    """
+    hunt = _Search(problem_at, machine, calibration, documents, rough)
+    lengths = list(chunks)
+    if only is not None and (taken := hunt.attempt(*only)) is not None:
+        return Found(taken, hunt.tried, hunt.refused)
+    fitting: dict[int, Plan] = {}
+    for chunk in lengths:
+        problem = hunt.problem(chunk)
+        values = _options(problem)
+        first = _frugal(problem, values)
+        if not isinstance(first, Plan):
+            hunt.refused += [(chunk, Choice(), error) for error in first[:1]]
+            continue
+        if num_ops(first) <= EXHAUSTIVE_OPS:
+            hunt.everything(chunk, values, before)
+        else:
+            fitting[chunk] = first
+    if fitting:
+        problem = hunt.problem(lengths[0])
+        middling = max(START_CHUNK, problem.rows * problem.row_tokens // START_CHUNKS)
+        start = min(fitting, key=lambda chunk: abs(chunk - middling))
+        hunt.descend(hunt.candidate(start, fitting[start]), lengths)
+    if not hunt.tried:
+        raise why_not(hunt.problem, lengths) or hunt.refused[0][2]
+    best = min(hunt.tried, key=rank)
+    if known is not None and known[0] in lengths:
+        kept = hunt.attempt(*known)
+        if kept is not None and best.step_s > kept.step_s * (1 - SWITCH_GAIN):
+            best = kept
+    return Found(best, hunt.tried, hunt.refused)
+
+
+def _options(problem: Problem) -> dict[str, list[Any]]:
+    return dimensions(problem, -(-problem.rows * problem.row_tokens // problem.chunk_tokens))
+
+
+def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
+    """The refusal of the combination that lacks least; None as soon as one fits. The shortest chunks need least."""
+    refusals: list[BudgetError] = []
+    for chunk in chunks[:2]:
+        problem = problem_at(chunk)
+        found = _frugal(problem, _options(problem))
+        if isinstance(found, Plan):
+            return None
+        refusals += found
+    return min(refusals, key=_lack)
+
+
+def _frugal(problem: Problem, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
+    """A plan that needs little of each tier, or why there is none."""
+    refusals = []
+    ends = {name: dict.fromkeys((found[0], found[-1])) for name, found in values.items()}
+    ways = itertools.product(ends["streamed"], ends["recompute"], values["ram_first"], ends["gpu_first"])
+    for streamed, recompute, ram_first, gpu_first in ways:
+        choice = Choice(streamed=streamed, recompute=recompute, ram_first=ram_first, gpu_first=gpu_first)
+        try:
+            return make_plan(problem, choice)
+        except BudgetError as error:
+            refusals.append(error)
+    return refusals
+
+
+def _lack(error: BudgetError) -> tuple[int, int]:
+    """Which refusal is worth most: that of the last tier placed, then what is missing least."""
+    order = ["nvme", "ram", "gpu"]
+    return order.index(error.tier) if error.tier in order else len(order), error.need_bytes - error.budget_bytes

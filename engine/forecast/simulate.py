@@ -1,0 +1,210 @@
+"""The schedule carried out by clocks: the same ops as the executor's, one at a time on each lane, in program order.
+
+An op starts when its lane is free, what it depends on is done and the main thread has handed it over; it runs as fast
+as what it shares with the other lanes lets it. The result has the executor's spans. Nothing is computed and no memory
+is needed, so any plan can be tried for any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.events import Span
+from engine.forecast.costs import Costs
+from engine.machine.profile import Machine
+from engine.plan.plan import Plan
+from engine.schedule.builder import ScheduleBuilder, stays_aside
+from engine.schedule.ops import LANES, Lane, Op
+
+BUILD_S = 1.6e-5
+"""The main thread's time to build one op: docs/results/dispatch.md."""
+DISPATCH_S = 1.2e-5
+"""A lane's time between two ops."""
+BETWEEN_STEPS_S = 1e-3
+"""From the end of a step to the first op of the next: metrics, the next batch."""
+
+_CPU_SHARES: dict[Lane, float] = {"compute": 1.0, "optimizer": 1.0, "h2d": 0.5, "d2h": 0.5}
+"""Share of all cores that a lane at full speed keeps busy where the compute tier is ordinary memory."""
+_DISK_SHARE = 0.08
+"""Checksums and system calls of a lane that reads or writes files, as a share of all cores."""
+
+
+class Deadlock(Exception):
+    """No lane can go on: the schedule's dependencies and its program order contradict each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What one step came to."""
+
+    step_s: float
+    """From the end of the step before, when its loss is known, to this one's."""
+    busy_s: dict[str, float]
+    """Lane -> seconds within the step in which it had an op under way."""
+    bytes: dict[str, int]
+    """Lane -> payload bytes of the step's ops; what is put aside without leaving the compute device is not counted."""
+    spans: list[Span]
+    """Of the step, counted from its start. Ops of its update are not done by its end and belong to the next step."""
+
+    @property
+    def bound_by(self) -> str:
+        """The lane that is busy longest."""
+        return max(self.busy_s, key=lambda lane: self.busy_s[lane])
+
+
+def simulate(
+    plan: Plan,
+    costs: Costs,
+    machine: Machine,
+    documents: Sequence[Sequence[int]] | None = None,
+    *,
+    settled: bool = True,
+) -> Simulation:
+    """The second step of a run of `plan`, as the first has no update to apply. Raises Deadlock.
+
+    `documents`: per micro-batch the sorted starts of its documents (ScheduleBuilder.step). Not `settled`: the first
+    step is only taken to have been there, nothing of it being under way any more; this takes half the time to find out.
+    """
+    builder = ScheduleBuilder(plan)
+    clocks = Clocks(machine)
+    start = 0.0
+    if settled:
+        first = builder.step(1, documents=documents)
+        clocks.run(first, costs)
+        start = clocks.done_at[first[-1].id]
+    else:
+        builder.follow(1)
+    second = builder.step(2, documents=documents)
+    clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
+    end = clocks.done_at[second[-1].id]
+    spans = clocks.spans(start)
+    moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
+    for op in second:
+        moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
+    return Simulation(end - start, busy_seconds(spans, 0.0, end - start), dict(moved), spans)
+
+
+def busy_seconds(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
+    """Lane -> seconds between the two times in which it had a span under way; spans of a lane in order of start."""
+    busy = dict.fromkeys(LANES, 0.0)
+    until = dict.fromkeys(LANES, start_s)
+    for span in spans:
+        begin, end = max(span.start_s, until[span.lane]), min(span.end_s, end_s)  # type: ignore[index]
+        if end > begin:
+            busy[span.lane] += end - begin  # type: ignore[index]
+            until[span.lane] = end  # type: ignore[index]
+    return {str(lane): seconds for lane, seconds in busy.items()}
+
+
+class Clocks:
+    """One clock per lane, and one for the main thread."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.done_at: dict[int, float] = {}
+        """Op -> when it ended."""
+        self.times: list[tuple[Op, float, float]] = []
+        """(op, start, end) in order of end."""
+        self._speeds = [_speeds(machine, mask) for mask in range(1 << len(LANES))]
+        self._free_at = [0.0] * len(LANES)
+
+    def run(self, ops: Sequence[Op], costs: Costs, from_s: float = 0.0) -> None:
+        """Carry out `ops`, handed over one by one from `from_s` on. Raises Deadlock."""
+        numbers = {lane: i for i, lane in enumerate(LANES)}
+        queues: list[list[Op]] = [[] for _ in LANES]
+        given: dict[int, float] = {}
+        missing: dict[int, int] = {}
+        followers: dict[int, list[Op]] = {}
+        for i, op in enumerate(ops):
+            queues[numbers[op.lane]].append(op)
+            given[op.id] = from_s + i * BUILD_S
+            waits = [dep for dep in op.deps if dep not in self.done_at]
+            missing[op.id] = len(waits)
+            for dep in waits:
+                followers.setdefault(dep, []).append(op)
+        heads = [0] * len(LANES)
+        left = [0.0] * len(LANES)
+        began = [0.0] * len(LANES)
+        ready_at = {op.id: max((self.done_at[d] for d in op.deps if d in self.done_at), default=0.0) for op in ops}
+        now, mask, todo = 0.0, 0, len(ops)
+        while todo:
+            coming = math.inf
+            for lane, queue in enumerate(queues):
+                bit = 1 << lane
+                if mask & bit or heads[lane] == len(queue):
+                    continue
+                op = queue[heads[lane]]
+                if missing[op.id]:
+                    continue
+                start = max(given[op.id], ready_at[op.id], self._free_at[lane])
+                if start > now:
+                    coming = min(coming, start)
+                    continue
+                mask |= bit
+                began[lane], left[lane] = now, costs.seconds(op)
+            speeds = self._speeds[mask]
+            pace, first = coming - now, -1
+            for lane in range(len(LANES)):
+                if mask >> lane & 1:
+                    takes = left[lane] / speeds[lane]
+                    if takes <= pace:
+                        pace, first = takes, lane
+            if pace == math.inf:
+                stuck = ", ".join(
+                    f"{q[h].action} of {q[h].block}" for q, h in zip(queues, heads, strict=True) if h < len(q)
+                )
+                raise Deadlock(f"the lanes wait for each other at {stuck}")
+            for lane in range(len(LANES)):
+                if mask >> lane & 1:
+                    left[lane] -= pace * speeds[lane]
+            now += pace
+            if first < 0:
+                continue
+            op = queues[first][heads[first]]
+            heads[first] += 1
+            mask &= ~(1 << first)
+            self._free_at[first] = now + DISPATCH_S
+            self.done_at[op.id] = now
+            self.times.append((op, began[first], now))
+            for follower in followers.pop(op.id, ()):
+                missing[follower.id] -= 1
+                ready_at[follower.id] = max(ready_at[follower.id], now)
+            todo -= 1
+
+    def spans(self, start: float) -> list[Span]:
+        """What ended after `start`, counted from there, in order of end."""
+        lane_end = dict.fromkeys(LANES, 0.0)
+        found = []
+        for op, begin, end in self.times:
+            if end > start:
+                waited: tuple[int, ...] = ()
+                if begin > lane_end[op.lane] + DISPATCH_S:
+                    waited = tuple(dep for dep in op.deps if self.done_at[dep] > lane_end[op.lane])
+                found.append(
+                    Span(
+                        op.lane, op.action, op.block, op.index, begin - start, end - start, op.nbytes, op.step,
+                        op.id, waited,
+                    )
+                )  # fmt: skip
+            lane_end[op.lane] = end
+        return found
+
+
+def _speeds(machine: Machine, mask: int) -> list[float]:
+    """Share of its own rate at which each lane goes while the lanes of `mask` are busy."""
+    busy = {lane for i, lane in enumerate(LANES) if mask >> i & 1}
+    disks = busy & {"nvme_read", "nvme_write"}
+    on_cpu: dict[Lane, float] = {lane: _DISK_SHARE for lane in disks}
+    on_cpu |= {lane: share for lane, share in _CPU_SHARES.items() if lane in busy} if machine.gpu is None else {}
+    crowd = max(1.0, sum(on_cpu.values()))
+    speeds = []
+    for lane in LANES:
+        speed = 1.0 / crowd if lane in on_cpu else 1.0
+        if lane in disks and len(disks) == 2:
+            speed *= machine.drive_duplex_share
+        if machine.gpu is not None and lane in ("h2d", "d2h") and {"h2d", "d2h"} <= busy:
+            speed *= machine.duplex_share
+        speeds.append(speed)
+    return speeds

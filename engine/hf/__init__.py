@@ -1,0 +1,1 @@
+"""Hugging Face's formats: model configs, weights in and out."""

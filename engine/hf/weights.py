@@ -1,0 +1,263 @@
+"""Weights in and out: Hugging Face checkpoints to the fp32 parameters of flat buffers and back, a buffer at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
+from engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
+from engine.model import skeleton
+from engine.model.spec import ModelSpec, initial_constants
+from storage.disk import atomic_write, require_writable
+from storage.errors import UserError
+from storage.model_folder import has_model_file, read_model_file
+from storage.safetensors_io import CheckpointReader, CheckpointWriter
+from storage.untrusted import parse_object
+
+FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes of trained tensors: those that fp32 holds exactly."""
+
+_COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
+_COPIED_BYTES = 1 << 28
+"""Of one file; the largest tokenizers have some tens of MB."""
+
+
+def import_blocks(reader: CheckpointReader, spec: ModelSpec) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one buffer is in memory at a time.
+
+    Before the first tensor is read, raises UserError naming tensor and file when a tensor is missing, has another
+    shape than the config makes it, or a dtype that fp32 does not hold exactly; while reading, when tied tensors differ.
+    """
+    layout = CheckpointLayout(spec, reader)
+    for name in layout.trained:
+        if reader.tensors[name][0] not in FLOAT_DTYPES:
+            raise UserError(
+                f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 does not hold exactly; "
+                f"convert it to one of {', '.join(FLOAT_DTYPES)}"
+            )
+    return ((buffer, dict(_read_buffer(reader, layout, buffer))) for buffer in spec.buffers)
+
+
+def read_constants(reader: CheckpointReader, spec: ModelSpec) -> dict[str, Tensor]:
+    """The persistent buffers that the checkpoint holds, by state-dict name, in its dtypes."""
+    layout = CheckpointLayout(spec, reader)
+    constants: dict[str, Tensor] = {}
+    for conversion in layout.of_constants:
+        constants |= _convert(reader, layout, conversion)
+    return constants
+
+
+def _read_buffer(reader: CheckpointReader, layout: CheckpointLayout, buffer: str) -> Iterator[tuple[str, Tensor]]:
+    done: dict[str, Tensor] = {}
+    for conversion in layout.of_buffer[buffer]:
+        for target, tensor in _convert(reader, layout, conversion).items():
+            name = layout.canonical[target]
+            if name not in done:
+                done[name] = tensor.float()
+                yield name, done[name]
+            elif not _same_bits(done[name], tensor.float()):
+                raise UserError(
+                    f"{reader.folder}: {', '.join(conversion.sources)} and '{name}' are one tensor in this model and "
+                    f"differ in the checkpoint; set tie_word_embeddings to false in its config.json"
+                )
+
+
+def _convert(reader: CheckpointReader, layout: CheckpointLayout, conversion: Conversion) -> dict[str, Tensor]:
+    """The model's tensors that `conversion` makes, in the checkpoint's dtype; proven to give it back bit for bit."""
+    tensors = {name: reader.read(name) for name in conversion.sources}
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    made = layout.plan.apply(conversion, tensors)
+    if conversion.exported:
+        for name, tensor in layout.plan.revert(conversion, made).items():
+            if not _same_bits(tensor, tensors[name]):
+                raise UserError(
+                    f"{reader.file(name)}: the change of layout that transformers makes to '{name}' cannot be "
+                    f"undone exactly; save the model with transformers first and import that"
+                )
+    return made
+
+
+class CheckpointLayout:
+    """Which conversions of a checkpoint belong to which buffer of `spec`, and what is only kept."""
+
+    def __init__(self, spec: ModelSpec, reader: CheckpointReader) -> None:
+        model = skeleton.build(spec.config)
+        self.stored = {n: Stored(dtype, shape, str(reader.file(n))) for n, (dtype, shape) in reader.tensors.items()}
+        self.plan = ConversionPlan(model, self.stored)
+        self.canonical = _canonical_names(model)
+        """State-dict name to the name under which the parameter stands in its buffer."""
+        buffer_of = {param.name: buffer for buffer, params in spec.buffers.items() for param in params}
+        self.of_buffer: dict[str, list[Conversion]] = {buffer: [] for buffer in spec.buffers}
+        self.of_constants: list[Conversion] = []
+        self.kept = list(self.plan.unused)
+        """Tensors that training does not change: unused ones and persistent buffers."""
+        made: set[str] = set()
+        for conversion in self.plan.conversions:
+            names = [self.canonical[target] for target in conversion.targets]
+            buffers = {buffer_of.get(name) for name in names}
+            assert len(buffers) == 1, f"{conversion.sources} make parameters of several buffers"
+            buffer = buffers.pop()
+            if buffer is None:
+                assert all(name in spec.constants for name in names)
+                self.of_constants.append(conversion)
+                self.kept += conversion.sources
+            else:
+                self.of_buffer[buffer].append(conversion)
+                made.update(names)
+        missing = next((name for name in buffer_of if name not in made), None)
+        if missing is not None:
+            raise UserError(
+                f"{reader.folder}: no tensor makes the model's parameter '{missing}'; the checkpoint is incomplete, or "
+                f"its config.json belongs to another model"
+            )
+
+    @property
+    def trained(self) -> list[str]:
+        """Names, in the checkpoint, of the tensors that hold parameters."""
+        return [name for group in self.of_buffer.values() for conversion in group for name in conversion.sources]
+
+    def exported(self, conversion: Conversion) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of the tensors that an export writes for `conversion`."""
+        if conversion.exported_names == conversion.sources:
+            return [(name, self.stored[name].dtype, self.stored[name].shape) for name in conversion.sources]
+        dtype = self.stored[conversion.sources[0]].dtype
+        return [(name, dtype, self.plan.shapes[name]) for name in conversion.targets]
+
+
+ReadBuffer = Callable[[str], Mapping[str, Tensor]]
+"""Gives the fp32 parameters of one buffer by state-dict name; called once for each buffer, in order."""
+
+
+def export_folder(
+    out_dir: Path,
+    spec: ModelSpec,
+    read_buffer: ReadBuffer,
+    *,
+    constants: Mapping[str, Tensor],
+    origin: Path | None,
+    tokenizer: TextTokenizer | None,
+    dtype: str,
+) -> None:
+    """Write a Hugging Face folder; one buffer is in memory at a time.
+
+    With an `origin`, the folder that the model was imported from, every tensor has its name, layout and dtype there,
+    what was not trained is copied, and config, generation config and tokenizer files are the origin's, byte for byte
+    (where the config of `spec` says otherwise than the origin's, these fields are changed).
+    Without, tensors are in `dtype` (a torch dtype's name) and laid out as transformers saves them, persistent buffers
+    with their values in `constants`, else their initial ones. `tokenizer` replaces the origin's tokenizer files.
+
+    Raises UserError when `out_dir` holds files already or cannot be written, and when the origin is gone.
+    """
+    require_writable(out_dir)
+    if any(out_dir.iterdir()):
+        raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
+    if origin is not None:
+        _export_like(out_dir, spec, read_buffer, origin, skip=TOKENIZER_FILES if tokenizer is not None else ())
+    else:
+        values = dict(constants) if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
+        _export_fresh(out_dir, spec, read_buffer, values, FLOAT_DTYPES[dtype], tokenizer)
+    if tokenizer is not None:
+        for name in TOKENIZER_FILES:
+            if has_model_file(tokenizer.folder, name):
+                atomic_write(out_dir / name, read_model_file(tokenizer.folder, name, _COPIED_BYTES))
+
+
+def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Path, skip: Collection[str]) -> None:
+    reader = CheckpointReader(origin)
+    layout = CheckpointLayout(spec, reader)
+    config = _config_like(spec.config, origin / "config.json")
+    copied = {name: read_model_file(origin, name, _COPIED_BYTES) for name in _copied_names(origin, skip)}
+    tensors = [(name, *reader.tensors[name]) for name in layout.kept]
+    for conversions in layout.of_buffer.values():
+        for conversion in conversions:
+            tensors += layout.exported(conversion)
+    dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
+    with CheckpointWriter(out_dir, tensors) as writer:
+        for name in layout.kept:
+            writer.write(name, reader.read(name))
+        for buffer, conversions in layout.of_buffer.items():
+            params = read_buffer(buffer)
+            for conversion in conversions:
+                values = {target: params[layout.canonical[target]] for target in conversion.targets}
+                for name, tensor in layout.plan.revert(conversion, values).items():
+                    writer.write(name, tensor.to(dtypes[name]))
+    for name, content in copied.items():
+        atomic_write(out_dir / name, content)
+    atomic_write(out_dir / "config.json", config)
+
+
+def _copied_names(origin: Path, skip: Collection[str]) -> list[str]:
+    """Files beside the weights that an export takes along."""
+    return sorted(
+        file.name
+        for file in origin.iterdir()
+        if file.suffix in _COPIED_SUFFIXES
+        and file.name not in (*skip, "config.json")
+        and not file.name.endswith(".index.json")
+        and not file.is_dir()
+    )
+
+
+def _config_like(config: PretrainedConfig, file: Path) -> bytes:
+    """`file`'s bytes; where `config` says otherwise than the file (overrides), the file with these fields changed."""
+    original = read_model_file(file.parent, file.name, _COPIED_BYTES)
+    values = parse_object(original)
+    before = type(config).from_dict(copy.deepcopy(values)).to_dict()
+    incidental = ("_name_or_path", "transformers_version")
+    changed = {k: v for k, v in config.to_dict().items() if k not in incidental and before.get(k) != v}
+    return original if not changed else (json.dumps(values | changed, indent=2) + "\n").encode()
+
+
+def _export_fresh(
+    out_dir: Path,
+    spec: ModelSpec,
+    read_buffer: ReadBuffer,
+    constants: dict[str, Tensor],
+    dtype: torch.dtype,
+    tokenizer: TextTokenizer | None,
+) -> None:
+    model = skeleton.build(spec.config)
+    empty = {name: tensor.to("meta") for name, tensor in constants.items()}
+    for params in spec.buffers.values():
+        empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
+    made = transformers_layout(model, empty)
+    tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in made.items()]
+    with CheckpointWriter(out_dir, tensors) as writer:
+        for name, tensor in transformers_layout(model, constants).items():
+            writer.write(name, tensor)
+        for buffer in spec.buffers:
+            rounded = {name: tensor.to(dtype) for name, tensor in read_buffer(buffer).items()}
+            for name, tensor in transformers_layout(model, rounded).items():
+                writer.write(name, tensor)
+    config = copy.deepcopy(spec.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    if tokenizer is not None:
+        config.eos_token_id = tokenizer.eos_id
+    config.save_pretrained(out_dir)
+    generation = GenerationConfig.from_model_config(config)
+    generation.save_pretrained(out_dir)
+
+
+def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
+    """Every state-dict name to the first name of the same parameter: other than itself for tied ones."""
+    first: dict[int, str] = {}
+    names = {name: name for name in model.state_dict()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    return names
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and bytes; unlike ==, true of NaN and false of zeros of different sign."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

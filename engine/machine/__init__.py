@@ -1,0 +1,1 @@
+"""What a machine is and can do: profiles, presets, probes, limits, the compute device."""

@@ -1,0 +1,338 @@
+"""What of this machine a run may really use: memory, GPU memory and disk that are free, less a stated reserve.
+
+RAM is the least of what the kernel calls available, of what every control group above this process leaves (batch
+systems and containers), of what `ulimit -v` leaves and, where the kernel promises no more than it has, of its promise.
+Memory of NUMA nodes without CPUs does not count: where GPU and CPU share an address space (GH200) the GPU's own memory
+is such a node, and the kernel's sums contain it. Swap never counts: state that is swapped is slower than state on NVMe.
+RLIMIT_MEMLOCK (`ulimit -l`) is not among them: it binds mlock, while CUDA's driver pins pages by its own means; where
+that fails all the same, the arena says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage.errors import used_up
+from storage.filesystem import mount_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.machine.reservations import Reserved
+
+GIB = 2**30
+
+RAM_RESERVE = (2 * GIB, 0.08, 48 * GIB)
+"""Least bytes, share of all RAM, most bytes left to the system, to this process itself and to its compilers."""
+GPU_RESERVE = (768 * 2**20, 0.03, 4 * GIB)
+"""Left for what CUDA loads later (kernels, libraries) and for what else uses this GPU."""
+DISK_RESERVE = (1 * GIB, 0.02, 64 * GIB)
+"""Left for logs, checkpoints of the tokenizer and the file system itself."""
+GPU_TIER_SHARE = 0.4
+"""Of memory that both tiers share: without a GPU, or with one that has no memory of its own."""
+
+_NO_LIMIT = 2**62
+"""Control groups of version 1 say this, or a page less, where they set no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What a run may use where its recipe gives no budget."""
+
+    gpu_bytes: int
+    ram_bytes: int
+    why: dict[str, str]
+    """Tier (gpu, ram) -> how its figure came about, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Memory that can still be allocated."""
+
+    free_bytes: int
+    total_bytes: int
+    """Of whatever sets the limit."""
+    where: str
+    """What sets the limit, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A control group that counts memory, of either version."""
+
+    folder: Path
+    version: int
+
+    def limit_bytes(self) -> int | None:
+        """What the group and all below it may use; None where it sets no limit."""
+        names = ("memory.max", "memory.high") if self.version == 2 else ("memory.limit_in_bytes",)
+        limits = [limit for name in names if (limit := _number(self.folder / name)) is not None and limit < _NO_LIMIT]
+        return min(limits, default=None)
+
+    def used_bytes(self) -> int:
+        """What is charged to it, file cache included."""
+        return _number(self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")) or 0
+
+    def cache_bytes(self) -> int:
+        """Clean file cache in it, which the kernel takes back before it kills anything."""
+        prefix, dirty = (
+            ("", ("file_dirty", "file_writeback")) if self.version == 2 else ("total_", ("dirty", "writeback"))
+        )
+        values = _table(self.folder / "memory.stat")
+        clean = values.get(f"{prefix}inactive_file", 0) + values.get(f"{prefix}active_file", 0)
+        return max(0, clean - sum(values.get(prefix + name, 0) for name in dirty))
+
+
+def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
+    """The control groups that count this process's memory, its own first; below `root`, which tests choose."""
+    found: dict[Path, MemoryGroup] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, own = line.split(":", 2)
+        if number == "0" and not controllers:
+            mount, version = root / "sys/fs/cgroup", 2
+        elif "memory" in controllers.split(","):
+            mount, version = root / "sys/fs/cgroup/memory", 1
+        else:
+            continue
+        top = mount.resolve()
+        # A container may see its own group as the top, while the path is still the host's.
+        inside = top.joinpath(own.lstrip("/")).resolve()
+        folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
+        while folder.is_relative_to(top):
+            found.setdefault(folder, MemoryGroup(folder, version))
+            folder = folder.parent
+    return list(found.values())
+
+
+def free_memory(
+    root: Path = Path("/"), groups: list[MemoryGroup] | None = None, *, enough_bytes: int | None = None
+) -> FreeMemory:
+    """Memory that this process can still allocate without swapping and without being killed.
+
+    `groups`: what `memory_groups` found, where it is asked often. `enough_bytes`: a group's file cache, which takes the
+    kernel long to count, is looked at only where less than this is free without it.
+    """
+    found = list(_machine_memory(root))
+    for group in memory_groups(root) if groups is None else groups:
+        limit = group.limit_bytes()
+        if limit is None:
+            continue
+        free = limit - group.used_bytes()
+        if enough_bytes is None or free < enough_bytes:
+            free += group.cache_bytes()
+        found.append(FreeMemory(max(0, free), limit, f"the memory limit of control group {group.folder}"))
+    return min(found, key=lambda each: each.free_bytes)
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """RAM in bytes that this process could have with nothing else running: the machine's, or a group's limit."""
+    limits = (group.limit_bytes() for group in memory_groups(root))
+    return min([machine_memory(root), *(limit for limit in limits if limit is not None)])
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """RAM in bytes that the machine has: all but what NUMA nodes without CPUs hold, whoever may use how much of it."""
+    total = _table(root / "proc/meminfo")["MemTotal"] * 1024
+    return total - sum(node["MemTotal"] for node in _nodes_without_cpus(root))
+
+
+def _nodes_without_cpus(root: Path) -> list[dict[str, int]]:
+    """What the kernel says of each NUMA node that has memory and no CPU, in bytes; none where all have none."""
+    return [_node_memory(folder) for folder in _folders_without_cpus(root)]
+
+
+@cache
+def _folders_without_cpus(root: Path) -> tuple[Path, ...]:
+    """The sysfs folders of those nodes: asked for once, as memory is looked at while a run runs."""
+    bare, others = list[Path](), 0
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        if not _node_memory(folder).get("MemTotal"):
+            continue
+        if (folder / "cpulist").is_file() and not any(_lines(folder / "cpulist")):
+            bare.append(folder)
+        else:
+            others += 1
+    return tuple(bare) if others else ()
+
+
+def _node_memory(folder: Path) -> dict[str, int]:
+    rows = (line.split(maxsplit=2)[-1] for line in _lines(folder / "meminfo"))  # Node 0 MemTotal:   123 kB
+    return {name: kib * 1024 for name, kib in _pairs(rows).items()}
+
+
+_AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+"""What MemAvailable is made of, less some of it that the kernel keeps."""
+
+
+def _machine_memory(root: Path) -> Iterator[FreeMemory]:
+    values = {name: kib * 1024 for name, kib in _table(root / "proc/meminfo").items()}
+    total, free, where = values["MemTotal"], values["MemAvailable"], "this machine's memory"
+    if bare := _nodes_without_cpus(root):
+        total -= sum(node["MemTotal"] for node in bare)
+        free = max(0, free - sum(node.get(name, 0) for node in bare for name in _AVAILABLE))
+        where += f" without the NUMA node{'s' if len(bare) > 1 else ''} that no CPU is on"
+    yield FreeMemory(free, total, where)
+    if _number(root / "proc/sys/vm/overcommit_memory") == 2:
+        promise = values["CommitLimit"]
+        yield FreeMemory(max(0, promise - values["Committed_AS"]), promise, "vm.overcommit_memory=2 (CommitLimit)")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = int(next(_lines(root / "proc/self/statm")).split()[0])
+        yield FreeMemory(max(0, limit - pages * resource.getpagesize()), limit, "ulimit -v")
+
+
+def reserve_bytes(reserve: tuple[int, float, int], total_bytes: int, free_bytes: int) -> int:
+    """What is left unused of `free_bytes`: a share of the total between two bounds, and never more than half."""
+    least, share, most = reserve
+    return min(max(least, int(total_bytes * share)), most, free_bytes // 2)
+
+
+def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int | None = None) -> tuple[int, int]:
+    """(gpu, ram) bytes of memory that both tiers share; what a recipe gives one leaves the rest to the other."""
+    if gpu_bytes is None:
+        gpu_bytes = int(total_bytes * GPU_TIER_SHARE) if ram_bytes is None else max(0, total_bytes - ram_bytes)
+    if ram_bytes is None:
+        ram_bytes = max(0, total_bytes - gpu_bytes)
+    return gpu_bytes, ram_bytes
+
+
+def free_budgets(
+    device: torch.device,
+    *,
+    gpu_bytes: int | None = None,
+    ram_bytes: int | None = None,
+    others: Sequence[Reserved] = (),
+    root: Path = Path("/"),
+) -> Free:
+    """What a run on `device` may use of each tier; `gpu_bytes` and `ram_bytes` are what its recipe gives already.
+
+    `others`: what other runs have planned, which is still free. Asking for a GPU's memory makes a CUDA context there,
+    as the run will.
+    """
+    from engine.machine.reservations import gpu_name, words
+
+    memory = free_memory(root)
+    left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
+    ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
+    ram_free = left - ram_reserve
+    planned = f", of which {words(others)}" if left < memory.free_bytes else ""
+    ram_why = f"{_gib(memory.free_bytes)} free ({memory.where}){planned}, less {_gib(ram_reserve)} for the system"
+    if device.type != "cuda":
+        tiers = split_shared(ram_free, gpu_bytes, ram_bytes)
+        shared = f"{ram_why}; without a GPU both tiers share it"
+        return Free(*tiers, {"gpu": shared, "ram": shared})
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)
+    gpu = gpu_name(device) if others else ""
+    left = max(0, free - sum(other.gpu_bytes.get(gpu, 0) for other in others))
+    gpu_reserve = reserve_bytes(GPU_RESERVE, total, left)
+    gpu_free = left - gpu_reserve
+    planned = f"of which {words(others, gpu)}, " if left < free else ""
+    gpu_why = (
+        f"{_gib(free)} free, {planned}{_gib(total - free)} of {_gib(total)} taken by other processes and by CUDA, "
+        f"less {_gib(gpu_reserve)} for what CUDA loads later"
+    )
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
+        shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
+        return Free(*tiers, {"gpu": shared, "ram": shared})
+    return Free(
+        gpu_free if gpu_bytes is None else gpu_bytes,
+        ram_free if ram_bytes is None else ram_bytes,
+        {"gpu": gpu_why, "ram": ram_why},
+    )
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that this user can still write below `folder`, less a reserve: free blocks, user's and group's quota.
+
+    A missing folder is judged by its nearest existing parent. Quotas of projects (XFS, ext4) are in the file system's
+    own answer.
+    """
+    place = folder.expanduser().resolve()
+    while not place.is_dir():
+        place = place.parent
+    status = os.statvfs(place)
+    free = status.f_bavail * status.f_frsize
+    device = mount_of(place).source
+    info = os.stat(place)
+    owners = ((_USER, os.geteuid()), (_GROUP, info.st_gid if info.st_mode & 0o2000 else os.getegid()))
+    for kind, owner in owners:
+        left = _quota_left(device, kind, owner)
+        free = free if left is None else min(free, left)
+    return free - reserve_bytes(DISK_RESERVE, status.f_blocks * status.f_frsize, free)
+
+
+_USER, _GROUP = 0, 1
+_GET_QUOTA = 0x800007
+_QUOTA_BLOCK_BYTES = 1024
+
+
+class _Quota(ctypes.Structure):
+    """struct if_dqblk of quotactl(2)."""
+
+    _fields_ = (
+        ("hard_blocks", ctypes.c_uint64),
+        ("soft_blocks", ctypes.c_uint64),
+        ("used_bytes", ctypes.c_uint64),
+        ("hard_inodes", ctypes.c_uint64),
+        ("soft_inodes", ctypes.c_uint64),
+        ("used_inodes", ctypes.c_uint64),
+        ("block_time", ctypes.c_uint64),
+        ("inode_time", ctypes.c_uint64),
+        ("valid", ctypes.c_uint32),
+    )
+
+
+def _quota_left(device: str, kind: int, owner: int) -> int | None:
+    """Bytes left of an owner's quota on a block device; None where there is none, or none that one may ask for."""
+    quota = _Quota()
+    try:
+        call = ctypes.CDLL(None).quotactl
+    except (OSError, AttributeError):
+        return None
+    command = ctypes.c_int(_GET_QUOTA << 8 | kind)
+    if call(command, os.fsencode(device), ctypes.c_int(owner), ctypes.byref(quota)) != 0:
+        return None
+    limits = [blocks * _QUOTA_BLOCK_BYTES for blocks in (quota.hard_blocks, quota.soft_blocks) if blocks]
+    return max(0, min(limits) - quota.used_bytes) if limits else None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """None where the kernel has no such file; OSError where it may have one, and no file can be opened any more."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        if used_up(error) is not None:
+            raise
+        return
+    yield from filter(None, text.splitlines())
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file of the kernel holds; None where it is missing or holds a word (max)."""
+    text = next(_lines(path), "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of `name value` or `name: value kB`."""
+    return _pairs(_lines(path))
+
+
+def _pairs(lines: Iterable[str]) -> dict[str, int]:
+    rows = (line.split() for line in lines)
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

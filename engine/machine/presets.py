@@ -1,0 +1,332 @@
+"""Machines that one may not own, from vendors' data sheets, and where this machine's measured profile is kept.
+
+A preset takes the sheets' figures times shares that kernels, links and drives reach in practice; each share is stated
+once, below. Sheets: NVIDIA's of every GPU (memory, bandwidth; peaks in machine.peaks), of Grace (LPDDR5X: 384 GB/s at
+480 GB) and of DGX Spark; AMD's of Ryzen (DDR5-5200 with two modules, DDR5-3600 with four; two channels) and of EPYC
+(12 channels of DDR5-4800); PCI-SIG's rates of 16 lanes, 31.5 GB/s (PCIe 4) and 63 GB/s (PCIe 5) each way; Samsung's of
+the drives below.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from engine.machine.peaks import peak_flops
+from engine.machine.profile import AttentionRate, Drive, Machine, load_machine
+from storage.errors import UserError
+
+GIB, GB, TB, TERA = 2**30, 10**9, 10**12, 10**12
+
+MATMUL_SHARE = 0.70
+"""Of the peak in products of layer shapes: a Hopper under full load drops its clock."""
+ATTENTION_SHARES = {64: (0.45, 0.38), 128: (0.60, 0.50)}
+"""Of the peak by head size, forward and backward."""
+ATTENTION_CHUNK_TOKENS = 4096
+LINK_SHARE = 0.85
+"""Of a link's raw rate, which packets' headers are part of."""
+PCIE_DUPLEX_SHARE = 0.90
+"""PCIe has lanes for each direction; headers keep the sum below both rates alone. Less where RAM is the limit, which
+serves both directions."""
+UNIFIED_DUPLEX_SHARE = 0.50
+"""A copy inside one memory leaves nothing of its bandwidth to another."""
+MEMORY_SHARE = 0.85
+"""Of memory's raw bandwidth, in passes over it."""
+GPU_VISIBLE_SHARE = 0.98
+"""Of a GPU's memory, which its sheet gives in units of 2^30 bytes: the rest is its driver's."""
+DRIVE_SHARE = 0.85
+"""Of a drive's sequential rates."""
+DRIVE_FILL_SHARE = 0.90
+"""Of a drive's capacity that a run may fill."""
+DRIVE_DUPLEX_SHARE = 0.70
+"""Reads and writes at once; no sheet gives it, assumed."""
+DRIVES_SHARE = 0.95
+"""Several drives at once, each on lanes of its own; assumed."""
+OPTIMIZER_BYTES = 30
+"""Read or written by AdamW for each parameter: master and moments both ways, the gradient, the weights."""
+
+_WARRANTY_DAYS = 5 * 365
+
+SAMSUNG_990_PRO = Drive(
+    path=None,
+    size_bytes=int(4 * TB * DRIVE_FILL_SHARE),
+    read_bytes_per_s=7.45 * GB * DRIVE_SHARE,
+    write_bytes_per_s=1.6 * GB * DRIVE_SHARE,
+    endurance_bytes=2400 * TB,
+)
+"""4 TB, PCIe 4. Writes at 6.9 GB/s only until its cache is full; a run writes more, so the rate behind it counts."""
+SAMSUNG_PM9A3 = Drive(
+    path=None,
+    size_bytes=int(7.68 * TB * DRIVE_FILL_SHARE),
+    read_bytes_per_s=6.5 * GB * DRIVE_SHARE,
+    write_bytes_per_s=3.5 * GB * DRIVE_SHARE,
+    endurance_bytes=int(7.68 * TB) * _WARRANTY_DAYS,
+)
+"""7.68 TB U.2, PCIe 4, data centre: one drive write a day for five years."""
+SAMSUNG_PM1743 = Drive(
+    path=None,
+    size_bytes=int(15.36 * TB * DRIVE_FILL_SHARE),
+    read_bytes_per_s=13.0 * GB * DRIVE_SHARE,
+    write_bytes_per_s=6.6 * GB * DRIVE_SHARE,
+    endurance_bytes=int(15.36 * TB) * _WARRANTY_DAYS,
+)
+"""15.36 TB, PCIe 5, data centre: one drive write a day for five years."""
+UNNAMED_4TB = Drive(
+    path=None,
+    size_bytes=SAMSUNG_990_PRO.size_bytes,
+    read_bytes_per_s=SAMSUNG_990_PRO.read_bytes_per_s,
+    write_bytes_per_s=SAMSUNG_990_PRO.write_bytes_per_s,
+)
+"""4 TB NVMe whose model its seller leaves open: rates of SAMSUNG_990_PRO assumed, endurance unknown."""
+
+PCIE4, PCIE5 = 31.5, 63.0
+"""GB/s each way of 16 lanes."""
+
+
+def _preset(
+    name: str,
+    gpu: str,
+    drives: tuple[Drive, ...],
+    *,
+    gpu_bytes: int,
+    gpu_gb_per_s: float,
+    ram_bytes: int,
+    ram_gb_per_s: float,
+    link_gb_per_s: float,
+    duplex_share: float | None = None,
+    cores: int,
+    numa_nodes: int = 1,
+    peak: float | None = None,
+    note: str = "",
+) -> Machine:
+    """A machine from raw figures of data sheets; `peak` FLOP/s where engine.machine.peaks has none for `gpu`.
+
+    A link is no faster than the RAM behind it, alone or both ways at once.
+    """
+    peak = peak or peak_flops(gpu)
+    assert peak is not None, gpu
+    link = min(link_gb_per_s, ram_gb_per_s)
+    duplex = duplex_share or min(PCIE_DUPLEX_SHARE, ram_gb_per_s / (2 * link))
+    return Machine(
+        name=name,
+        source="data sheets, not measured" + (f"; {note}" if note else ""),
+        gpu=gpu,
+        gpu_bytes=gpu_bytes,
+        ram_bytes=ram_bytes,
+        cores=cores,
+        numa_nodes=numa_nodes,
+        matmul_flops=peak * MATMUL_SHARE,
+        attention=tuple(
+            AttentionRate(
+                head_dim=head_dim,
+                chunk_tokens=ATTENTION_CHUNK_TOKENS,
+                forward_flops=peak * forward,
+                backward_flops=peak * backward,
+            )
+            for head_dim, (forward, backward) in ATTENTION_SHARES.items()
+        ),
+        h2d_bytes_per_s=link * GB * LINK_SHARE,
+        d2h_bytes_per_s=link * GB * LINK_SHARE,
+        duplex_share=duplex,
+        gpu_copy_bytes_per_s=gpu_gb_per_s * GB * MEMORY_SHARE,
+        ram_copy_bytes_per_s=ram_gb_per_s * GB * MEMORY_SHARE,
+        drives=drives,
+        drives_share=DRIVES_SHARE if len(drives) > 1 else 1.0,
+        drive_duplex_share=DRIVE_DUPLEX_SHARE,
+        optimizer_params_per_s=ram_gb_per_s * GB * MEMORY_SHARE / OPTIMIZER_BYTES,
+    )
+
+
+def _visible(gib: float) -> int:
+    """Bytes that a GPU of `gib` GiB shows."""
+    return int(gib * GIB * GPU_VISIBLE_SHARE)
+
+
+PRESETS: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        _preset(
+            "gh200-480",
+            "NVIDIA GH200 480GB",
+            (SAMSUNG_PM1743,) * 2,
+            gpu_bytes=_visible(96),
+            gpu_gb_per_s=4000,
+            ram_bytes=480 * GIB,
+            ram_gb_per_s=384,
+            link_gb_per_s=450,
+            cores=72,
+            note="NVLink-C2C carries more than the LPDDR5X behind it; two Samsung PM1743 of 15.36 TB",
+        ),
+        _preset(
+            "h200-1500",
+            "NVIDIA H200",
+            (SAMSUNG_PM1743,) * 4,
+            gpu_bytes=_visible(141),
+            gpu_gb_per_s=4800,
+            ram_bytes=1536 * GIB,
+            ram_gb_per_s=460.8,
+            link_gb_per_s=PCIE5,
+            cores=192,
+            numa_nodes=2,
+            note="RAM at the rate of the GPU's own socket; PCIe 5; four Samsung PM1743 of 15.36 TB",
+        ),
+        _preset(
+            "h100-pcie-512",
+            "NVIDIA H100 PCIe",
+            (SAMSUNG_PM9A3,) * 2,
+            gpu_bytes=_visible(80),
+            gpu_gb_per_s=2000,
+            ram_bytes=512 * GIB,
+            ram_gb_per_s=307.2,
+            link_gb_per_s=PCIE5,
+            cores=32,
+            note="eight channels of DDR5-4800; two Samsung PM9A3 of 7.68 TB",
+        ),
+        _preset(
+            "rtx4090-64",
+            "NVIDIA GeForce RTX 4090",
+            (SAMSUNG_990_PRO,),
+            gpu_bytes=_visible(24),
+            gpu_gb_per_s=1008,
+            ram_bytes=64 * GIB,
+            ram_gb_per_s=83.2,
+            link_gb_per_s=PCIE4,
+            cores=16,
+            note="DDR5-5200, two modules; one Samsung 990 PRO of 4 TB, writing past its cache",
+        ),
+        _preset(
+            "rtx4090-128",
+            "NVIDIA GeForce RTX 4090",
+            (SAMSUNG_990_PRO,) * 2,
+            gpu_bytes=_visible(24),
+            gpu_gb_per_s=1008,
+            ram_bytes=128 * GIB,
+            ram_gb_per_s=57.6,
+            link_gb_per_s=PCIE4,
+            cores=16,
+            note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
+        ),
+        _preset(
+            "rtx5090-192",
+            "NVIDIA GeForce RTX 5090",
+            (SAMSUNG_990_PRO,) * 2,
+            gpu_bytes=_visible(32),
+            gpu_gb_per_s=1792,
+            ram_bytes=192 * GIB,
+            ram_gb_per_s=57.6,
+            link_gb_per_s=PCIE5,
+            cores=16,
+            note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
+        ),
+        _preset(
+            "rtx3090-64",
+            "NVIDIA GeForce RTX 3090",
+            (SAMSUNG_990_PRO,),
+            gpu_bytes=_visible(24),
+            gpu_gb_per_s=936,
+            ram_bytes=64 * GIB,
+            ram_gb_per_s=51.2,
+            link_gb_per_s=PCIE4,
+            cores=16,
+            note="DDR4-3200, two channels; one Samsung 990 PRO of 4 TB, writing past its cache",
+        ),
+        _preset(
+            "dgx-spark",
+            "NVIDIA GB10",
+            (UNNAMED_4TB,),
+            gpu_bytes=40 * GB,
+            gpu_gb_per_s=273,
+            ram_bytes=88 * GB,
+            ram_gb_per_s=273,
+            link_gb_per_s=273 / 2,
+            duplex_share=UNIFIED_DUPLEX_SHARE,
+            cores=20,
+            peak=1000 * TERA / 2 / 4,
+            note="bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for "
+            "bfloat16; one memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between "
+            "them reads and writes it; one 4 TB NVMe, its rates and endurance not published",
+        ),
+    )
+}
+"""By name."""
+
+GENERIC = Machine(
+    name="generic",
+    source="assumed: a modest machine of 2 cores without a GPU; run `penstock probe` for this machine's own rates",
+    gpu=None,
+    gpu_bytes=5 * GIB,
+    ram_bytes=11 * GIB,
+    cores=2,
+    numa_nodes=1,
+    matmul_flops=2e11,
+    attention=tuple(
+        AttentionRate(head_dim=head_dim, chunk_tokens=1024, forward_flops=8e10, backward_flops=1e11)
+        for head_dim in ATTENTION_SHARES
+    ),
+    h2d_bytes_per_s=8e9,
+    d2h_bytes_per_s=8e9,
+    duplex_share=0.7,
+    gpu_copy_bytes_per_s=2.5e10,
+    ram_copy_bytes_per_s=2.5e10,
+    drives=(Drive(path=None, size_bytes=200 * GB, read_bytes_per_s=2e9, write_bytes_per_s=1e9),),
+    drives_share=1.0,
+    drive_duplex_share=DRIVE_DUPLEX_SHARE,
+    optimizer_params_per_s=8e8,
+)
+"""Where nothing was measured and no preset is named: 16 GiB, which both tiers share."""
+
+
+def generic_gpu(name: str) -> Machine:
+    """Assumed rates of a machine whose GPU the driver calls `name`: its peak's shares, or those of 100 TFLOP/s."""
+    peak = peak_flops(name) or 100 * TERA
+    return replace(
+        GENERIC,
+        name="generic-gpu",
+        source=f"assumed: {name} behind PCIe 4; run `penstock probe` for this machine's own rates",
+        gpu=name,
+        matmul_flops=peak * MATMUL_SHARE,
+        attention=tuple(
+            AttentionRate(
+                head_dim=head_dim,
+                chunk_tokens=ATTENTION_CHUNK_TOKENS,
+                forward_flops=peak * forward,
+                backward_flops=peak * backward,
+            )
+            for head_dim, (forward, backward) in ATTENTION_SHARES.items()
+        ),
+        h2d_bytes_per_s=31.5 * GB * LINK_SHARE,
+        d2h_bytes_per_s=31.5 * GB * LINK_SHARE,
+        duplex_share=PCIE_DUPLEX_SHARE,
+        gpu_copy_bytes_per_s=TERA * MEMORY_SHARE,
+    )
+
+
+def find_machine(name_or_path: str) -> Machine:
+    """The preset of that name, or the machine of a profile file.
+
+    Raises UserError with the nearest presets' names where there is neither, and for a file that is no profile.
+    """
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return load_machine(path)
+    near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"presets are {', '.join(PRESETS)}"
+    raise UserError(f"machine '{name_or_path}': no preset and no profile file of that name; {hint}")
+
+
+def profile_path() -> Path:
+    """Where `penstock probe` keeps this machine's profile: below XDG_CONFIG_HOME, else ~/.config."""
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = Path(folder) if os.path.isabs(folder) else Path.home() / ".config"
+    return base / "penstock" / "machine.json"
+
+
+def stored_machine() -> Machine | None:
+    """This machine's profile; None where it was never probed. Raises UserError for a broken profile."""
+    path = profile_path()
+    return load_machine(path) if path.exists() else None

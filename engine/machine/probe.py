@@ -1,0 +1,128 @@
+"""This machine's profile, measured: what a plan's times are computed from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from engine.config import TrainConfig
+from engine.machine.device import resolve_device
+from engine.machine.limits import free_memory, split_shared, total_memory
+from engine.machine.probe_compute import (
+    CPU_SIZES,
+    GPU_SIZES,
+    Sizes,
+    attention_rates,
+    link_rates,
+    matmul_flops,
+    optimizer_params_per_s,
+    pass_bytes_per_s,
+)
+from engine.machine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, probe_drives
+from engine.machine.profile import Machine
+from storage.errors import UserError
+from storage.untrusted import real_path
+
+_SPARE_BYTES = 512 << 20
+"""Of RAM and GPU memory, free beside what is measured on."""
+_NODES = Path("/sys/devices/system/node")
+
+
+def probe(
+    paths: Sequence[Path],
+    *,
+    seconds: float = 50,
+    sizes: Sizes | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    most_bytes: int = MOST_BYTES,
+    say: Callable[[str], None] = lambda text: None,
+) -> Machine:
+    """Measure this machine and the drives under `paths`, a folder on each, in about `seconds`.
+
+    `sizes` of operands default to the device's; requests to drives are of `block_bytes`, files of at most `most_bytes`
+    on each. `say` is told what is going on. Nothing that is written stays. UserError for a folder that cannot be used,
+    before anything is measured.
+    """
+    folders = _folders(paths)
+    check_folders(folders, block_bytes)
+    deadline = time.monotonic() + seconds
+    device = resolve_device(TrainConfig())
+    cpu = torch.device("cpu")
+    if sizes is None:
+        sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    _require_memory(device, sizes)
+    # The optimizer first: compiling it takes its own time, and the drives get what is left.
+    say("measuring the optimizer")
+    updates = optimizer_params_per_s(device, sizes, seconds * 0.06)
+    say("measuring matrix products and attention")
+    products = matmul_flops(device, sizes, seconds * 0.08)
+    attends = attention_rates(device, sizes, seconds * 0.14)
+    say("measuring memory and links")
+    links = link_rates(device, sizes, seconds * 0.09)
+    ram_pass = pass_bytes_per_s(cpu, sizes, seconds * 0.04)
+    gpu_pass = pass_bytes_per_s(device, sizes, seconds * 0.04) if device.type == "cuda" else ram_pass
+    left = max(0.3 * seconds, deadline - time.monotonic())
+    storage = probe_drives(folders, left, block_bytes=block_bytes, most_bytes=most_bytes, say=say)
+    gpu, gpu_bytes, ram_bytes = _memories(device)
+    cores = len(os.sched_getaffinity(0))
+    date = datetime.now(UTC).date().isoformat()
+    return Machine(
+        name=gpu or f"{cores} cores without a GPU",
+        source=f"measured {date}; {storage.written_bytes / 1e9:.1f} GB written to drives meanwhile",
+        gpu=gpu,
+        gpu_bytes=gpu_bytes,
+        ram_bytes=ram_bytes,
+        cores=cores,
+        numa_nodes=max(1, len(list(_NODES.glob("node[0-9]*")))),
+        matmul_flops=products,
+        attention=attends,
+        h2d_bytes_per_s=links.h2d,
+        d2h_bytes_per_s=links.d2h,
+        duplex_share=links.duplex_share,
+        gpu_copy_bytes_per_s=gpu_pass,
+        ram_copy_bytes_per_s=ram_pass,
+        drives=storage.drives,
+        drives_share=storage.drives_share,
+        drive_duplex_share=storage.drive_duplex_share,
+        optimizer_params_per_s=updates,
+    )
+
+
+def _folders(paths: Sequence[Path]) -> list[Path]:
+    """Absolute; the current folder where none is given. UserError for one given twice."""
+    folders: list[Path] = []
+    for path in paths or [Path.cwd()]:
+        folder = real_path(path)
+        if folder in folders:
+            raise UserError(f"{path}: given twice; give one folder on each drive")
+        folders.append(folder)
+    return folders
+
+
+def _require_memory(device: torch.device, sizes: Sizes) -> None:
+    """UserError where less is free than measuring takes."""
+    needs = [("RAM", sizes.ram_bytes, free_memory().free_bytes)]
+    if device.type == "cuda":
+        needs.append(("GPU memory", sizes.gpu_bytes, torch.cuda.mem_get_info(device)[0]))
+    for what, need, free in needs:
+        if free < need + _SPARE_BYTES:
+            raise UserError(
+                f"probe: measuring takes {need + _SPARE_BYTES:,} bytes of {what} and {free:,} are free; end what else "
+                "uses it and probe again"
+            )
+
+
+def _memories(device: torch.device) -> tuple[str | None, int, int]:
+    """The GPU's name, its memory and RAM in bytes; where both are one memory, each tier's part of it."""
+    ram = total_memory()
+    if device.type != "cuda":
+        return None, *split_shared(ram)
+    properties = torch.cuda.get_device_properties(device)
+    if getattr(properties, "is_integrated", False):
+        return properties.name, *split_shared(ram)
+    return properties.name, properties.total_memory, ram

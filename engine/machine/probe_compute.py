@@ -1,0 +1,286 @@
+"""What processors, memories and the links between them give to the work that training does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention import chunk as attention
+from engine.clock import clock
+from engine.config import TrainConfig
+from engine.machine.affinity import place_threads
+from engine.machine.compilers import optimizer_compiles
+from engine.machine.profile import AttentionRate
+from engine.optim.adamw import AdamW, scalars
+from storage.arena import HostArena
+
+_COPIES = 4
+"""Pairs of buffers that copies go round, so that no cache holds them."""
+_STATE_PARTS = 4
+"""Parts of optimizer state that are updated in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Operands that are measured: like those of training on such a device."""
+
+    rows: int
+    """Tokens of a chunk in matrix products."""
+    matrices: tuple[tuple[int, int], ...]
+    """A layer's weights [out, in]."""
+    heads: int
+    kv_heads: int
+    head_dims: tuple[int, ...]
+    chunks: tuple[int, ...]
+    earlier_tokens: int
+    """Keys before the chunk that attention is measured on."""
+    copy_bytes: int
+    """One copy between RAM and the compute device."""
+    pass_bytes: int
+    """One operand of a pass over memory: beyond all caches."""
+    state_numel: int
+    """Parameters that are updated at once: a part."""
+    compiled: bool = True
+    """AdamW under torch.compile, where there is a compiler."""
+
+    @property
+    def ram_bytes(self) -> int:
+        """RAM that the most demanding of the measurements takes."""
+        copies = 4 * _COPIES * self.copy_bytes
+        return max(3 * self.pass_bytes, copies, _STATE_PARTS * 5 * 4 * self.state_numel)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of the compute device likewise; products and attention take less than passes and copies."""
+        return max(3 * self.pass_bytes, 2 * _COPIES * self.copy_bytes)
+
+
+CPU_SIZES = Sizes(
+    rows=1024,
+    matrices=((1024, 1024), (2816, 1024), (1024, 2816)),
+    heads=8,
+    kv_heads=2,
+    head_dims=(64, 128),
+    chunks=(512, 2048),
+    earlier_tokens=2048,
+    copy_bytes=32 << 20,
+    pass_bytes=256 << 20,
+    state_numel=8 << 20,
+)
+GPU_SIZES = Sizes(
+    rows=4096,
+    matrices=((4096, 4096), (14336, 4096), (4096, 14336)),
+    heads=32,
+    kv_heads=8,
+    head_dims=(64, 128),
+    chunks=(4096, 16384),
+    earlier_tokens=32768,
+    copy_bytes=128 << 20,
+    pass_bytes=512 << 20,
+    state_numel=8 << 20,
+)
+
+
+def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
+    """FLOP/s of the products of a layer's matrices with a chunk, forward and both gradients, in bfloat16."""
+    total_s = flops = 0.0
+    for out_features, in_features in sizes.matrices:
+        weight, x, dy = (
+            torch.randn(shape, device=device, dtype=torch.bfloat16)
+            for shape in ((out_features, in_features), (sizes.rows, in_features), (sizes.rows, out_features))
+        )
+        for left, right in ((x, weight.t()), (dy, weight), (dy.t(), x)):
+            out = torch.empty(left.shape[0], right.shape[1], device=device, dtype=torch.bfloat16)
+
+            def product(left: Tensor = left, right: Tensor = right, out: Tensor = out) -> None:
+                torch.matmul(left, right, out=out)
+
+            total_s += clock(product, device, seconds / (3 * len(sizes.matrices)))
+            flops += 2 * sizes.rows * out_features * in_features
+    return flops / total_s
+
+
+def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple[AttentionRate, ...]:
+    """Of the kernels that the engine takes for a chunk that ends a document, at each head size and chunk.
+
+    Each is measured twice, some time apart, and the faster counts: one is short, and other work on this machine meets
+    it easily.
+    """
+    cases = [(head_dim, chunk) for head_dim in sizes.head_dims for chunk in sizes.chunks]
+    passes = [[_attention_rate(device, sizes, *case, seconds / (2 * len(cases))) for case in cases] for _ in range(2)]
+    return tuple(
+        replace(
+            one,
+            forward_flops=max(one.forward_flops, two.forward_flops),
+            backward_flops=max(one.backward_flops, two.backward_flops),
+        )
+        for one, two in zip(*passes, strict=True)
+    )
+
+
+def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: int, seconds: float) -> AttentionRate:
+    start = sizes.earlier_tokens
+    keys = start + chunk
+
+    def random(tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, head_dim, device=device, dtype=torch.bfloat16)
+
+    q, k, v, dout = (
+        random(chunk, sizes.heads),
+        random(keys, sizes.kv_heads),
+        random(keys, sizes.kv_heads),
+        random(chunk, sizes.heads),
+    )
+    dq, dk, dv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
+    call = attention.AttentionCall(scale=head_dim**-0.5, window=None, softcap=None, sinks=None)
+    out, lse = attention.attend(q, k, v, start=start, key_start=0, documents=[0], call=call)
+
+    def forward() -> None:
+        attention.attend(q, k, v, start=start, key_start=0, documents=[0], call=call)
+
+    def backward() -> None:
+        attention.attend_backward(
+            dout, q, k, v, out, lse, start=start, key_start=0, documents=[0], call=call, dq=dq, dk=dk, dv=dv
+        )
+
+    pairs = chunk * start + chunk * (chunk + 1) // 2
+    flops = head_dim * sizes.heads * pairs
+    with torch.no_grad():
+        return AttentionRate(
+            head_dim=head_dim,
+            chunk_tokens=chunk,
+            forward_flops=4 * flops / clock(forward, device, seconds / 3),
+            backward_flops=10 * flops / clock(backward, device, seconds * 2 / 3),
+        )
+
+
+def pass_bytes_per_s(device: torch.device, sizes: Sizes, seconds: float) -> float:
+    """Bytes read and written per second by a + s b over memory of `device`, with all cores where that is a CPU."""
+    numel = sizes.pass_bytes // 4
+    a, b, out = (torch.ones(numel, device=device) for _ in range(3))
+    return 3 * 4 * numel / clock(lambda: _drop(torch.add(a, b, alpha=0.5, out=out)), device, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """Bytes/s between RAM and the compute device."""
+
+    h2d: float
+    d2h: float
+    duplex_share: float
+
+
+def link_rates(device: torch.device, sizes: Sizes, seconds: float) -> LinkRates:
+    """Copies each way alone, then both ways at once: pinned memory and streams on CUDA, the lanes' copies elsewhere."""
+    nbytes = sizes.copy_bytes
+    on_gpu = device.type == "cuda"
+    pairs = 2 * _COPIES
+    total = (1 if on_gpu else 2) * pairs * nbytes
+    placement = place_threads(device)
+    with contextlib.ExitStack() as cleanup:
+        if placement is not None:
+            cleanup.enter_context(placement.near_gpu())
+        arena = HostArena(total, budget_bytes=total)
+        cleanup.callback(arena.close)
+        host = [arena.slot(f"host {index}", nbytes).zero_() for index in range(pairs)]
+        if on_gpu:
+            arena.pin()
+            there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(pairs)]
+        else:
+            there = [arena.slot(f"device {index}", nbytes).zero_() for index in range(pairs)]
+        to_device = list(zip(there, host, strict=True))[:_COPIES]
+        to_host = list(zip(host, there, strict=True))[_COPIES:]
+        _copies([to_device, to_host], device, 0)  # first touch
+        (h2d,), (d2h,) = _copies([to_device], device, seconds / 3), _copies([to_host], device, seconds / 3)
+        both = _copies([to_device, to_host], device, seconds / 3)
+        return LinkRates(h2d, d2h, min(1.0, sum(both) / (h2d + d2h)))
+
+
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""(target, source) pairs."""
+
+
+def _copies(directions: Sequence[Copies], device: torch.device, seconds: float) -> list[float]:
+    """Bytes/s of each direction, all at once: a thread each that copies as a lane's does, on CUDA with a stream."""
+    moved, ends = [0] * len(directions), [0.0] * len(directions)
+    streams = [torch.cuda.Stream(device) for _ in directions] if device.type == "cuda" else None
+    if streams is not None:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+
+    def lane(index: int, copies: Copies) -> None:
+        stream = streams[index] if streams is not None else None
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            while not moved[index] or time.perf_counter() < start + seconds:
+                for target, source in copies:
+                    target.copy_(source, non_blocking=stream is not None)
+                    moved[index] += source.nbytes
+                if stream is not None:
+                    stream.synchronize()
+        ends[index] = time.perf_counter()
+
+    threads = [threading.Thread(target=lane, args=each) for each in enumerate(directions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [num_bytes / (end - start) for num_bytes, end in zip(moved, ends, strict=True)]
+
+
+def optimizer_params_per_s(device: torch.device, sizes: Sizes, seconds: float) -> float:
+    """Parameters per second of AdamW on state in RAM, on the cores that a run on `device` gives its optimizer."""
+    found: list[float] = []
+    errors: list[BaseException] = []
+    placement = place_threads(device)
+
+    def lane() -> None:
+        try:
+            if placement is not None:
+                placement.enter_lane("optimizer")
+            found.append(_updates_per_s(sizes, seconds))
+        except BaseException as error:  # raised by whoever waits
+            errors.append(error)
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def _updates_per_s(sizes: Sizes, seconds: float) -> float:
+    cpu, numel = torch.device("cpu"), sizes.state_numel
+    compiled = sizes.compiled and optimizer_compiles().ok
+    adamw = AdamW("compiled" if compiled else "fused")
+    values = scalars(TrainConfig(), 1, 1.0, cpu)
+    total = _STATE_PARTS * 5 * numel * 4
+    arena = HostArena(total, budget_bytes=total)
+    try:
+
+        def floats(name: str) -> Tensor:
+            return arena.slot(name, numel * 4).view(torch.float32).fill_(0.01)
+
+        parts = []
+        for part in range(_STATE_PARTS):
+            state = (floats(f"master {part}"), floats(f"exp_avg {part}"), floats(f"exp_avg_sq {part}"))
+            weights = arena.slot(f"weights {part}", numel * 2).view(torch.bfloat16).zero_()
+            parts.append((state, floats(f"gradient {part}"), weights))
+
+        def update() -> None:
+            for state, gradient, weights in parts:
+                adamw.step(state, gradient, weights, numel, values)
+
+        return _STATE_PARTS * numel / clock(update, cpu, seconds)
+    finally:
+        arena.close()
+
+
+def _drop(result: object) -> None:
+    """A result that nobody reads."""

@@ -1,0 +1,344 @@
+"""What the live runs of this user have planned to take of this machine's memory, so that the next one leaves it alone.
+
+Memory that a run has planned looks free until it is touched. So each process keeps a file of what it planned in a
+folder of this user's, locked for as long as it lives; whoever plans takes off what the others have not touched yet.
+From the reading of free memory to the settled plan a process holds the folder's own lock, and the next one waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.machine.limits import free_memory
+from storage.errors import BudgetError
+from storage.untrusted import is_whole, parse_object, printable
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.events import Observer
+    from engine.forecast.request import Budgets
+    from engine.plan.plan import Plan
+    from engine.preparing import Checklist
+
+WAIT_S = 300.0
+"""How long a process waits for another one's plan, which may have to compile and to measure first."""
+
+_POLL_S = 0.05
+_LOCK, _PREFIX, _NEW = "lock", "run-", "new-"
+_RECORD_BYTES, _MOST_PATH = 8192, 1000
+"""Every record is padded to this, so that one is replaced by one write; paths are cut to so many characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What another live process has planned and does not hold yet."""
+
+    run: str
+    """Path of its run directory."""
+    pid: int
+    ram_bytes: int
+    gpu_bytes: Mapping[str, int]
+    """Of each GPU, by `gpu_name`."""
+
+    def __str__(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            return printable(f"{Path(self.run).relative_to(Path.cwd())} (process {self.pid})")
+        return printable(f"{self.run} (process {self.pid})")
+
+
+def words(others: Sequence[Reserved], gpu: str | None = None) -> str:
+    """Which run has how much reserved: of RAM, or of a GPU."""
+    held = [(other, other.ram_bytes if gpu is None else other.gpu_bytes.get(gpu, 0)) for other in others]
+    return ", ".join(f"{other} has {_gb(size)} reserved" for other, size in held if size)
+
+
+def gpu_name(device: torch.device) -> str:
+    """The same for all processes, whichever GPUs they see."""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+
+
+def reserved() -> list[Reserved]:
+    """What other processes have reserved; nothing is written. [] where that cannot be read."""
+    for place in _places():
+        with contextlib.suppress(OSError):
+            folder = _open_folder(place)
+            try:
+                return _read(folder)
+            finally:
+                os.close(folder)
+    return []
+
+
+class Reservation:
+    """A process's own reservation: a context manager, which takes it back in the end.
+
+    Entered, it holds the lock until `settle`; `others` is what to leave alone. Where there is no folder for it, it
+    tells so, and does nothing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        device: torch.device,
+        observer: Observer,
+        checklist: Checklist,
+        *,
+        root: Path = Path("/"),
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """`root`: where free memory is read, as for `free_memory`."""
+        self.others: list[Reserved] = []
+        self._run = printable(run_dir.resolve())[:_MOST_PATH]
+        self._device, self._observer, self._checklist = device, observer, checklist
+        self._root, self._wait_s = root, wait_s
+        self._folder = self._lock = self._file = -1
+        self._name = ""
+        self._left_bytes = self._base_bytes = 0
+        self._why: dict[str, str] = {}
+
+    def __enter__(self) -> Reservation:
+        errors = []
+        for place in _places():
+            try:
+                self._enter(place)
+                break
+            except OSError as error:
+                self.release()
+                errors.append(f"{place}: {error.strerror or error}")
+            except BaseException:
+                self.release()
+                raise
+        if self._folder < 0:
+            self._tell_unreserved("; ".join(errors))
+        return self
+
+    def _enter(self, place: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(place, 0o700)
+        self._folder = _open_folder(place)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(_LOCK, flags, 0o600, dir_fd=self._folder)
+        if self._wait():
+            _sweep(self._folder)
+        self.others = _read(self._folder)
+        taken = sum(other.ram_bytes for other in self.others)
+        self._left_bytes = max(0, free_memory(self._root).free_bytes - taken)
+
+    def _tell_unreserved(self, why: str) -> None:
+        self._observer.on_message(f"memory is not reserved against other runs' plans ({why})")
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """What did not fit says who has the rest."""
+        self.release()
+        if not isinstance(error, BudgetError) or error.tier is None:
+            return
+        why = self._why.get(error.tier, "")
+        if " reserved" in why:
+            raise BudgetError(
+                f"{error}. Of {error.tier} there is {why}",
+                tier=error.tier,
+                need_bytes=error.need_bytes,
+                budget_bytes=error.budget_bytes,
+            ) from error
+
+    def release(self) -> None:
+        """Take the reservation back."""
+        if self._name:
+            with contextlib.suppress(OSError):
+                os.unlink(self._name, dir_fd=self._folder)
+        self._name = ""
+        for fd in (self._file, self._lock, self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self._file = self._lock = self._folder = -1
+
+    def reserve(self, budgets: Budgets) -> None:
+        """Reserve all that the plan may take."""
+        self._why = budgets.why
+        self._base_bytes = _touched(os.getpid())
+        self._write(budgets.ram, budgets.gpu)
+
+    def settle(self, plan: Plan) -> None:
+        """Reserve what the plan takes, and let others plan. Warns where it is more than what is left."""
+        ram, gpu = plan.tiers["ram"].peak_bytes, plan.tiers["gpu"].peak_bytes
+        self._write(ram, gpu)
+        if self._lock >= 0:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = -1
+        planned = ram + (gpu if self._shared else 0)
+        if self.others and planned > self._left_bytes:
+            self._observer.on_message(
+                f"warning: this run plans {_gb(planned)} of RAM, and {_gb(self._left_bytes)} are free besides what "
+                f"others need: {words(self.others)}; lower budgets.ram, or a run may be stopped for want of memory"
+            )
+
+    def allocated(self) -> None:
+        """The run holds its GPU memory: from here on the GPU's driver counts it."""
+        if not self._shared:
+            self._write(None, 0)
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the gpu tier is ordinary memory."""
+        if self._device.type != "cuda":
+            return True
+        import torch
+
+        return bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", False))
+
+    def _write(self, ram: int | None, gpu: int) -> None:
+        """Make the record say this; `ram` None leaves that as it is."""
+        if self._folder < 0:
+            return
+        if ram is not None:
+            self._ram_bytes = ram + (gpu if self._shared else 0)
+        record = {
+            "run": self._run,
+            "pid": os.getpid(),
+            "base_bytes": self._base_bytes,
+            "ram_bytes": self._ram_bytes,
+            "gpu_bytes": {} if self._shared else {gpu_name(self._device): gpu},
+        }
+        content = json.dumps(record).encode().ljust(_RECORD_BYTES - 1) + b"\n"
+        try:
+            if not self._name:
+                self._file, self._name = _make(self._folder)
+            os.pwrite(self._file, content, 0)
+        except OSError as error:
+            self._tell_unreserved(str(error.strerror or error))
+            self.release()
+
+    def _wait(self) -> bool:
+        """Take the lock, telling for whom it waits; whether it came in time."""
+        if not _try_lock(self._lock):
+            holder = printable(os.pread(self._lock, 4200, 0).decode(errors="replace").strip()) or "another run"
+            with self._checklist.step(f"waiting for {holder} to plan its memory"):
+                deadline = time.monotonic() + self._wait_s
+                while not _try_lock(self._lock):
+                    if time.monotonic() > deadline:
+                        os.close(self._lock)
+                        self._lock = -1
+                        break
+                    time.sleep(_POLL_S)
+            if self._lock < 0:
+                self._observer.on_message(f"{holder} still plans its memory; going on with what it has not reserved")
+                return False
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{self._run} (process {os.getpid()})\n".encode(), 0)
+        return True
+
+
+def _places() -> Iterator[Path]:
+    """Folders for the records of this user's processes, the best first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/"):
+        yield Path(runtime, "penstock")
+    with contextlib.suppress(OSError):  # no temporary folder can be written
+        yield Path(tempfile.gettempdir(), f"penstock-{os.geteuid()}")
+
+
+def _open_folder(place: Path) -> int:
+    """A descriptor of the folder. OSError where it is not this user's alone: what is in it decides over their runs."""
+    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(folder)
+        raise PermissionError(None, "it is not this user's alone")
+    return folder
+
+
+def _make(folder: int) -> tuple[int, str]:
+    """A locked new file and its name, under which it appears only now that it is locked."""
+    while True:
+        own = f"{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(_NEW + own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            os.rename(_NEW + own, _PREFIX + own, src_dir_fd=folder, dst_dir_fd=folder)
+        except FileNotFoundError:  # swept before it was locked
+            os.close(fd)
+            continue
+        return fd, _PREFIX + own
+
+
+def _sweep(folder: int) -> None:
+    """Remove the files of processes that are gone."""
+    for name in os.listdir(folder):
+        if name.startswith((_PREFIX, _NEW)):
+            with contextlib.suppress(OSError), _opened(folder, name) as fd:
+                if _try_lock(fd):
+                    os.unlink(name, dir_fd=folder)
+
+
+def _read(folder: int) -> list[Reserved]:
+    """What other live processes have reserved and do not hold; whatever is no record is left out."""
+    found = []
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(_PREFIX):
+            with contextlib.suppress(OSError, ValueError), _opened(folder, name) as fd:
+                if not _try_lock(fd, fcntl.LOCK_SH) and (record := _record(os.pread(fd, _RECORD_BYTES, 0))) is not None:
+                    found.append(record)
+    return found
+
+
+def _record(content: bytes) -> Reserved | None:
+    """What another process plans beyond what it holds. None for this process, and for none at all; ValueError."""
+    values = parse_object(content)
+    run, gpus = values.get("run"), values.get("gpu_bytes")
+    sizes = [values.get(name) for name in ("pid", "base_bytes", "ram_bytes")]
+    if not (isinstance(run, str) and isinstance(gpus, dict) and all(map(_is_size, [*sizes, *gpus.values()]))):
+        raise ValueError("no record")
+    if values["pid"] == os.getpid():
+        return None
+    held = max(0, _touched(values["pid"]) - values["base_bytes"])
+    return Reserved(run, values["pid"], max(0, values["ram_bytes"] - held), gpus)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and is_whole(value) and value >= 0
+
+
+@contextlib.contextmanager
+def _opened(folder: int, name: str) -> Iterator[int]:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _touched(pid: int) -> int:
+    """Bytes of its own that a process holds in RAM, without what it maps of files; 0 where that cannot be read."""
+    try:
+        _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"

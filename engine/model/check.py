@@ -1,0 +1,335 @@
+"""The self-check: a shrunk copy of a model, streamed in chunks, against transformers' own forward and autograd.
+
+`stream_gradients` is also the plainest possible driver of a `ModelRunner`, one block and one chunk after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engine.attention.chunk import AttentionState
+from engine.model.layers import LayerInputs
+from engine.model.pieces import backward_in_pieces, forward_in_pieces
+from engine.model.runner import ModelRunner
+from engine.model.shrink import shrink
+from engine.model.spec import EMBED, HEAD, ModelSpec, refuse_unsupported
+from engine.model.trace import random_model
+from engine.runtime.batch import ChunkTokens
+from storage.errors import UserError
+
+TOLERANCE = 1e-5
+"""Largest relative error of the loss and of any parameter's gradient that passes."""
+
+_NARROW = 1e-2
+"""Errors below this may be rounding noise of float32."""
+
+_CHUNK = 29
+_SEQUENCES = ((61, 35), (50, 17, 29))
+"""Document lengths of two sequences of 96 tokens: chunks and documents end at different places."""
+_LONG_SEQUENCES = ((96,), (96,))
+"""For models whose rotary tables depend on the sequence's length, or which carry state: whole documents only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Outcome of a self-check; `penstock check --json` prints exactly these fields."""
+
+    model_type: str
+    ok: bool
+    max_rel_error: float | None
+    """max of ||g - reference|| / ||reference|| over the loss and all parameters; None when it could not be computed."""
+    worst_parameter: str | None
+    reason: str | None
+    """Why the model is refused; None when it passes."""
+
+
+class Stream(Protocol):
+    """One micro-batch: T tokens of whole documents laid end to end (engine.data.loader.MicroBatch is one)."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Int64 [T]."""
+        ...
+
+    @property
+    def labels(self) -> Tensor:
+        """Int64 [T]; -100 has no loss."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """Int64 [T], from the start of the document."""
+        ...
+
+    @property
+    def documents(self) -> list[int]:
+        """Sorted starts of the documents; the first is 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream:
+    """A `Stream` made of documents in memory."""
+
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: list[int]
+
+    @staticmethod
+    def of(documents: Sequence[Tensor]) -> TokenStream:
+        """Lay `documents` (int64 [length] each) end to end; each token is to predict the next of its own document."""
+        ignored = torch.tensor([-100])
+        starts = [0]
+        for document in documents[:-1]:
+            starts.append(starts[-1] + len(document))
+        return TokenStream(
+            ids=torch.cat(list(documents)),
+            labels=torch.cat([torch.cat([document[1:], ignored]) for document in documents]),
+            positions=torch.cat([torch.arange(len(document)) for document in documents]),
+            documents=starts,
+        )
+
+
+def check_model(
+    config: PretrainedConfig, *, pieces: bool = False, chunk_tokens: int = _CHUNK, seed: int = 0
+) -> CheckResult:
+    """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
+
+    With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it.
+
+    Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
+    that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
+    noise vanishes and a mistake does not. Never raises for a model that cannot be trained: the result says why.
+    """
+    kind = config.model_type
+    try:
+        small, spec = _small_model(config)
+        error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32)
+        if TOLERANCE < error < _NARROW:
+            with contextlib.suppress(UserError):  # no float64 reference: the float32 result stands
+                error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float64)
+    except UserError as refusal:
+        return CheckResult(kind, False, None, None, str(refusal))
+    if error <= TOLERANCE:
+        return CheckResult(kind, True, error, worst, None)
+    what = "value" if worst == "loss" else "gradient"
+    reason = f"{worst}: streamed {what} differs from transformers' by {error:.2g} (relative; {TOLERANCE:g} is allowed)"
+    return CheckResult(kind, False, error, worst, reason)
+
+
+def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]:
+    refuse_unsupported(config)
+    try:
+        small, _ = shrink(config)
+        return small, ModelSpec.from_config(small)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"could not be shrunk: {type(error).__name__}: {error}") from error
+
+
+def _compare(
+    small: PretrainedConfig, spec: ModelSpec, pieces: bool, chunk_tokens: int, seed: int, dtype: torch.dtype
+) -> tuple[float, str]:
+    """Largest relative error and where it is; "loss" is the loss. Raises UserError saying what cannot be computed."""
+    whole = spec.length_dependent_rotary or spec.recurrent
+    generator = torch.Generator().manual_seed(seed)
+    documents = [
+        torch.randint(spec.vocab_size, (length,), generator=generator)
+        for sequence in (_LONG_SEQUENCES if whole else _SEQUENCES)
+        for length in sequence
+    ]
+    if dtype == torch.float64:
+        small = copy.deepcopy(small)
+        small._experts_implementation = "eager"  # the others compute in at most float32
+        spec = replace(spec, config=small)
+    source = random_model(small, seed)
+    try:
+        reference_loss, reference = reference_gradients(small, source, documents, dtype)
+    except Exception as error:
+        raise UserError(f"transformers' own forward fails: {type(error).__name__}: {error}") from error
+    constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
+    if dtype == torch.float64:
+        constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
+    weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
+    try:
+        runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants)
+        loss, grads = stream_gradients(runner, weights, [TokenStream.of(documents)], chunk_tokens, pieces=pieces)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"streaming fails: {type(error).__name__}: {error}") from error
+    errors = relative_errors(grads, reference)
+    errors["loss"] = abs(loss - reference_loss) / abs(reference_loss)
+    errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def relative_errors(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """||g - reference|| / ||reference|| per parameter, inf where shapes or names differ.
+
+    A gradient that is zero in exact arithmetic (a key bias without rotary positions) is rounding noise in both; norms
+    below 1e-3 of the largest one are therefore measured against that.
+    """
+    floor = 1e-3 * max(float(g.norm()) for g in reference.values())
+    return {
+        name: float((grads[name] - expected).norm()) / max(float(expected.norm()), floor) if name in grads else math.inf
+        for name, expected in reference.items()
+    }
+
+
+def reference_gradients(
+    config: PretrainedConfig,
+    source: PreTrainedModel,
+    documents: Sequence[Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss per target and all gradients by transformers alone, one document at a time.
+
+    Attention is eager; in float64 it is torch's, since eager attention takes its softmax in float32. `source` gives the
+    weights; `documents` are int64 [length].
+    """
+    config = copy.deepcopy(config)
+    implementation = "sdpa" if dtype == torch.float64 else "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    model.load_state_dict(source.state_dict())
+    model = model.to(dtype)
+    num_targets = sum(len(document) - 1 for document in documents)
+    total = 0.0
+    for document in documents:
+        output = model(input_ids=document[None], labels=document[None], use_cache=False)
+        loss = output.loss * ((len(document) - 1) / num_targets)
+        loss.backward()
+        total += loss.item()
+    zero = torch.zeros(())
+    return total, {
+        n: (zero.expand(p.shape) if p.grad is None else p.grad) for n, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def chunk_ranges(spec: ModelSpec, stream: Stream, chunk_tokens: int) -> list[tuple[int, int]]:
+    """Token ranges of the chunks of `stream`; a model that carries state takes each document in one."""
+    total = stream.ids.shape[0]
+    if spec.recurrent:
+        return list(zip(stream.documents, [*stream.documents[1:], total], strict=True))
+    return [(start, min(start + chunk_tokens, total)) for start in range(0, total, chunk_tokens)]
+
+
+def stream_gradients(
+    runner: ModelRunner,
+    weights: Mapping[str, Tensor],
+    streams: Sequence[Stream],
+    chunk_tokens: int,
+    logits_bytes: int = 1 << 14,
+    *,
+    pieces: bool = False,
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss per target and all gradients (float32; float64 if the runner is), every block and chunk in turn.
+
+    `weights`: all parameters by state-dict name in the runner's dtype. `pieces`: attention over one chunk of keys at a
+    time.
+    """
+    spec = runner.spec
+    grads = {name: torch.zeros(tensor.shape, dtype=_sum_dtype(runner)) for name, tensor in weights.items()}
+    num_targets = sum(int((stream.labels != -100).sum()) for stream in streams)
+    loss = sum(
+        _stream_one(runner, spec, weights, stream, chunk_tokens, logits_bytes, num_targets, grads, pieces)
+        for stream in streams
+    )
+    return loss / num_targets, grads
+
+
+def _sum_dtype(runner: ModelRunner) -> torch.dtype:
+    return torch.float64 if runner.dtype == torch.float64 else torch.float32
+
+
+def _stream_one(
+    runner: ModelRunner,
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    stream: Stream,
+    chunk_tokens: int,
+    logits_bytes: int,
+    num_targets: int,
+    grads: dict[str, Tensor],
+    pieces: bool,
+) -> float:
+    def part(source: Mapping[str, Tensor], block: str) -> dict[str, Tensor]:
+        buffers = next(b.buffers for b in spec.blocks if b.name == block)
+        return {param.name: source[param.name] for buffer in buffers for param in spec.buffers[buffer]}
+
+    ranges = chunk_ranges(spec, stream, chunk_tokens)
+    longest = int(stream.positions.max())
+    inputs: list[LayerInputs] = [runner.inputs(stream.positions[a:b], longest) for a, b in ranges]
+    layers = range(len(spec.attention))
+    saved: list[list[Tensor]] = []
+    states: list[list[AttentionState | None]] = []
+    tokens = [
+        ChunkTokens.of(stream.ids[a:b], stream.labels[a:b], stream.positions[a:b]).to(runner.device) for a, b in ranges
+    ]
+    hidden = [runner.embed(part(weights, EMBED), t.ids, t.positions) for t in tokens]
+    for index in layers:
+        saved.append(hidden)
+        states.append(new_states(runner, index, stream, ranges))
+        block = part(weights, f"layers.{index}")
+        hidden = [
+            runner.layers.forward(index, block, x, chunk_inputs, state)
+            if state is None or not pieces
+            else forward_in_pieces(runner.layers, index, block, x, chunk_inputs, state, ranges)
+            for x, chunk_inputs, state in zip(hidden, inputs, states[-1], strict=True)
+        ]
+    loss = 0.0
+    for i in range(len(ranges)):
+        chunk_loss, hidden[i] = runner.head(
+            part(weights, HEAD), hidden[i], tokens[i], 1 / num_targets, part(grads, HEAD), logits_bytes
+        )
+        loss += chunk_loss.item()
+    for index in reversed(layers):
+        block, block_grads = part(weights, f"layers.{index}"), part(grads, f"layers.{index}")
+        for i in reversed(range(len(ranges))):
+            x, dy, state = saved[index][i], hidden[i], states[index][i]
+            if state is None or not pieces:
+                hidden[i] = runner.layers.backward(index, block, x, dy, inputs[i], state, block_grads)
+                continue
+            hidden[i] = backward_in_pieces(runner.layers, index, block, x, dy, inputs[i], state, block_grads, ranges)
+    for i in range(len(ranges)):
+        runner.embed_backward(part(weights, EMBED), tokens[i], hidden[i], part(grads, EMBED))
+    return loss
+
+
+def new_states(
+    runner: ModelRunner, index: int, stream: Stream, ranges: Sequence[tuple[int, int]]
+) -> list[AttentionState | None]:
+    """Attention state of layer `index` for every chunk: shared K/V windows, their gradients, outputs per chunk."""
+    shape = runner.spec.attention[index]
+    if shape is None:
+        return [None] * len(ranges)
+    total = stream.ids.shape[0]
+    keys, values = (total, shape.kv_heads, shape.qk_dim), (total, shape.kv_heads, shape.v_dim)
+    k, v = (torch.zeros(size, dtype=runner.dtype, device=runner.device) for size in (keys, values))
+    dk, dv = (torch.zeros(size, dtype=_sum_dtype(runner), device=runner.device) for size in (keys, values))
+    return [
+        AttentionState(
+            k=k,
+            v=v,
+            out=torch.zeros(end - start, shape.heads, shape.v_dim, dtype=runner.dtype, device=runner.device),
+            lse=torch.zeros(shape.heads, end - start, dtype=_sum_dtype(runner), device=runner.device),
+            start=start,
+            end=end,
+            documents=stream.documents,
+            dk=dk,
+            dv=dv,
+        )
+        for start, end in ranges
+    ]

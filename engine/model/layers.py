@@ -1,0 +1,442 @@
+"""Running decoder layers on one chunk, forward and backward, with weights that live elsewhere.
+
+Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
+views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
+chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
+`forward_given`, `graph`). The graph of a forward can be kept for its backward (`keep`, `graph`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.attention import chunk as attention
+from engine.attention.chunk import AttentionCall, AttentionState
+from engine.model import skeleton
+from engine.model.recompute import for_backward
+from engine.model.skeleton import LayerCall
+from engine.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Arguments of every layer for one chunk, beside the hidden state (rotary tables, positions)."""
+
+    calls: tuple[LayerCall, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the tensors take, each storage once."""
+        leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in self.calls])
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)
+        }
+        return sum(storages.values())
+
+
+class Projection(NamedTuple):
+    """What a layer asks of attention: q [n, heads, qk_dim], k [n, kv_heads, qk_dim], v [n, kv_heads, v_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: AttentionCall
+
+
+class _Projected(BaseException):
+    """Leaves a layer at its attention call, with the projection as its argument."""
+
+
+class _Template:
+    """One layer module that computes any layer of its structure; `unread` as in ModelSpec."""
+
+    def __init__(
+        self, layer: nn.Module, unread: str | None, *, device: torch.device, dtype: torch.dtype, compile: bool
+    ) -> None:
+        for part in layer.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
+        self.parameters = dict(layer.named_parameters())
+        self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
+        self.buffers = dict(layer.named_buffers())
+        twin = layer if unread is None else for_backward(layer, unread)
+        self.modules = (layer, twin)
+        self.forward: Callable[..., Any]
+        self.recompute: Callable[..., Any]
+        self.compile(compile)
+
+        self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
+
+    def compile(self, compiled: bool) -> None:
+        """Run through torch.compile from now on, or eagerly."""
+        layer, twin = self.modules
+        # One graph per chunk length: a general-size graph would also slow down the usual length.
+        self.forward = torch.compile(layer, dynamic=False) if compiled else layer
+        self.recompute = torch.compile(twin, dynamic=False) if compiled else twin
+
+    def adopt(self, index: int, layer: nn.Module) -> None:
+        """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
+        if index not in self._indices:
+            self._indices[index] = [found for module in self.modules for found in skeleton.layer_index(module, layer)]
+        for part, key, value in self._indices[index]:
+            if vars(part)[key] != value:
+                setattr(part, key, value)
+
+    def unbind(self) -> None:
+        """Point at no weights any more."""
+        for name, parameter in self.parameters.items():
+            parameter.data = self._placeholders[name]
+
+    def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data = weights[prefix + name]
+
+
+@dataclass(slots=True)
+class LayerGraph:
+    """The autograd graph of one layer on one chunk, cut at attention: backward is `top`, attention, `bottom`.
+
+    A graph that is not cut, since its attention is part of it or the layer has none, has `top` only. Weights are not
+    part of a graph made to be kept: it can outlive the slot that they were in, and reads them from wherever `top` and
+    `bottom` are told that they are.
+    """
+
+    x: Tensor
+    """Leaf [1, n, hidden]."""
+    y: Tensor
+    names: Sequence[str]
+    """State-dict names of the layer's parameters."""
+    parameters: Sequence[Tensor]
+    projection: Projection | None = None
+    """With its graph down to x; None where the graph is not cut."""
+    out: Tensor | None = None
+    """Attention's output, a leaf [n, heads, v_dim], where the graph is cut."""
+    lse: Tensor | None = None
+    """Its log-sum-exp [heads, n], where the graph is cut and kept."""
+    _weights: _Weights | None = None
+    """Where the graph is kept."""
+    _project: Callable[[Mapping[str, Tensor]], Projection] | None = None
+    """Makes the projection again, with a graph of its own down to x."""
+    _dx: Tensor | None = None
+
+    def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
+        """Backward of what follows attention, for dy [n, hidden]; the gradient of attention's output."""
+        if self.projection is not None and _nodes([self.y]) & _nodes(self.projection[:3]):
+            # What leads to attention leads past it too: this backward frees it, so the other needs a graph of its own.
+            assert self._project is not None
+            with torch.enable_grad():
+                self.projection = self._project(weights)
+        wanted = [self.x, *self.parameters] if self.out is None else [self.x, *self.parameters, self.out]
+        found = self._backward([self.y], [dy], wanted, weights)
+        self._dx = found[0]
+        self._add(found[1 : 1 + len(self.parameters)], grads)
+        return None if self.out is None else found[-1]
+
+    def bottom(
+        self, weights: Mapping[str, Tensor], given: Sequence[Tensor], grads: Mapping[str, Tensor], dsinks: Tensor | None
+    ) -> Tensor:
+        """Backward of what leads to attention, for the gradients of q, k, v (and of the sinks); dx [n, hidden]."""
+        assert self.projection is not None
+        outputs, gradients = list(self.projection[:3]), list(given)
+        sinks = self.projection.call.sinks
+        if sinks is not None and sinks.requires_grad:
+            assert dsinks is not None
+            outputs.append(sinks)
+            gradients.append(dsinks)
+        found = self._backward(outputs, gradients, [self.x, *self.parameters], weights)
+        self._add(found[1:], grads)
+        through = found[0]
+        assert through is not None
+        return through[0] if self._dx is None else through.add_(self._dx)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of a kept graph, each storage once, and of its log-sum-exp."""
+        assert self._weights is not None
+        held = [self.x, self.y, *(self.projection or ())[:3], self.out, self.lse]
+        storages = self._weights.storages | {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None
+        }
+        return sum(storages.values())
+
+    def dx(self) -> Tensor:
+        """dx [n, hidden], after `top`, of a graph that is not cut."""
+        assert self._dx is not None
+        return self._dx[0]
+
+    def _backward(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        weights: Mapping[str, Tensor],
+    ) -> Sequence[Tensor | None]:
+        if self._weights is not None:
+            self._weights.now = next(iter(weights.values()))
+        found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        return found
+
+    def _add(self, found: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
+        for name, grad in zip(self.names, found, strict=True):
+            if grad is not None:
+                grads[name].add_(grad)
+
+
+def _nodes(tensors: Sequence[Tensor]) -> set[Any]:
+    """The autograd nodes that backward from `tensors` passes, leaves excluded."""
+    found: set[Any] = set()
+    left = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while left:
+        node = left.pop()
+        if node in found or not node.next_functions:
+            continue
+        found.add(node)
+        left += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+class _WeightView(NamedTuple):
+    """A view into the flat buffer of a layer's weights, wherever that is."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+@dataclass(slots=True)
+class _Weights:
+    """Saved-tensor hooks that keep views of the weights as views, and count the rest."""
+
+    now: Tensor
+    """Any view into the flat buffer."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Storage (by its handle, which tensors without data have too) -> bytes, of all that the graph holds."""
+
+    def pack(self, tensor: Tensor) -> Tensor | _WeightView:
+        storage = tensor.untyped_storage()
+        if storage._cdata == self.now.untyped_storage()._cdata:
+            return _WeightView(tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def unpack(self, packed: Tensor | _WeightView) -> Tensor:
+        if isinstance(packed, _WeightView):
+            return self.now.as_strided(*packed)
+        return packed
+
+
+class LayerRunner:
+    """The layers of `spec` on `device` in `dtype`; see ModelRunner for what `weights` and `grads` are."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: nn.ModuleList,
+        prefix: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        compile: bool,
+    ) -> None:
+        """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it."""
+        self._spec, self._layers = spec, layers
+        self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
+        self._buffers = [dict(layer.named_buffers()) for layer in layers]
+        self._templates = {
+            index: _Template(
+                copy.deepcopy(layers[index]), spec.unread[index], device=device, dtype=dtype, compile=compile
+            )
+            for index in sorted(set(spec.structures))
+        }
+
+    def compile(self, compiled: bool) -> None:
+        """Run layers through torch.compile from now on, or eagerly."""
+        for template in self._templates.values():
+            template.compile(compiled)
+
+    def unbind(self) -> None:
+        """Let go of the weights that were given last, whose memory may then be freed."""
+        for template in self._templates.values():
+            template.unbind()
+
+    # ------------------------------------------------------------------ from end to end
+
+    def forward(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
+    ) -> Tensor:
+        """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
+        with torch.no_grad():
+            handler = None if state is None else attention.forward_handler(self.in_blocks(index, state))
+            return self._run(index, weights, x[None], inputs, handler)
+
+    def backward(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        dy: Tensor,
+        inputs: LayerInputs,
+        state: AttentionState | None,
+        grads: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
+
+        The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
+        in reverse order.
+        """
+        handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
+        graph = self._graph(index, weights, x, inputs, handler, keep=False)
+        graph.top(weights, dy, grads)
+        return graph.dx()
+
+    def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
+        """Starts of the documents of a stream of `tokens`, or of the blocks that layer `index` cuts them into."""
+        shape = self._spec.attention[index]
+        if shape is None or shape.chunk is None:
+            return documents
+        return attention.split_documents(documents, tokens, shape.chunk)
+
+    def in_blocks(self, index: int, state: AttentionState) -> AttentionState:
+        """`state` with `documents` for layer `index`."""
+        documents = self.documents(index, state.documents, state.k.shape[0])
+        return state if documents is state.documents else replace(state, documents=documents)
+
+    # ------------------------------------------------------------------ in pieces
+
+    def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+        """What layer `index` asks of attention for x [n, hidden]; nothing after that is computed."""
+        with torch.no_grad():
+            return self._project(index, weights, x[None], inputs)
+
+    def _project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+        def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+            raise _Projected(Projection(q, k, v, call))
+
+        try:
+            self._run(index, weights, x, inputs, leave)
+        except _Projected as found:
+            projection: Projection = found.args[0]
+            return projection
+        raise AssertionError(f"layer {index} does not attend")
+
+    def forward_given(
+        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, out: Tensor
+    ) -> Tensor:
+        """Output [n, hidden] of layer `index` for x [n, hidden] and the output of its attention."""
+        with torch.no_grad():
+            return self._run(index, weights, x[None], inputs, lambda q, k, v, call: out)
+
+    def graph(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        attend: Callable[[Projection], Tensor],
+        *,
+        keep: bool,
+    ) -> LayerGraph:
+        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output `attend` gives.
+
+        `keep`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
+        Otherwise it is for backward at once, and what nobody reads of the layer's output is left out.
+        """
+        seen: list[Projection] = []
+        leaves: list[Tensor] = []
+
+        def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+            seen.append(Projection(q, k, v, call))
+            with torch.no_grad():
+                out = attend(Projection(q.detach(), k.detach(), v.detach(), call))
+            leaves.append((out.clone() if keep else out.detach()).requires_grad_())
+            return leaves[0]
+
+        graph = self._graph(index, weights, x, inputs, handle, keep=keep)
+        graph.projection, graph.out = seen[0], leaves[0]
+        x = graph.x  # not the graph: what refers to itself lives until garbage is collected
+        graph._project = lambda weights: self._project(index, weights, x, inputs)
+        return graph
+
+    def keep(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+    ) -> LayerGraph:
+        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it."""
+        return self._graph(index, weights, x, inputs, handler, keep=True)
+
+    def _graph(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+        *,
+        keep: bool,
+    ) -> LayerGraph:
+        template = self._template(index)
+        x = (x[None].clone() if keep else x[None].detach()).requires_grad_()
+        hooks = _Weights(next(iter(weights.values())))
+        with torch.enable_grad():
+            if keep:
+                with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                    y = self._run(index, weights, x, inputs, handler)
+            else:
+                y = self._run(index, weights, x, inputs, handler, recompute=True)
+        return LayerGraph(
+            x=x,
+            y=y,
+            names=[self._prefixes[index] + name for name in template.parameters],
+            parameters=list(template.parameters.values()),
+            _weights=hooks if keep else None,
+        )
+
+    # ------------------------------------------------------------------ templates
+
+    def _template(self, index: int) -> _Template:
+        return self._templates[self._spec.structures[index]]
+
+    def _run(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """The layer's output [n, hidden] for x [1, n, hidden]."""
+        template = self._template(index)
+        template.bind(weights, self._prefixes[index])
+        for name, buffer in template.buffers.items():
+            buffer.data = self._buffers[index][name]
+        template.adopt(index, self._layers[index])
+        call = inputs.calls[index]
+        run = template.recompute if recompute else template.forward
+        if handler is None:
+            output = run(x, *call.args, **call.kwargs)
+        else:
+            with attention.use(self._with_window(index, handler)):
+                output = run(x, *call.args, **call.kwargs)
+        y: Tensor = output[0] if isinstance(output, tuple) else output
+        return y.squeeze(0)  # an index would copy the gradient on the way back
+
+    def _with_window(self, index: int, handler: attention.Handler) -> attention.Handler:
+        """`handler` told of the layer's window, which a layer that leaves it to the mask does not pass on."""
+        shape = self._spec.attention[index]
+        assert shape is not None, "attention of a layer without it"
+        window = shape.window
+        return lambda q, k, v, call: handler(q, k, v, call if call.window else replace(call, window=window))

@@ -1,0 +1,123 @@
+"""Cross entropy and its gradient, block of rows by block of rows, in the memory of the logits themselves.
+
+At 152,000 vocabulary entries a row of logits is 300 KB in bfloat16 and a chunk of 16,384 tokens has 5 GB of them. So
+the head makes logits for as many rows as a limit allows (`rows_at_once`), and their gradient takes their place
+(`cross_entropy_`); float32 exists only for a few rows at a time. More rows at once mean fewer passes over the gradient
+of the output matrix, which every such sub-chunk adds to once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORK_SHARE = 8
+"""One part in so many of the memory for logits holds rows in float32."""
+
+_MATMULS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear")
+_VIEWS = ("Select", "UnsafeView", "View", "Slice", "Alias", "ReshapeAlias", "Squeeze", "Unsqueeze")
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsCost:
+    """What a row of logits takes, found by making some."""
+
+    row_bytes: int
+    """Logits, what autograd keeps of their size, and their gradient."""
+    in_place: bool
+    """Whether the gradient may be written over the logits, because backward does not read them."""
+
+    @staticmethod
+    def of(make: Callable[[], Tensor], parameters: Iterable[Tensor]) -> LogitsCost:
+        """The cost of the logits [rows, vocab] that `make` returns, made with gradients enabled from `parameters`."""
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logits = make()
+        rows, nbytes = logits.shape[0], logits.numel() * logits.element_size()
+        in_place = logits.untyped_storage().data_ptr() not in saved
+        for tensor in (*parameters, logits):
+            saved.pop(tensor.untyped_storage().data_ptr(), None)
+        total = nbytes + sum(size for size in saved.values() if size >= nbytes // 2)
+        if not in_place:
+            total += nbytes
+        if not _ends_in_matmul(logits):
+            total += 2 * nbytes  # elementwise work on logits passes a gradient on, and on
+        return LogitsCost(-(-total // rows), in_place)
+
+
+def _ends_in_matmul(logits: Tensor) -> bool:
+    node: Any = logits.grad_fn
+    while node is not None and node.name().partition("Backward")[0] in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().partition("Backward")[0] in _MATMULS
+
+
+def rows_at_once(logits_bytes: int, cost: LogitsCost) -> int:
+    """Rows of logits that exist together so that they and all that goes with them take `logits_bytes`; at least one."""
+    return max(1, (logits_bytes - logits_bytes // WORK_SHARE) // cost.row_bytes)
+
+
+def even_pieces(tensor: Tensor, most: int) -> Sequence[Tensor]:
+    """`tensor` [n, ...] cut along its rows into as few pieces of at most `most` as there can be, alike within one row.
+
+    A rest of a few rows would be another problem for kernels and for the allocator, at nearly the price of a whole one.
+    """
+    return tensor.tensor_split(max(1, -(-tensor.shape[0] // most)))
+
+
+class CrossEntropy:
+    """Cross entropy over row blocks; compiled into one kernel per block, or eager."""
+
+    def __init__(self, *, compile: bool) -> None:
+        self._block: Callable[[Tensor, Tensor, Tensor], Tensor] = _block_eager_
+        if compile:
+            self._block = torch.compile(_block_, dynamic=True)  # not fullgraph: see engine/optim/adamw.py
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, labels: Tensor, scale: float, work_bytes: int) -> Tensor:
+        """Sum of the cross entropy (float64, 0-dim) of logits [n, vocab]; leaves scale x its gradient in `logits`.
+
+        labels: int64 [n]. Rows are taken to float32 `work_bytes` at a time, at least one (float64 stays float64).
+        """
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        factor = torch.full((), scale, dtype=dtype, device=logits.device)
+        loss = torch.zeros((), dtype=torch.float64, device=logits.device)
+        step = max(1, work_bytes // (logits.shape[1] * dtype.itemsize))
+        for rows, targets in zip(even_pieces(logits, step), even_pieces(labels, step), strict=True):
+            loss += self._block(rows, targets, factor)
+        return loss
+
+
+def _block_(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    """One block, for torch.compile: two passes over the logits, nothing else of their size."""
+    x = logits.to(scale.dtype)
+    x = x - x.amax(dim=-1, keepdim=True)
+    total = x.exp().sum(dim=-1, keepdim=True)
+    target = x.gather(1, labels[:, None])
+    hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
+    gradient = x.exp() * (scale / total) - torch.where(hit, scale, torch.zeros_like(scale))
+    logits.copy_(gradient)
+    return (total.log() - target).sum(dtype=torch.float64)
+
+
+def _block_eager_(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    """One block in place throughout: one copy of the rows in float32 is the largest thing that ever exists here."""
+    work = logits.to(scale.dtype, copy=True)
+    work.sub_(work.amax(dim=-1, keepdim=True))
+    index = labels[:, None]
+    target = work.gather(1, index)
+    total = work.exp_().sum(dim=-1, keepdim=True)
+    work.mul_(scale / total)
+    work.scatter_(1, index, work.gather(1, index) - scale)
+    logits.copy_(work)
+    return (total.log() - target).sum(dtype=torch.float64)

@@ -1,0 +1,184 @@
+"""Running the blocks of a model on one chunk, forward and backward, with weights that live elsewhere.
+
+A `ModelRunner` holds no weights: every call is given views of the flat buffer that just arrived, and gradients are
+added into float32 views of another. Layers are run by model/layers.py; what surrounds them is the model's own forward
+(engine/model/skeleton.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.model import loss as loss_terms
+from engine.model import skeleton
+from engine.model.layers import LayerInputs, LayerRunner
+from engine.model.skeleton import LayerCall, Skeleton
+from engine.model.spec import ModelSpec
+from engine.runtime.batch import ChunkTokens
+
+
+class ModelRunner:
+    """Computes the blocks of `spec` on `device` in `dtype`, chunk by chunk.
+
+    Not thread-safe: all calls come from the compute lane. Results are deterministic. `weights` dictionaries hold, by
+    state-dict name, all parameters of the block's buffers in `dtype`; `grads` the same names as float32 views into
+    which gradients are added. Neither is kept after the call returns, except that a template goes on pointing at the
+    last weights it was given.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        compile: bool = False,
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`constants`: values of `spec.constants`; the model's initial ones where not given."""
+        self.spec = spec
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.compiled = compile
+        model = skeleton.build(spec.config)
+        prefix, layers = skeleton.find_layers(model)
+        skeleton.materialise_buffers(model, model, self.device)
+        for name, tensor in (constants or {}).items():
+            model.get_buffer(name).data = tensor.to(self.device)
+        self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)
+        self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
+        self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
+        self._logits_cost: loss_terms.LogitsCost | None = None
+
+    def compile(self, compiled: bool) -> None:
+        """Compute through torch.compile from now on, or eagerly."""
+        self.compiled = compiled
+        self.layers.compile(compiled)
+        self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)
+
+    def inputs(self, positions: Tensor, max_position: int) -> LayerInputs:
+        """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document).
+
+        `max_position` is the longest position of the whole stream; rotary tables that depend on the length come from it
+        and are thus the same for all chunks.
+        """
+        positions = positions.to(self.device)
+        count = positions.shape[0]
+        with torch.no_grad():
+            if not self.spec.length_dependent_rotary:
+                return LayerInputs(tuple(self._skeleton.calls(positions)))
+            sentinel = positions.new_full((1,), max_position)
+            calls = self._skeleton.calls(torch.cat([positions, sentinel]))
+
+        def cut(tensor: Tensor) -> Tensor:
+            axis = next((i for i, size in enumerate(tensor.shape) if size == count + 1), None)
+            return tensor if axis is None else tensor.narrow(axis, 0, count)
+
+        shared: dict[int, Tensor] = {}
+
+        def cut_once(tensor: Tensor) -> Tensor:
+            return shared.setdefault(id(tensor), cut(tensor))
+
+        return LayerInputs(
+            tuple(LayerCall(*pytree.tree_map_only(Tensor, cut_once, (call.args, call.kwargs))) for call in calls)
+        )
+
+    def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+        """First layer's input [n, hidden] of token ids at positions (int64 [n])."""
+        with torch.no_grad(), self._skeleton.bound(weights):
+            return self._skeleton.embed(ids.to(self.device), positions.to(self.device))
+
+    def embed_backward(
+        self,
+        weights: Mapping[str, Tensor],
+        tokens: ChunkTokens,
+        dx: Tensor,
+        grads: Mapping[str, Tensor],
+    ) -> None:
+        """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result for these tokens.
+
+        The token table's gradient is computed for the chunk's distinct ids only, never for the whole vocabulary.
+        """
+        with (
+            self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, table, padding),
+            self._skeleton.bound(compact) as bound,
+        ):
+            with torch.enable_grad():
+                x = self._skeleton.embed(tokens.places, tokens.positions)
+            computed = torch.autograd.grad(x, list(bound.values()), dx, allow_unused=True)
+        for name, grad in zip(bound, computed, strict=True):
+            if grad is None:
+                continue
+            if name == table:
+                if padding is not None:
+                    grad.masked_fill_((tokens.distinct == padding)[:, None], 0)
+                grads[name].index_add_(0, tokens.distinct, grad.to(grads[name].dtype))
+            else:
+                grads[name].add_(grad)
+
+    def head(
+        self,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        tokens: ChunkTokens,
+        loss_scale: float,
+        grads: Mapping[str, Tensor],
+        logits_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and gradients of the last layer's output x [n, hidden] against the labels of those tokens that have one.
+
+        Returns the sum over labels of the cross entropy (float64, 0-dim, not scaled) and dx [n, hidden], the gradient
+        of loss_scale x that sum; adds the parameters' gradients to `grads`. Logits exist for as many tokens at once as
+        fit `logits_bytes` with all that goes with them, at least one.
+        """
+        dx = torch.zeros_like(x)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._skeleton.bound(weights) as bound:
+            cost = self._find_logits_cost(bound)
+            step = loss_terms.rows_at_once(logits_bytes, cost)
+            for part, labels in _pieces(tokens, step):
+                part_x = x.index_select(0, part).requires_grad_()
+                with torch.enable_grad():
+                    logits = self._skeleton.logits(part_x)
+                # `data`, as autograd would see a write to `detach()` and rebuild the way back with a copy of it.
+                dlogits = logits.data if cost.in_place else logits.data.clone()
+                loss += self._cross_entropy(dlogits, labels, loss_scale, logits_bytes // loss_terms.WORK_SHARE)
+                wanted = [part_x, *bound.values()]
+                part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)
+                del logits, dlogits
+                dx.index_copy_(0, part, part_dx)
+                for name, grad in zip(bound, computed, strict=True):
+                    if grad is not None:
+                        grads[name].add_(grad)
+                del computed
+        return loss, dx
+
+    def score(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+        """The sum that `head` returns, without gradients."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad(), self._skeleton.bound(weights) as bound:
+            step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
+            for part, labels in _pieces(tokens, step):
+                logits = self._skeleton.logits(x.index_select(0, part))
+                # Their gradient takes their place, and nobody reads it: one pass more, and no other kernel.
+                loss += self._cross_entropy(logits, labels, 1.0, logits_bytes // loss_terms.WORK_SHARE)
+                del logits
+        return loss
+
+    def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
+        if self._logits_cost is None:
+            x = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype, device=self.device).requires_grad_()
+            with torch.enable_grad():
+                self._logits_cost = loss_terms.LogitsCost.of(lambda: self._skeleton.logits(x), bound.values())
+        return self._logits_cost
+
+
+def _pieces(tokens: ChunkTokens, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and labels of the tokens that have a target, at most so many at once; nothing where none has one."""
+    if tokens.rows.numel():
+        rows, labels = (loss_terms.even_pieces(tensor, most) for tensor in (tokens.rows, tokens.labels))
+        yield from zip(rows, labels, strict=True)

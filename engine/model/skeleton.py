@@ -1,0 +1,340 @@
+"""A transformers causal LM taken apart without touching its code: the model around its layers, and the layers.
+
+`Skeleton` runs the model's own forward with its decoder layers replaced by pass-throughs that record what they are
+given. Stopped at the first layer it is the embedding; stopped at the last it yields every layer's keyword arguments;
+given a hidden state to return from the last layer it is the head. Parameters are bound from outside, never copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engine.attention import chunk as attention
+from storage.errors import UserError
+
+_INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"})
+"""Attributes in which transformers layers keep their own number; they do not make two layers different."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What the model passes to one layer besides the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Stop(BaseException):
+    """Leaves the model's forward once everything of interest has happened; never seen outside."""
+
+
+def build(config: PretrainedConfig, device: str = "meta", experts: str | None = None) -> PreTrainedModel:
+    """The model of `config` in float32 and eval mode, with Penstock's attention; on meta it takes no memory.
+
+    Raises UserError for a model that has its own attention only.
+    """
+    attention.register()
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    kwargs = {} if experts is None else {"experts_implementation": experts}
+    try:
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, dtype=torch.float32, **kwargs
+            )
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        # Older models look their attention up in a table of their own.
+        raise UserError(
+            f"model type '{config.model_type}': its attention does not go through transformers' attention interface"
+        ) from error
+    model.eval()
+    _untrained_to_buffers(model)
+    return model
+
+
+def _untrained_to_buffers(model: nn.Module) -> None:
+    """Make buffers of the parameters that the model itself does not train, such as routers' balancing biases."""
+    for part in model.modules():
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None and not parameter.requires_grad:
+                del part._parameters[key]
+                part.register_buffer(key, parameter.detach())
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The model's decoder layers and their name.
+
+    Raises UserError when there is not exactly one list of num_hidden_layers modules.
+    """
+    count = num_layers(model.config)
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    outermost = [(n, m) for n, m in found if not any(n.startswith(f"{other}.") for other, _ in found)]
+    if len(outermost) > 1:
+        # A list of norms or embeddings per layer may stand beside the layers, which hold nearly all parameters.
+        sizes = [sum(p.numel() for p in m.parameters()) for _, m in outermost]
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if sizes[largest] > 4 * (sum(sizes) - sizes[largest]):
+            outermost = [outermost[largest]]
+    if len(outermost) != 1:
+        raise UserError(
+            f"model type '{model.config.model_type}': found {len(outermost)} lists of {count} layers in "
+            f"{type(model).__name__} where exactly one is needed; this model is built differently and cannot be trained"
+        )
+    return outermost[0]
+
+
+def num_layers(config: PretrainedConfig) -> int:
+    """Decoder layers that `config` asks for."""
+    count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"model type '{config.model_type}': its config has no num_hidden_layers")
+    return count
+
+
+def structure_key(module: nn.Module) -> Hashable:
+    """Equal for two layers that compute the same function of their parameters, whatever their position."""
+    parts: list[Hashable] = []
+    for name, part in module.named_modules():
+        plain = tuple(
+            sorted(
+                (key, repr(value))
+                for key, value in vars(part).items()
+                if not key.startswith("_")
+                and key not in _INDEX_NAMES
+                and isinstance(value, bool | int | float | str | tuple | list | None)
+            )
+        )
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        shapes = tuple((key, tuple(value.shape)) for key, value in tensors)
+        parts.append((name, type(part).__qualname__, plain, shapes))
+    return tuple(parts)
+
+
+def layer_index(template: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """(part of `template`, attribute, value) of the layer number that `layer` knows of itself."""
+    sources = dict(layer.named_modules())
+    return [
+        (part, key, vars(sources[name])[key])
+        for name, part in template.named_modules()
+        for key in sorted(_INDEX_NAMES & vars(sources[name]).keys())
+    ]
+
+
+def materialise_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Give the meta buffers of `module` their initial values on `device`, by the model's own initialiser.
+
+    A persistent float buffer that it does not set is NaN, to be given by a checkpoint. Raises UserError naming any
+    other float buffer that it does not set.
+    """
+    for name, part in module.named_modules():
+        buffers = {key: b for key, b in part.named_buffers(recurse=False) if b.is_meta}
+        if not buffers:
+            continue
+        for key, buffer in buffers.items():
+            fresh = torch.empty_like(buffer, device="cpu")
+            part._buffers[key] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
+        with torch.no_grad():
+            model._init_weights(part)
+        for key in buffers:
+            value = part._buffers[key]
+            assert value is not None
+            if value.is_floating_point() and value.isnan().any() and key in part._non_persistent_buffers_set:
+                raise UserError(
+                    f"model type '{model.config.model_type}': transformers does not initialise the buffer {name}.{key}"
+                )
+            part._buffers[key] = value.to(device)
+
+
+def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of the right shape that takes one element of memory, to be bound before use."""
+    return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(parameter.shape))
+
+
+class Skeleton:
+    """The model around its layers, its non-layer parameters bound from outside."""
+
+    def __init__(self, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, returns: list[int]) -> None:
+        """Take over `model` (on meta). `returns[i]`: 0 if layer i returns a tensor, else the length of its tuple."""
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self.prefix, self.layers = find_layers(model)
+        self._returns = returns
+        self._calls: list[LayerCall] = []
+        self._inject: Tensor | None = None
+        self._until = ""
+        self._sites = parameter_sites(model, exclude=self.prefix)
+        self._placeholders = {
+            name: placeholder(site_parameter(sites), device, dtype) for name, sites in self._sites.items()
+        }
+        for _, module in outer_modules(model, self.layers):
+            _materialise_own_buffers(model, module, device)
+        self._install(self._placeholders)
+        for index, layer in enumerate(self.layers):
+            layer.forward = self._pass_through(index, first_parameter(layer))
+        self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._rotary = _LengthState(model, self.layers)
+
+    @property
+    def parameters(self) -> dict[str, torch.Size]:
+        """Names and shapes of the parameters outside the layers; shared ones once."""
+        return {name: p.shape for name, p in self._placeholders.items()}
+
+    @contextmanager
+    def bound(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, nn.Parameter]]:
+        """Inside the block the model computes with `tensors`; yields the parameters that stand for them."""
+        given = {name: nn.Parameter(tensor) for name, tensor in tensors.items() if name in self._sites}
+        self._install({**self._placeholders, **given})
+        try:
+            yield given
+        finally:
+            self._install(self._placeholders)
+
+    @contextmanager
+    def compact_vocabulary(
+        self, tensors: Mapping[str, Tensor], distinct: Tensor
+    ) -> Iterator[tuple[dict[str, Tensor], str | None, int | None]]:
+        """Inside the block the token table has rows for the ids `distinct` [u] only, in that order.
+
+        Yields `tensors` with the table cut down to [u, hidden], the table's name (None: there is no such table), and
+        the padding id, whose row is to get no gradient (None: there is none; inside the block the table knows none).
+        """
+        module: Any = self.model.get_input_embeddings()
+        table = next((n for n, sites in self._sites.items() if any(m is module for m, _ in sites)), None)
+        if table is None or table not in tensors:
+            yield dict(tensors), None, None
+            return
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            module.padding_idx = None
+        try:
+            yield {**tensors, table: tensors[table].index_select(0, distinct)}, table, padding
+        finally:
+            if padding is not None:
+                module.padding_idx = padding
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """First layer's input [n, hidden] for ids and positions [n]."""
+        self._run(ids, positions, "embed")
+        assert self._inject is not None
+        x, self._inject = self._inject, None
+        return x.squeeze(0)
+
+    def calls(self, positions: Tensor) -> list[LayerCall]:
+        """Arguments of every layer for tokens at `positions` [n]."""
+        self._rotary.reset()
+        self._calls = []
+        self._run(torch.zeros_like(positions), positions, "calls")
+        calls, self._calls = self._calls, []
+        return calls
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [n, vocab] of the last layer's output x [n, hidden]."""
+        self._inject = x[None]
+        zeros = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        try:
+            output = self._run(zeros, zeros, "logits")
+        finally:
+            self._inject = None
+        logits: Tensor = output.logits.squeeze(0)  # an index would copy the gradient on the way back
+        return logits
+
+    def _install(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, sites in self._sites.items():
+            for module, key in sites:
+                module._parameters[key] = parameters[name]
+
+    def _run(self, ids: Tensor, positions: Tensor, until: str) -> Any:
+        self._until = until
+        kwargs: dict[str, Any] = {"position_ids": positions[None]} if self._accepts_positions else {}
+        try:
+            return self.model(input_ids=ids[None], use_cache=False, **kwargs)
+        except _Stop:
+            return None
+
+    def _pass_through(self, index: int, hidden_name: str) -> Callable[..., Any]:
+        last = len(self.layers) - 1
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if args else kwargs.pop(hidden_name)
+            if self._until == "embed":
+                self._inject = x
+                raise _Stop
+            if self._until == "calls":
+                self._calls.append(LayerCall(args[1:], kwargs))
+                if index == last:
+                    raise _Stop
+            elif index == last:
+                x = self._inject
+            width = self._returns[index]
+            return (x, *(None,) * (width - 1)) if width else x
+
+        return forward
+
+
+class _LengthState:
+    """Undoes what rotary modules remember between calls: `dynamic` tables would depend on the order of the calls."""
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
+        self._saved = []
+        for _, module in outer_modules(model, layers):
+            if any("max_seq_len_cached" in key for key in vars(module)):
+                plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float) and not k.startswith("_")}
+                self._saved.append((module, plain, {k: b for k, b in module._buffers.items()}))
+
+    def reset(self) -> None:
+        for module, plain, buffers in self._saved:
+            vars(module).update(plain)
+            module._buffers.update(buffers)
+
+
+def outer_modules(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[str, nn.Module]]:
+    """All modules that are not inside a layer."""
+    inner = {id(m) for m in layers.modules()}
+    return [(n, m) for n, m in model.named_modules() if id(m) not in inner]
+
+
+def parameter_sites(model: nn.Module, exclude: str) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Every place (module, attribute) of each parameter outside `exclude`, by the parameter's first name."""
+    names: dict[int, str] = {}
+    sites: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module_name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            full = f"{module_name}.{key}" if module_name else key
+            if parameter is None or full.startswith(f"{exclude}."):
+                continue
+            sites.setdefault(names.setdefault(id(parameter), full), []).append((module, key))
+    return sites
+
+
+def first_parameter(layer: nn.Module) -> str:
+    """Name of the layer's hidden state argument."""
+    return next(iter(inspect.signature(layer.forward).parameters))
+
+
+def site_parameter(sites: list[tuple[nn.Module, str]]) -> Tensor:
+    """The parameter found at `sites`."""
+    module, key = sites[0]
+    parameter = module._parameters[key]
+    assert parameter is not None
+    return parameter
+
+
+def _materialise_own_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    if any(b is not None and b.is_meta for b in module._buffers.values()):
+        children, module._modules = module._modules, {}
+        try:
+            materialise_buffers(model, module, device)
+        finally:
+            module._modules = children

@@ -1,0 +1,320 @@
+"""What a transformers causal LM is made of, found by building it on the meta device and by trying a shrunk copy.
+
+Nothing here lists names of architectures or parameters: which parameters belong to the embedding and to the head, how
+wide attention is, and whether a layer carries state between tokens by other means than attention all come from running
+the model's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+
+from engine.model import skeleton
+from engine.model.shrink import shrink
+from engine.model.trace import Trial, attention_shapes, run_trial
+from storage.errors import UserError
+from storage.layout import ParamSpec
+
+EMBED = "embed"
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """A streamed unit of the model and the flat buffers it computes with (its own first, if it has parameters)."""
+
+    name: str
+    role: Literal["embed", "layer", "head"]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Attention of one layer.
+
+    `window` counts the visible keys including the query's own, None sees all; with `chunk` a token sees only the keys
+    of its own block of so many tokens, counted from the document's start.
+    """
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int | None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as the engine sees it. Build it with `from_config`."""
+
+    config: PretrainedConfig
+    """A copy of the transformers config it was built from."""
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    num_params: int
+    """Parameters, shared ones once."""
+    blocks: tuple[BlockSpec, ...]
+    """embed, layers.0, layers.1, ..., head."""
+    buffers: dict[str, tuple[ParamSpec, ...]]
+    """Parameters of each flat buffer by their state-dict names. A parameter that embedding and head share is in "embed"
+    only; a head without parameters of its own has no buffer."""
+    constants: dict[str, tuple[int, ...]]
+    """Persistent buffers and parameters that the model never trains (both part of the checkpoint), and their shapes."""
+    attention: tuple[AttentionShape | None, ...]
+    """Per layer; None for a layer without attention."""
+    recurrent: bool
+    """Some layer carries state from token to token outside attention: a sequence is one chunk and one document."""
+    length_dependent_rotary: bool
+    """The rotary tables depend on the longest position of the sequence."""
+    structures: tuple[int, ...]
+    """For each layer the index of the first layer that computes the same function of its parameters."""
+    unread: tuple[str | None, ...] = field(repr=False)
+    """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/recompute.py)."""
+    returns: tuple[int, ...] = field(repr=False)
+    """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
+
+    @staticmethod
+    def from_config(config: PretrainedConfig) -> ModelSpec:
+        """Take the model of `config` apart, without its weights.
+
+        Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active dropout,
+        models whose layers cannot be found or are connected by more than the hidden state.
+        """
+        refuse_unsupported(config)
+        model = _build(config)
+        prefix, layers = skeleton.find_layers(model)
+        small, stand_ins = _shrunk(config)
+        trial = _tried(small)
+        returns = [trial.returns[i] for i in stand_ins]
+        attends = [trial.attends[i] for i in stand_ins]
+        structures = _structures(layers)
+        buffers, shared = _buffers(model, prefix, layers, trial)
+        blocks = [BlockSpec(EMBED, "embed", (EMBED,))]
+        blocks += [BlockSpec(f"layers.{i}", "layer", (f"layers.{i}",)) for i in range(len(layers))]
+        blocks.append(BlockSpec(HEAD, "head", tuple(b for b in (HEAD, *([EMBED] if shared else [])) if b in buffers)))
+        text = config.get_text_config(decoder=True)
+        shapes = [
+            AttentionShape(*shape) if shape else None
+            for shape in attention_shapes(_build(config), structures, attends, returns)
+        ]
+        specs = [spec for params in buffers.values() for spec in params]
+        return ModelSpec(
+            config=copy.deepcopy(config),
+            model_type=config.model_type,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            num_params=sum(math.prod(spec.shape) for spec in specs),
+            blocks=tuple(blocks),
+            buffers=buffers,
+            constants={name: tuple(model.state_dict()[name].shape) for name in _persistent(model)},
+            attention=tuple(shapes),
+            recurrent=trial.recurrent,
+            length_dependent_rotary=_length_dependent(model),
+            structures=tuple(structures),
+            unread=tuple(trial.unread[i] for i in stand_ins),
+            returns=tuple(returns),
+        )
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Raise UserError when `config` alone shows that the model cannot be trained."""
+    kind = f"model type '{config.model_type}'"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{kind} is an encoder-decoder model; only decoder-only causal language models can be trained")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{kind} is not a causal language model that this transformers version knows")
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"{kind}: the weights are quantised (quantization_config); train from the unquantised checkpoint"
+        )
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(part).items():
+            noise = "dropout" in name or name.endswith(("pdrop", "_drop", "jitter_noise")) or name == "layerdrop"
+            if noise and not name.startswith(("summary_", "classifier_")) and isinstance(value, float) and value > 0:
+                raise UserError(
+                    f"{kind}: {name} is {value}; dropout is not supported in training, set it to 0 in config.json "
+                    f"or with model.overrides"
+                )
+
+
+def validate_context(spec: ModelSpec, sequence_length: int) -> None:
+    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach.
+
+    `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
+    says; the others reach max_position_embeddings. A config without that field has no limit.
+    """
+    text = spec.config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return
+    rope = getattr(text, "rope_parameters", None) or {}
+    tables = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
+    reach = min((_rotary_reach(table, longest) for table in tables), default=longest)
+    if sequence_length <= reach:
+        return
+    original = next((t["original_max_position_embeddings"] for t in tables if t.get("rope_type") == "yarn"), longest)
+    kind = tables[0].get("rope_type") if tables else None
+    have = f"max_position_embeddings {longest} with rotary scaling '{kind}'" if kind else "a table that is not rotary"
+    factor = math.ceil(sequence_length / original)
+    advice = (
+        f", or set rope_parameters (for example rope_type yarn with a factor of {factor} "
+        f"over {original}) and max_position_embeddings in config.json or model.overrides"
+    )
+    raise UserError(
+        f"data.sequence_length: {sequence_length} tokens do not fit model type '{spec.model_type}', whose positions "
+        f"end at {reach:.0f}: {have}; shorten the sequences{advice if kind else ''}"
+    )
+
+
+def _rotary_reach(table: dict[str, Any], longest: int) -> float:
+    """Tokens that one rotary table is made for; `longest` is max_position_embeddings."""
+    if table.get("rope_type") == "dynamic":
+        return math.inf
+    if table.get("rope_type") == "yarn":
+        return float((table.get("factor") or 1) * table["original_max_position_embeddings"])
+    return longest
+
+
+class Initializer:
+    """Random float32 values of a model's parameters, by the model's own initialiser."""
+
+    def __init__(self, spec: ModelSpec, seed: int):
+        """The same (spec, seed) always gives the same values, in whatever order they are asked for."""
+        self._spec, self._seed = spec, seed
+        self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
+        self._layers = skeleton.find_layers(self._model)[1]
+        self._sites = skeleton.parameter_sites(self._model, exclude=" ")
+
+    def values(self, buffer: str) -> dict[str, Tensor]:
+        """One flat buffer's parameters by name. UserError naming one that the model does not initialise."""
+        digest = hashlib.sha256(f"{self._seed}/{buffer}".encode()).digest()
+        params = sorted(self._spec.buffers[buffer], key=lambda param: param.name)
+        places = [self._sites[param.name][0] for param in params]
+        on_meta = [module._parameters[key] for module, key in places]
+        # Post-order, as transformers does it: a module's own initialiser overrules its children's.
+        if buffer.startswith("layers."):
+            modules = list(self._layers[int(buffer.removeprefix("layers."))].modules())[::-1]
+        else:
+            modules = [module for _, module in skeleton.outer_modules(self._model, self._layers)][::-1]
+        try:
+            for param, (module, key) in zip(params, places, strict=True):
+                module._parameters[key] = nn.Parameter(torch.full(param.shape, float("nan")), requires_grad=False)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                for module in modules:
+                    self._model._init_weights(module)
+            values = {p.name: skeleton.site_parameter(self._sites[p.name]).detach() for p in params}
+        finally:
+            for (module, key), parameter in zip(places, on_meta, strict=True):
+                module._parameters[key] = parameter
+        for name, value in values.items():
+            if value.isnan().any():
+                raise UserError(
+                    f"model type '{self._spec.model_type}': transformers does not initialise the parameter {name}"
+                )
+        return values
+
+
+def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
+    """Initial values of the constants, by the model's own initialiser.
+
+    Raises UserError naming a constant that only a checkpoint can give.
+    """
+    model = _build(spec.config)
+    skeleton.materialise_buffers(model, model, torch.device("cpu"))
+    constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
+    for name, tensor in constants.items():
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise UserError(f"model type '{spec.model_type}': transformers does not initialise the buffer {name}")
+    return constants
+
+
+def _structures(layers: nn.ModuleList) -> list[int]:
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(skeleton.structure_key(layer), i) for i, layer in enumerate(layers)]
+
+
+def _shrunk(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
+    try:
+        return shrink(config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"model type '{config.model_type}': no small copy could be made for the self-check: {error}"
+        ) from error
+
+
+def _tried(small: PretrainedConfig) -> Trial:
+    try:
+        return run_trial(small)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"model type '{small.model_type}': a small copy does not run with Penstock's attention: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _build(config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        return skeleton.build(config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"model type '{config.model_type}': transformers cannot build the model: {error}") from error
+
+
+def _buffers(
+    model: PreTrainedModel, prefix: str, layers: nn.ModuleList, trial: Trial
+) -> tuple[dict[str, tuple[ParamSpec, ...]], bool]:
+    """Parameters of each flat buffer, and whether the head uses parameters of the embedding."""
+    outer = {n: skeleton.site_parameter(sites) for n, sites in skeleton.parameter_sites(model, exclude=prefix).items()}
+    unused = sorted(outer.keys() - trial.embed_parameters - trial.head_parameters)
+    if unused:
+        raise UserError(
+            f"model type '{model.config.model_type}': {unused[0]} ({len(unused)} such parameters) takes no part in the "
+            "text model's embedding or head; models with parts beside the text decoder cannot be trained"
+        )
+    buffers = {EMBED: tuple(_spec(n, p) for n, p in outer.items() if n in trial.embed_parameters)}
+    for index, layer in enumerate(layers):
+        own = layer.named_parameters(prefix=f"{prefix}.{index}")
+        buffers[f"layers.{index}"] = tuple(_spec(name, parameter) for name, parameter in own)
+    buffers[HEAD] = tuple(_spec(n, p) for n, p in outer.items() if n not in trial.embed_parameters)
+    names = [spec.name for params in buffers.values() for spec in params]
+    ids = [id(p) for p in model.parameters()]
+    if len(names) != len(ids):
+        raise UserError(f"model type '{model.config.model_type}': its layers share parameters, which is not supported")
+    return {name: params for name, params in buffers.items() if params}, bool(
+        trial.embed_parameters & trial.head_parameters
+    )
+
+
+def _spec(name: str, parameter: Tensor) -> ParamSpec:
+    return ParamSpec(name=name, shape=tuple(parameter.shape), decay=parameter.dim() > 1)
+
+
+def _persistent(model: PreTrainedModel) -> list[str]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [name for name in model.state_dict() if name not in parameters]
+
+
+def _length_dependent(model: PreTrainedModel) -> bool:
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                return True
+    return False

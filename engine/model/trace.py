@@ -1,0 +1,261 @@
+"""One run of a shrunk copy of a model that shows how its parts are connected."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PretrainedConfig, PreTrainedModel
+
+from engine.attention import chunk as attention
+from engine.attention.chunk import AttentionCall, MaskPattern
+from engine.model import skeleton
+from engine.model.recompute import unread_linear
+from storage.errors import UserError
+
+_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What running the shrunk model showed."""
+
+    embed_parameters: frozenset[str]
+    """Parameters outside the layers that the first layer's input depends on."""
+    head_parameters: frozenset[str]
+    """Parameters outside the layers that the logits depend on, given the last layer's output."""
+    returns: tuple[int, ...]
+    """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
+    attends: tuple[bool, ...]
+    """Per layer: whether it calls attention."""
+    unread: tuple[str | None, ...]
+    """Per layer: its linear module whose output no gradient depends on (engine/model/recompute.py)."""
+    recurrent: bool
+    """Some layer mixes tokens outside of attention, or the model takes no positions."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One layer's call."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    attention_calls: int
+
+    @property
+    def output_hidden(self) -> Any:
+        return self.output[0] if isinstance(self.output, tuple) else self.output
+
+
+def random_model(config: PretrainedConfig, seed: int = 0, experts: str | None = None) -> PreTrainedModel:
+    """The model of `config` on the CPU in float32, no parameter or persistent buffer trivially zero or one."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = skeleton.build(config, device="cpu", experts=experts)
+        for name, parameter in sorted(model.named_parameters()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if name.endswith("A_log"):
+                # State-space layers start out forgetting within a token or two, which hides their state, and sum decay
+                # logarithms up to 1e3 in float32, which hides errors: let the state last.
+                parameter.sub_(3.0)
+        persistent = model.state_dict().keys()
+        for name, buffer in sorted(model.named_buffers()):
+            if name in persistent and buffer.is_floating_point():
+                noise = torch.randn_like(buffer) * 0.05
+                buffer.copy_(torch.where(buffer == 0, noise, buffer * (1 + noise)))
+    return model
+
+
+def run_trial(config: PretrainedConfig) -> Trial:
+    """Run the (already shrunk) model of `config` and see what depends on what.
+
+    Raises UserError naming what makes the model impossible to stream: layers connected by more than the hidden state,
+    layers that see the future, several attention calls in one layer.
+    """
+    model = random_model(config)
+    kind = f"model type '{config.model_type}'"
+    prefix, layers = skeleton.find_layers(model)
+    outer = {n: skeleton.site_parameter(s) for n, s in skeleton.parameter_sites(model, exclude=prefix).items()}
+    seen, logits = _run_recorded(kind, model, layers)
+    _refuse_side_channels(kind, seen)
+    embed = _used(seen[0].hidden, outer)
+    head = _used(logits, outer)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    mixes = [_mixes_tokens(kind, i, layer, call) for i, (layer, call) in enumerate(zip(layers, seen, strict=True))]
+    return Trial(
+        embed_parameters=frozenset(embed),
+        head_parameters=frozenset(head),
+        returns=tuple(len(call.output) if isinstance(call.output, tuple) else 0 for call in seen),
+        attends=tuple(call.attention_calls > 0 for call in seen),
+        unread=tuple(_unread_linear(layer, call) for layer, call in zip(layers, seen, strict=True)),
+        recurrent=any(mixes) or not takes_positions,
+    )
+
+
+def _run_recorded(kind: str, model: PreTrainedModel, layers: nn.ModuleList) -> tuple[list[_Seen], Tensor]:
+    """What every layer was given and returned, and the logits as a function of the last layer's detached output."""
+    seen: list[_Seen] = []
+    calls = 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return _blind(q, k, v, call)
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        nonlocal calls
+        index = len(seen)
+        if index >= len(layers) or module is not layers[index]:
+            raise UserError(f"{kind}: its layers do not run once each in order, which is not supported")
+        name = skeleton.first_parameter(module)
+        rest = {key: value for key, value in kwargs.items() if key != name or args}
+        seen.append(_Seen(args[0] if args else kwargs[name], args[1:], rest, output, calls))
+        calls = 0
+        if index < len(layers) - 1:
+            return output
+        cut = seen[-1].output_hidden.detach().requires_grad_()
+        return (cut, *output[1:]) if isinstance(output, tuple) else cut
+
+    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
+    positions = torch.arange(_TOKENS)[None]
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    kwargs = {"position_ids": positions} if takes_positions else {}
+    try:
+        with attention.use(attend), torch.enable_grad():
+            logits = model(input_ids=positions % 7 + 3, use_cache=False, **kwargs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != len(layers):
+        raise UserError(f"{kind}: only {len(seen)} of its {len(layers)} layers run in a forward pass")
+    return seen, logits
+
+
+def _blind(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Attention that sees nothing."""
+    return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+
+
+def _refuse_side_channels(kind: str, seen: list[_Seen]) -> None:
+    for index, call in enumerate(seen):
+        if call.attention_calls > 1:
+            raise UserError(f"{kind}: layer {index} calls attention {call.attention_calls} times, once is supported")
+        if not isinstance(call.output_hidden, Tensor) or call.output_hidden.shape != call.hidden.shape:
+            raise UserError(f"{kind}: layer {index} does not return a hidden state of its input's shape")
+        if index and call.hidden is not seen[index - 1].output_hidden:
+            raise UserError(
+                f"{kind}: the model computes between layers {index - 1} and {index}, which is not supported"
+            )
+        for path, leaf in pytree.tree_flatten_with_path((call.args, call.kwargs))[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                where = pytree.keystr(path[1:])
+                raise UserError(
+                    f"{kind}: layer {index} is given {where}, computed from trained parameters, beside its hidden "
+                    "state; only the hidden state may carry gradients between layers"
+                )
+
+
+def _used(output: Tensor, parameters: dict[str, Tensor]) -> set[str]:
+    """Names of the parameters that `output` depends on."""
+    if not output.requires_grad:
+        return set()
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    grads = torch.autograd.grad(output, list(parameters.values()), weight, allow_unused=True, retain_graph=True)
+    return {name for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+
+
+def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
+    """Whether the layer's output depends on earlier tokens although its attention sees nothing."""
+    with attention.use(_blind), torch.enable_grad():
+        x = call.hidden.detach().requires_grad_()
+        output = layer(x, *call.args, **call.kwargs)
+        y = output[0] if isinstance(output, tuple) else output
+    half = _TOKENS // 2
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+    early, late = weight.clone(), weight
+    early[:, half:] = 0
+    late[:, :half] = 0
+    (from_early,) = torch.autograd.grad(y, x, early, retain_graph=True)
+    (from_late,) = torch.autograd.grad(y, x, late)
+    if from_early[:, half:].any():
+        raise UserError(
+            f"{kind}: layer {index} ({type(layer).__name__}) lets tokens see later ones: its attention does not go "
+            "through transformers' attention interface, or it is not causal"
+        )
+    return bool(from_late[:, :half].any())
+
+
+def _unread_linear(layer: nn.Module, call: _Seen) -> str | None:
+    x = call.hidden.detach().requires_grad_()
+
+    def run(module: nn.Module) -> Tensor:
+        output = module(x, *call.args, **call.kwargs)
+        y: Tensor = output[0] if isinstance(output, tuple) else output
+        return y
+
+    with attention.use(_constant), torch.enable_grad():
+        return unread_linear(layer, run, x)
+
+
+def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Attention with an output of its own, whatever it is given; like the saved output in backward."""
+    shape = (q.shape[0], q.shape[1], v.shape[-1])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=q.dtype)
+
+
+Shape = tuple[int, int, int, int, int | None, int | None]
+"""heads, kv_heads, qk_dim, v_dim, window, chunk."""
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, MaskPattern):
+        return None
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+class _Captured(BaseException):
+    """Leaves a layer at its attention call, with heads, kv_heads, qk_dim, v_dim and window as args."""
+
+
+def attention_shapes(
+    model: PreTrainedModel, structures: list[int], attends: list[bool], returns: list[int]
+) -> list[Shape | None]:
+    """Per layer of `model` (on meta) heads, kv_heads, qk_dim, v_dim, window and chunk of its attention; None without.
+
+    `structures[i]` is the first layer with the structure of layer i.
+    """
+    frame = skeleton.Skeleton(model, device=torch.device("cpu"), dtype=torch.float32, returns=returns)
+    with torch.no_grad(), attention.mask_patterns():
+        calls = frame.calls(torch.arange(2))
+    shapes: list[Shape | None] = []
+    for index, layer in enumerate(frame.layers):
+        if not attends[index]:
+            shapes.append(None)
+            continue
+        leaves = pytree.tree_leaves((calls[index].args, calls[index].kwargs))
+        sizes = {leaf.kind: leaf.size for leaf in leaves if isinstance(leaf, MaskPattern)}
+        known = shapes[structures[index]] if structures[index] != index else None
+        if known is not None:
+            shapes.append((*known[:4], known[4] or sizes.get("sliding"), sizes.get("chunked")))
+            continue
+
+        def capture(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+            raise _Captured(q.shape[1], k.shape[1], q.shape[2], v.shape[2], call.window)
+
+        args, kwargs = pytree.tree_map(_on_meta, (calls[index].args, calls[index].kwargs))
+        x = torch.empty(1, 2, model.config.get_text_config(decoder=True).hidden_size, device="meta")
+        try:
+            with attention.use(capture), torch.no_grad():
+                type(layer).forward(layer, x, *args, **kwargs)
+        except _Captured as found:
+            heads, kv_heads, qk_dim, v_dim, window = found.args
+            shapes.append((heads, kv_heads, qk_dim, v_dim, window or sizes.get("sliding"), sizes.get("chunked")))
+        else:
+            raise AssertionError(f"layer {index} attends in the shrunk model only")
+    return shapes

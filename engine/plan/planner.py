@@ -1,0 +1,442 @@
+"""Making a plan: the GPU's budget, then RAM's, filled as a Choice says; NVMe takes the rest.
+
+Reads shapes and budgets only: no torch, no device, no file. Which choice is best is found by engine/forecast/search.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from engine.plan.plan import (
+    FP32,
+    HIDDEN_SLOTS,
+    LAST_GOOD,
+    SAVED_SLOTS,
+    STATE_KINDS,
+    BlockShape,
+    BufferPlan,
+    BufferShape,
+    Choice,
+    Plan,
+    Pool,
+    Problem,
+    Tier,
+    TierPlan,
+    aligned,
+    attention_regions,
+    cut_chunks,
+    gib,
+    record,
+    window_bytes,
+)
+from storage.chunk import ChunkFormat
+from storage.errors import BudgetError
+
+ACTIVATION_STAGES = {2: 2, 4: 9}
+"""Choice.stages -> records on their way to or from NVMe at once."""
+
+
+@dataclass(slots=True)
+class _RamPlacement:
+    """What place_ram decides."""
+
+    tiers: dict[str, dict[str, Tier]]
+    """Buffer -> kind -> tier, for buffers not on the GPU."""
+    parts: dict[str, int]
+    """Bytes of RAM by use."""
+    state_stages: int = 0
+    part_stages: int = 0
+    activation_stages: int = 0
+    activation_stage_bytes: int = 0
+    spilled: set[tuple[int, int]] = field(default_factory=set)
+
+
+class _Planner:
+    """Fills the GPU's budget with whole buffers and kept activations, then RAM's with activations, weights, gradients
+    and state."""
+
+    def __init__(self, problem: Problem, choice: Choice) -> None:
+        self.problem = p = problem
+        self.choice = choice
+        self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
+        self.max_chunk = max(c.end - c.start for c in self.chunks)
+        self.window_chunks = max(c.local for c in self.chunks) + 1
+        self.layers = [i for i, block in enumerate(p.blocks) if block.role == "layer"]
+        self.attending = [i for i in self.layers if p.blocks[i].attends]
+        layers = [buffers for i in self.layers for buffers in p.blocks[i].buffers]
+        numel = {b.name: b.numel for b in p.buffers}
+        self.layer_numel = max(numel[name] for name in layers)
+        self.pool: dict[str, Pool] = {n: "layer" if size <= self.layer_numel else "edge" for n, size in numel.items()}
+        self.in_order = sorted(p.buffers, key=lambda b: self.pool[b.name] == "edge")
+        """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last."""
+        self.part_numel = max(b.part_numel for b in p.buffers)
+        self.ram_budget = p.ram_budget - p.reader_bytes
+        # A block that computes with several buffers holds them all at once.
+        self.at_once = {
+            pool: max(sum(self.pool[n] == pool for n in block.buffers) for block in p.blocks)
+            for pool in ("layer", "edge")
+        }
+        self.streamed = choice.streamed
+        self.resident: set[str] = set()
+        self.kept: set[tuple[int, int]] = set()
+        self.held: set[tuple[int, int]] = set()
+        self.kept_bytes = self.held_bytes = 0
+        """Bytes on the GPU of the graphs kept and of the records held."""
+        self._numbers: dict[BlockShape, int] = {}
+        self._kinds = [self._numbers.setdefault(replace(b, name="", buffers=()), len(self._numbers)) for b in p.blocks]
+        """Blocks of the same shape have the same number."""
+        self._sizes: dict[tuple[int, int, bool, bool], int] = {}
+        self._layer_sizes: dict[tuple[int, bool], int] = {}
+        count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
+        self.recomputed = set(self.attending[:count])
+
+    # ------------------------------------------------------------------ GPU
+
+    def slots(self, resident: set[str]) -> tuple[dict[Pool, int], dict[Pool, int], dict[Pool, int]]:
+        """Weight slots, gradient slots and their elements per pool when `resident` buffers need none."""
+        streamed = [b for b in self.problem.buffers if b.name not in resident]
+        weights: dict[Pool, int] = {"layer": 0, "edge": 0}
+        gradients: dict[Pool, int] = {"layer": 0, "edge": 0}
+        numel: dict[Pool, int] = {"layer": 0, "edge": 0}
+        for pool in ("layer", "edge"):
+            members = [b for b in streamed if self.pool[b.name] == pool]
+            if not members:
+                continue
+            numel[pool] = max(b.numel for b in members)
+            layer = pool == "layer"
+            weights[pool] = min(len(members), self.at_once[pool] + layer * self.choice.spare_slots)
+            gradients[pool] = min(len(members), self.at_once[pool] + layer)
+        return weights, gradients, numel
+
+    def gpu_parts(self, resident: set[str]) -> dict[str, int]:
+        """Bytes of everything on the GPU when `resident` buffers live there whole."""
+        p = self.problem
+        weights, gradients, numel = self.slots(resident)
+        saved = max(b.saved_bytes_per_token for b in p.blocks)
+        held = sum(b.numel for b in p.buffers if b.name in resident)
+        pools: tuple[Pool, ...] = ("layer", "edge")
+        return {
+            "resident blocks": held * (p.compute_bytes + 4 * FP32),
+            "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in pools),
+            "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in pools),
+            "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed).values())),
+            "activation slots": HIDDEN_SLOTS * aligned(self.max_chunk * p.hidden_size * p.compute_bytes)
+            + SAVED_SLOTS * aligned(self.max_chunk * saved),
+            "held activations": self.held_bytes,
+            "kept activations": self.kept_bytes,
+            "workspace": p.workspace_bytes,
+        }
+
+    def graph_bytes(self, block: int, chunk: int) -> int:
+        """Bytes of one kept graph, with attention's log-sum-exp."""
+        shape, c = self.problem.blocks[block], self.chunks[chunk]
+        assert shape.graph_bytes_per_token is not None
+        return aligned((c.end - c.start) * (shape.graph_bytes_per_token + shape.lse_bytes_per_token))
+
+    def gpu_need(self, resident: set[str]) -> int:
+        return sum(self.gpu_parts(resident).values())
+
+    def place_gpu(self) -> None:
+        p = self.problem
+        need = self.gpu_need(set())
+        if need > p.gpu_budget:
+            listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set()).items() if v)
+            raise BudgetError(
+                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
+                f"give at least {need} bytes, or lower train.chunk_tokens, train.sequences_per_micro_batch or "
+                "data.sequence_length",
+                tier="gpu",
+                need_bytes=need,
+                budget_bytes=p.gpu_budget,
+            )
+        if p.save == "everything":
+            self.keep_all()
+        left = p.gpu_budget - need if p.save != "everything" else p.gpu_budget - self.gpu_need(set())
+        match self.choice.gpu_first:
+            case "graphs":
+                self.keep(left) and self.reside(p.gpu_budget)
+            case "blocks":
+                self.reside(p.gpu_budget) and self.keep(p.gpu_budget - self.gpu_need(self.resident))
+            case "half":
+                self.reside(p.gpu_budget - left // 2)
+                self.keep(left // 2)
+            case "graphs only":
+                self.keep(left)
+            case "records":
+                self.hold(left) and self.reside(p.gpu_budget)
+
+    def keepable(self) -> list[tuple[int, int]]:
+        """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
+        graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
+        known = [i for i in self.layers if graphs[i] is not None and i not in self.recomputed]
+        return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.chunks)]
+
+    def keep_all(self) -> None:
+        p = self.problem
+        self.kept.update(self.keepable())
+        self.kept_bytes = sum(self.graph_bytes(*key) for key in self.kept)
+        need = self.gpu_need(set())
+        unknown = [p.blocks[i].name for i in self.layers if p.blocks[i].graph_bytes_per_token is None]
+        if unknown:
+            raise BudgetError(
+                f"train.save: what {unknown[0]} would have to keep is not known, so 'everything' is not possible; use "
+                "auto, attention or input"
+            )
+        if need > p.gpu_budget:
+            raise BudgetError(
+                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations (train.save=everything needs "
+                f"{gib(need)}); give at least {need} bytes, or use train.save=auto",
+                tier="gpu",
+                need_bytes=need,
+                budget_bytes=p.gpu_budget,
+            )
+
+    def hold(self, left: int) -> bool:
+        """Let records stay on the GPU, backward's first ones first, while `left` bytes last; whether all do."""
+        for key in self.backward_order():
+            size = self.record_bytes(*key)
+            if size > left:
+                return False
+            self.held.add(key)
+            self.held_bytes += size
+            left -= size
+        return True
+
+    def keep(self, left: int) -> bool:
+        """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
+        may = self.problem.save == "auto" and self.choice.ram_first == "activations"
+        for key in self.keepable() if may else ():
+            size = self.graph_bytes(*key)
+            if size > left:
+                return False
+            self.kept.add(key)
+            self.kept_bytes += size
+            left -= size
+        return True
+
+    def reside(self, budget: int) -> bool:
+        """Let whole buffers live on the GPU as long as all there takes no more than `budget` bytes; whether all do."""
+        for buffer in self.in_order:
+            if self.gpu_need(self.resident | {buffer.name}) > budget:
+                return False
+            self.resident.add(buffer.name)
+        return True
+
+    # ------------------------------------------------------------------ RAM
+
+    def stream_bytes(self) -> int:
+        """The chunks of one block boundary: the hidden states going up, their gradients coming down."""
+        hidden = self.problem.hidden_size * self.problem.compute_bytes
+        return sum(aligned((chunk.end - chunk.start) * hidden) for chunk in self.chunks)
+
+    def backward_order(self) -> Iterator[tuple[int, int]]:
+        """(block, chunk) of all layers, backward's first ones first."""
+        return ((i, chunk.index) for i in reversed(self.layers) for chunk in reversed(self.chunks))
+
+    def records_bytes(self) -> int:
+        """Bytes of all saved activations outside the GPU."""
+        touched = {i for i, _ in self.held | self.kept}
+        sizes = (self.layer_bytes(i) for i in self.layers if i not in touched)
+        partial = (self.record_bytes(i, c.index) for i in touched for c in self.chunks if (i, c.index) not in self.held)
+        return sum(sizes) + sum(partial)
+
+    def layer_bytes(self, block: int) -> int:
+        """Bytes of the records of a layer of which nothing is kept or held."""
+        key = (self._kinds[block], block in self.recomputed)
+        if key not in self._layer_sizes:
+            self._layer_sizes[key] = sum(self.record_bytes(block, chunk.index) for chunk in self.chunks)
+        return self._layer_sizes[key]
+
+    def record_bytes(self, block: int, chunk: int) -> int:
+        c = self.chunks[chunk]
+        key = (self._kinds[block], c.end - c.start, block in self.recomputed, (block, chunk) in self.kept)
+        if key not in self._sizes:
+            self._sizes[key] = sum(self.record(block, chunk).values())
+        return self._sizes[key]
+
+    def record(self, block: int, chunk: int) -> dict[str, int]:
+        tokens = self.chunks[chunk].end - self.chunks[chunk].start
+        return record(self.problem, block, tokens, block in self.recomputed, (block, chunk) in self.kept)
+
+    def stage_bytes(self, grad_on_nvme: bool) -> tuple[int, int]:
+        """Bytes of one state stage and of one part stage."""
+        p = self.problem
+        part = self.part_numel
+        gradient = p.gradient_bytes if grad_on_nvme else 0
+        return aligned(part * FP32) * 3 + aligned(part * gradient), aligned(part * FP32)
+
+    def block_bytes(self, spilling: bool) -> int:
+        """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
+        regions = attention_regions(self.problem, self.chunks, self.streamed, bool(self.recomputed), spilling)
+        return sum(size for sizes in regions.values() for size in sizes)
+
+    def place_ram(self) -> _RamPlacement:
+        """Tier of every kind of the buffers not on the GPU and of every saved activation; RAM by use.
+
+        RAM takes items in one order as long as they fit, and none after the first that does not: with more RAM a plan
+        has all that it had with less.
+        """
+        rest = [b for b in self.in_order if b.name not in self.resident]
+        p = self.problem
+        sizes = {"weights": p.compute_bytes, "gradient": p.gradient_bytes, "state": 3 * FP32}
+        everything = sum(aligned(b.numel * s) for b in rest for s in sizes.values())
+        part_stage = self.stage_bytes(False)[1]
+        # GPU-resident state passes through part stages when it is checkpointed.
+        through = 2 if self.resident else 0
+        activations = self.stream_bytes() + self.records_bytes() + self.block_bytes(False)
+        if activations + everything + through * part_stage <= self.ram_budget:
+            tiers: dict[str, dict[str, Tier]] = {b.name: {k: "ram" for k in sizes} for b in rest}
+            parts = {"activations": activations, "resident blocks": everything, "stages": through * part_stage}
+            return _RamPlacement(tiers, parts, part_stages=through)
+        spilling = self.choice.ram_first != "activations"
+        placement = self._stages(spilling)
+        for buffer in rest:
+            placement.tiers[buffer.name] = dict.fromkeys(sizes, "nvme")
+        left = self.ram_budget - sum(placement.parts.values())
+        for item, size in self._items(rest, sizes, spilling):
+            if size > left:
+                break
+            left -= size
+            if isinstance(item[0], str):
+                name, kind = item
+                placement.tiers[str(name)][str(kind)] = "ram"
+                placement.parts["resident blocks"] += size
+            else:
+                placement.spilled.discard(item)
+                placement.parts["activations"] += size
+        return placement
+
+    def _items(
+        self, rest: list[BufferShape], sizes: dict[str, int], spilling: bool
+    ) -> Iterator[tuple[tuple[int, int] | tuple[str, str], int]]:
+        """(buffer, kind) and (block, chunk) of records with their bytes, in the order in which RAM takes them."""
+
+        def of_kinds(*kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
+            return (((b.name, kind), aligned(b.numel * sizes[kind])) for kind in kinds for b in rest)
+
+        yield from of_kinds("weights")
+        if self.choice.ram_first == "state":
+            yield from of_kinds("gradient", "state")
+        if spilling:
+            order = (key for key in self.backward_order() if key not in self.kept and key not in self.held)
+            yield from ((key, self.record_bytes(*key)) for key in order)
+        if self.choice.ram_first != "state":
+            yield from of_kinds("gradient", "state")
+
+    def _stages(self, spilling: bool) -> _RamPlacement:
+        """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, records.
+
+        What is kept needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much.
+        """
+        p, stages = self.problem, self.choice.stages
+        own = ACTIVATION_STAGES[stages] if spilling else 0
+        longest = max(self.chunks, key=lambda c: c.end - c.start).index
+        widest = max(max(self.record(i, longest).values(), default=0) for i in self.layers)
+        stream, passing = self.stream_bytes(), self.block_bytes(spilling)
+        pinned = sum(self.record_bytes(*key) for key in self.kept - self.held)
+        records = pinned if spilling else self.records_bytes()
+        staged = stages * sum((self.stage_bytes(True)[0], self.stage_bytes(False)[1]))
+        need = stream + passing + records + staged + own * widest + p.reader_bytes
+        if need > p.ram_budget:
+            raise BudgetError(
+                f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
+                f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
+                f"staging {gib(staged + own * widest)}); give at least {need} bytes, or lower "
+                "train.sequences_per_step, data.sequence_length or storage.chunk_bytes",
+                tier="ram",
+                need_bytes=need,
+                budget_bytes=p.ram_budget,
+            )
+        spilled = {key for key in self.backward_order() if key not in self.held and key not in self.kept}
+        parts = {"activations": stream + passing + records + own * widest, "resident blocks": 0, "stages": staged}
+        return _RamPlacement({}, parts, stages, stages, own, own and widest, spilled if spilling else set())
+
+    def plan(self) -> Plan:
+        p = self.problem
+        self.place_gpu()
+        ram = self.place_ram()
+        if p.reader_bytes:
+            ram.parts["reader buffers"] = p.reader_bytes
+        on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
+        buffers = {}
+        for shape in p.buffers:
+            kinds = on_gpu if shape.name in self.resident else ram.tiers[shape.name]
+            buffers[shape.name] = BufferPlan(
+                name=shape.name,
+                numel=shape.numel,
+                part_numel=shape.part_numel,
+                pool=self.pool[shape.name],
+                weights=kinds["weights"],
+                state=kinds["state"],
+                gradient=kinds["gradient"],
+            )
+        weights, gradients, numel = self.slots(self.resident)
+        gpu = self.gpu_parts(self.resident)
+        nvme = self.nvme_parts(buffers, ram.spilled)
+        return Plan(
+            problem=p,
+            choice=self.choice,
+            buffers=buffers,
+            chunks=self.chunks,
+            weight_slots=weights,
+            weight_slot_numel=numel,
+            gradient_slots=gradients,
+            state_stages=ram.state_stages,
+            part_stages=ram.part_stages,
+            activation_stages=ram.activation_stages,
+            activation_stage_bytes=ram.activation_stage_bytes,
+            spilled=frozenset(ram.spilled),
+            recomputed=frozenset(self.recomputed),
+            held=frozenset(self.held),
+            kept=frozenset(self.kept),
+            streamed=self.streamed,
+            tiers={
+                "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
+                "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
+                "nvme": TierPlan(
+                    budget_bytes=sum(nvme.values()) if p.nvme_budget is None else p.nvme_budget,
+                    peak_bytes=sum(nvme.values()),
+                    parts=nvme,
+                ),
+            },
+        )
+
+    # ------------------------------------------------------------------ NVMe
+
+    def nvme_parts(self, buffers: dict[str, BufferPlan], spilled: set[tuple[int, int]]) -> dict[str, int]:
+        """Bytes of disk by use. Every buffer's state has two slots, wherever it lives; see storage/chunk.py."""
+        p = self.problem
+
+        def on_disk(buffer: BufferPlan, item: int) -> int:
+            return buffer.num_parts * ChunkFormat(buffer.part_numel * item).file_bytes
+
+        generation = sum(len(STATE_KINDS) * on_disk(buffer, FP32) for buffer in buffers.values())
+        parts = {
+            "state, two generations": 2 * generation,
+            "kept generations": p.kept_generations * generation,
+            "weights": sum(on_disk(b, p.compute_bytes) for b in buffers.values() if b.weights == "nvme"),
+            "gradients": sum(on_disk(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
+            "spilled activations": sum(self.record_bytes(*key) for key in spilled),
+        }
+        need = sum(parts.values())
+        if p.nvme_budget is not None and need > p.nvme_budget:
+            listing = ", ".join(f"{k} {gib(v)}" for k, v in parts.items() if v)
+            raise BudgetError(
+                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least {need} "
+                "bytes, or drives with more room (storage.nvme), or lower storage.keep_last",
+                tier="nvme",
+                need_bytes=need,
+                budget_bytes=p.nvme_budget,
+            )
+        if p.last_good and (p.nvme_budget is None or need + generation <= p.nvme_budget):
+            parts[LAST_GOOD] = generation
+        return parts
+
+
+def make_plan(problem: Problem, choice: Choice) -> Plan:
+    """Place every kind of every buffer within the budgets, as `choice` says.
+
+    Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
+    """
+    return _Planner(problem, choice).plan()

@@ -1,0 +1,1 @@
+"""Carrying out a schedule: lanes, memory, and what each op does."""

@@ -1,0 +1,263 @@
+"""Measuring a plan's compute ops on the real device before the run: one of each kind, at the plan's own chunk.
+
+The ops are the schedule's, carried out by the runtime in the plan's own GPU slots on the run's own lanes, on random
+weights and the first batch; no state is touched. What is learnt corrects the costs with which the run is planned once
+more, and what had to be compiled for it is compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.clock import elapsed_s
+from engine.config import TrainConfig
+from engine.data.loader import MicroBatch
+from engine.forecast.costs import Calibration, Costs, Sample, op_kind
+from engine.machine.profile import Machine
+from engine.model.runner import ModelRunner
+from engine.optim.adamw import AdamW, scalars
+from engine.plan.plan import ALIGNMENT, FP32, Plan
+from engine.runtime.batch import BatchCarrier, StepData
+from engine.runtime.executor import Executor
+from engine.runtime.memory import POOLS, GpuMemory, RamMemory, allocate_gpu
+from engine.runtime.runtime import Runtime
+from engine.schedule.builder import ScheduleBuilder
+from engine.schedule.ops import WHOLE, Op
+from storage.arena import HostArena
+from storage.layout import FlatLayout
+
+REPEATS = 3
+"""Times that ops are measured after they have run once, which compiles them."""
+SLOW_S = 0.25
+"""Ops that together take this long are measured once."""
+MOST_ATTENDS = 3
+"""Of a chunk whose keys are streamed so many of its passes over a chunk of keys are run: they are alike."""
+BESIDE = ("h2d", "d2h", "optimizer")
+"""Lanes that compute beside the compute lane."""
+UPDATE_NUMEL = 1 << 22
+COPY_BYTES = 1 << 26
+_TILE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """Ops that are carried out together: a block's on a chunk in one pass, or in both where its graph is kept."""
+
+    ops: tuple[Op, ...]
+    kinds: tuple[str, ...]
+    pairs: int
+
+
+def calibrate(
+    plan: Plan,
+    layouts: dict[str, FlatLayout],
+    runner: ModelRunner,
+    adamw: AdamW,
+    train: TrainConfig,
+    batch: Sequence[MicroBatch],
+    machine: Machine,
+    logits_bytes: int,
+    executor: Executor,
+    *,
+    brief: bool = False,
+) -> Calibration:
+    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `runner`.
+
+    Each is measured on its lane of `executor`, which has nothing else to do. `machine` only serves to count what ops
+    do. Takes the plan's GPU memory and gives it back. `brief`: layers only, once each, for a first idea.
+    """
+    device = runner.device
+    if device.type == "cpu":
+        # OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run, whose
+        # lanes compute on the same cores, there are, they sleep, and waking them takes what it takes.
+        for lane in BESIDE:
+            executor.call(lane, lambda: torch.zeros(_TILE).add_(1))
+    samples, graphs = executor.call(
+        "compute", lambda: _compute_ops(plan, layouts, runner, adamw, train, batch, machine, logits_bytes, brief)
+    )
+    gc.collect()  # a runtime and its layers' ops refer to one another, and to all of the plan's slots
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if brief:
+        return Calibration(samples={kind: tuple(found) for kind, found in samples.items()})
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
+    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the lanes' streams come after it
+    up = executor.call("h2d", lambda: _copy_rate(there, host, device))
+    down = executor.call("d2h", lambda: _copy_rate(host, there, device))
+    updates = any(buffer.state != "gpu" for buffer in plan.buffers.values())
+    rate = executor.call("optimizer", lambda: _update_rate(plan, adamw, train, runner.dtype)) if updates else None
+    return Calibration(
+        samples={kind: tuple(found) for kind, found in samples.items()},
+        graph_bytes_per_token=graphs,
+        update_params_per_s=rate,
+        h2d_bytes_per_s=up,
+        d2h_bytes_per_s=down,
+    )
+
+
+def _compute_ops(
+    plan: Plan,
+    layouts: dict[str, FlatLayout],
+    runner: ModelRunner,
+    adamw: AdamW,
+    train: TrainConfig,
+    batch: Sequence[MicroBatch],
+    machine: Machine,
+    logits_bytes: int,
+    brief: bool,
+) -> tuple[dict[str, list[Sample]], dict[str, int]]:
+    """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a kept graph takes."""
+    device, documents = runner.device, [m.documents for m in batch]
+    gpu = allocate_gpu(plan, device, runner.dtype)
+    _fill(gpu, runner.dtype)
+    arena = HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)
+    samples: dict[str, list[Sample]] = {}
+    graphs: dict[str, int] = {}
+    try:
+        runtime = Runtime(
+            plan, layouts, runner, adamw, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
+        )
+        targets = sum(m.num_targets for m in batch)
+        runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
+        costs = Costs(plan, machine, None, documents)
+        units = list(_units(plan, costs, documents))
+        chosen = _chosen(units)
+        if brief:
+            layers = {block.name for block in plan.blocks if block.role == "layer"}
+            chosen = [unit for unit in chosen if unit.ops[0].block in layers]
+        for unit in chosen + ([] if brief else _to_keep(plan, units)):
+            kept = runtime.layer_ops
+            kept.kept_peak_bytes = 0
+            for op, seconds in _measured(unit, runtime, 1 if brief else REPEATS):
+                kind = op_kind(op, costs.representative(op.block))
+                samples.setdefault(kind, []).append(Sample(costs.tokens(op), costs.pairs(op), seconds))
+            if kept.kept_peak_bytes:
+                first = unit.ops[0]
+                graphs[costs.representative(first.block)] = -(-kept.kept_peak_bytes // costs.tokens(first))
+    finally:
+        arena.close()
+    runner.layers.unbind()
+    return samples, graphs
+
+
+def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
+    """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with."""
+    tile = (torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    flats = [slot for pool in POOLS for slot in gpu.weights[pool]] + [slot.view(-1) for slot in gpu.hidden]
+    flats += [b.weights for b in gpu.buffers.values() if b.weights is not None]
+    for flat in flats:
+        source = tile.to(flat.device)
+        for piece in flat.split(_TILE):
+            piece.copy_(source[: piece.numel()])
+    for raw in (*(slot for each in gpu.window.values() for slot in each), *gpu.saved):
+        raw.zero_()
+
+
+def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iterator[_Unit]:
+    """The compute ops of a step on chunks of full length."""
+    tasks: dict[tuple[str, int], dict[str, list[Op]]] = {}
+    for op in ScheduleBuilder(plan).step(1, documents=documents):
+        if op.lane == "compute" and op.index != WHOLE and costs.tokens(op) == plan.max_chunk_tokens:
+            passes = tasks.setdefault((op.block, op.index), {"forward": [], "again": [], "backward": []})
+            # A pass through a streamed window ends with layer_forward; what comes after it is computed again.
+            forward = any(done.action == "layer_forward" for done in passes["forward"])
+            again = op.action == "layer_again" or (forward and op.action in ("layer_project", "attend"))
+            passes["backward" if "backward" in op.action else "again" if again else "forward"].append(op)
+    for passes in tasks.values():
+        kept = any("kept" in op.flags for op in passes["forward"])
+        for ops in [passes["forward"] + passes["backward"]] if kept else passes.values():
+            if ops:
+                kinds = tuple(dict.fromkeys(op_kind(op, costs.representative(op.block)) for op in ops))
+                yield _Unit(tuple(_few_attends(ops)), kinds, sum(costs.pairs(op) for op in ops))
+
+
+def _few_attends(ops: Sequence[Op]) -> list[Op]:
+    """Without most of the passes over a chunk of keys that are neither the first nor the last."""
+    found, seen = [], {"attend": 0, "attend_backward": 0}
+    for op in ops:
+        if op.action in seen and "first" not in op.flags and "last" not in op.flags:
+            seen[op.action] += 1
+            if seen[op.action] > MOST_ATTENDS:
+                continue
+        found.append(op)
+    return found
+
+
+def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
+    """Of units with the same kinds of ops the one that attends to least and the one that attends to most."""
+    alike: dict[tuple[str, ...], list[_Unit]] = {}
+    for unit in units:
+        alike.setdefault(unit.kinds, []).append(unit)
+    ends = ({min(found, key=_pairs), max(found, key=_pairs)} for found in alike.values())
+    return [unit for pair in ends for unit in sorted(pair, key=_pairs)]
+
+
+def _pairs(unit: _Unit) -> int:
+    return unit.pairs
+
+
+def _to_keep(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
+    """One unit of each layer's kind as it would be were its graph kept, where the plan may keep graphs and keeps none.
+
+    So the plan learns what they take, which can be less than is computed when layers are compiled.
+    """
+    tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
+    if plan.kept or plan.streamed or plan.problem.save != "auto":
+        return []
+    found: dict[str, _Unit] = {}
+    room = tier.budget_bytes - tier.peak_bytes
+    forward = {(u.ops[0].block, u.ops[0].index): u for u in units if u.ops[0].action == "layer_forward"}
+    for unit in units:
+        op = unit.ops[0]
+        kind = unit.kinds[0].partition(" ")[0]
+        graph = shapes[op.block].graph_bytes_per_token
+        if op.action != "layer_backward" or kind in found or graph is None:
+            continue
+        if graph * plan.max_chunk_tokens > room:
+            continue
+        ops = (*forward[op.block, op.index].ops, op)
+        found[kind] = replace(unit, ops=tuple(replace(o, flags=o.flags | {"kept"}) for o in ops))
+    return list(found.values())
+
+
+def _measured(unit: _Unit, runtime: Runtime, repeats: int) -> Iterator[tuple[Op, float]]:
+    """(op, median seconds) of the unit's ops, after one run that does not count."""
+    times: list[list[float]] = [[] for _ in unit.ops]
+    for repeat in range(1 + repeats):
+        total = 0.0
+        for op, found in zip(unit.ops, times, strict=True):
+            seconds = elapsed_s(lambda op=op: runtime.perform(op), runtime.runner.device)  # type: ignore[misc]
+            total += seconds
+            if repeat:
+                found.append(seconds)
+        if repeat and total > SLOW_S:
+            break
+    for op, found in zip(unit.ops, times, strict=True):
+        yield op, statistics.median(found)
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    """Bytes per second of a copy to or from the compute device."""
+    times = [elapsed_s(lambda: target.copy_(source, non_blocking=True), device) for _ in range(1 + REPEATS)]
+    return COPY_BYTES / min(times[1:])
+
+
+def _update_rate(plan: Plan, adamw: AdamW, train: TrainConfig, dtype: torch.dtype) -> float:
+    """Parameters that the optimizer updates per second in RAM."""
+    numel = min(plan.part_numel, UPDATE_NUMEL)
+    master, first, second, gradient = (torch.full((numel,), 1e-3, dtype=torch.float32) for _ in range(4))
+    gradient = gradient.to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
+    weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
+    values = scalars(train, 1, 1.0, cpu)
+    times = [
+        elapsed_s(lambda: adamw.step((master, first, second), gradient, weights, numel // 2, values), cpu)
+        for _ in range(3 * REPEATS)
+    ]
+    return numel / statistics.median(times[REPEATS:])

@@ -1,0 +1,475 @@
+"""Runs a schedule: one thread per lane, in order, each op when its dependencies are met.
+
+On CUDA the lanes h2d, compute and d2h are streams: their threads issue work and wait for other GPU lanes through
+events only; host lanes wait for the GPU on the host, and a GPU lane waits on the host for a host lane's op. On CPU
+every lane is a host lane. A failing op stops every lane at once; whoever waits gets that op's own exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from engine.events import Span, UnderWay
+from engine.schedule.ops import LANES, Op
+
+GPU_LANES = frozenset({"h2d", "compute", "d2h"})
+
+MAX_QUEUED = 4_000
+"""Ops beyond which `submit` waits: work for several blocks. Building ops holds the interpreter, which the lanes need to
+launch kernels; so a step's ops are built at the rate at which they are used, not all at its start."""
+
+CLOSE_S = 20.0
+"""How long `close` waits, after a failure, for lanes and streams that do not end."""
+
+REBASE_S = 10.0
+"""Times on the GPU are measured from an event at most about this old: CUDA gives them in float32 milliseconds."""
+
+T = TypeVar("T")
+
+Perform = Callable[[Op], "Future[Any] | None"]
+"""Carries out an op; a Future means that it goes on in the background and is done when the future is."""
+
+
+class _Stopped(Exception):
+    """Raised inside a lane thread that must end because another lane failed or the executor closes."""
+
+
+class _Issued(NamedTuple):
+    """An op on its way through a stream."""
+
+    op: Op
+    waited: tuple[int, ...]
+    first: torch.cuda.Event
+    last: torch.cuda.Event
+
+
+class _Call(NamedTuple):
+    """Work on a lane's thread that is no op of a schedule."""
+
+    work: Callable[[], Any]
+    done: Future[Any]
+
+
+class _Ticket:
+    """Progress of one op that is not done."""
+
+    __slots__ = ("event", "readers", "waiters")
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+        """The op's end on its stream, once it has been issued there."""
+        self.readers = 0
+        """Host threads that wait for the event: while there are any it is not used for another op."""
+        self.waiters: list[threading.Condition] = []
+        """Who is to be woken when the op is issued or done."""
+
+
+class Executor:
+    """Lanes that carry out ops handed over with `submit`.
+
+    Their threads see the settings of torch that the maker of the executor sees (since torch 2.12 those of Dynamo and
+    Inductor are a thread's own).
+
+    Parameters
+    ----------
+    perform:
+        Carries out one op, on the op's lane thread (and, on CUDA, inside the lane's stream); None: `attach` gives it.
+    device:
+        Where `compute` runs; CUDA makes the GPU lanes asynchronous.
+    in_flight:
+        Ops of a lane that may be in progress at once when `perform` returns futures.
+    on_start:
+        Called with its lane at the start of each lane's thread.
+    """
+
+    def __init__(
+        self,
+        perform: Perform | None,
+        device: torch.device,
+        in_flight: Mapping[str, int] | None = None,
+        on_start: Callable[[str], None] | None = None,
+    ) -> None:
+        self._perform = perform
+        self._on_start = on_start
+        self._device = device
+        self._in_flight = dict(in_flight or {})
+        self._lock = threading.Lock()
+        self._wake: dict[str, threading.Condition] = {lane: threading.Condition(self._lock) for lane in LANES}
+        self._main = threading.Condition(self._lock)
+        """Where the main thread waits; a lane waits at its own. An op that is done wakes those who wait for it only."""
+        self._queues: dict[str, deque[Op | _Call]] = {lane: deque() for lane in LANES}
+        self._tickets: dict[int, _Ticket] = {}
+        self._last_id = -1
+        self._missing: set[int] = set()
+        """Ids below the last one that were never handed over."""
+        self._busy: dict[str, int] = dict.fromkeys(LANES, 0)
+        self._failure: BaseException | None = None
+        self.failed_op: Op | None = None
+        """The op in which the first failure came up."""
+        self._closing = False
+        self._spans: list[Span] = []
+        self._on_host: dict[int, tuple[Op, float]] = {}
+        """Ops of host lanes that are being carried out, with their start by perf_counter."""
+        self._on_gpu: dict[str, deque[_Issued]] = {lane: deque() for lane in GPU_LANES}
+        """Issued ops of each stream, oldest first."""
+        self._free_events: list[torch.cuda.Event] = []
+        self.epoch = time.perf_counter()
+        """perf_counter at which the spans' clock reads 0."""
+        self._cuda = device.type == "cuda"
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        if self._cuda:
+            self._streams = {lane: torch.cuda.Stream(device) for lane in GPU_LANES}
+            torch.cuda.synchronize(device)
+            self._base_event = self._new_event()
+            self._base_event.record(torch.cuda.current_stream(device))
+            self._base_event.synchronize()
+            self._base_s = 0.0
+            self.epoch = time.perf_counter()
+        contexts = {lane: contextvars.copy_context() for lane in LANES}
+        self._threads = [
+            threading.Thread(target=contexts[lane].run, args=(self._run, lane), name=lane, daemon=True)
+            for lane in LANES
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------ the main thread's side
+
+    def attach(self, perform: Perform) -> None:
+        """Carry out ops with `perform`, from the next one on."""
+        self._perform = perform
+
+    def call(self, lane: str, work: Callable[[], T]) -> T:
+        """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there; its result.
+
+        What it raises is raised here, and the lane goes on.
+        """
+        done: Future[T] = Future()
+        with self._lock:
+            self._raise_failure()
+            self._queues[lane].append(_Call(work, done))
+            self._wake[lane].notify()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return done.result(timeout=1.0)
+            with self._lock:
+                self._raise_failure()  # it may never be reached
+
+    def submit(self, ops: Iterable[Op]) -> None:
+        """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one.
+
+        Waits while MAX_QUEUED ops are queued already: a step over millions of tokens has hundreds of thousands.
+        """
+        with self._lock:
+            while self._failure is None and len(self._tickets) >= MAX_QUEUED:
+                self._main.wait(0.01)
+                self._retire_gpu_ops()  # nobody else does once all that is queued has been issued
+            self._raise_failure()
+            lanes = set()
+            for op in ops:
+                assert op.id > self._last_id, f"op {op.id} comes after op {self._last_id}"
+                self._missing.update(range(self._last_id + 1, op.id))
+                self._last_id = op.id
+                self._tickets[op.id] = _Ticket()
+                self._queues[op.lane].append(op)
+                lanes.add(op.lane)
+            for lane in lanes:
+                self._wake[lane].notify()
+
+    def wait(self, op_id: int) -> None:
+        """Block until op `op_id` is done. Raises the first failure of any lane."""
+        with self._lock:
+            ticket = self._tickets.get(op_id)
+            if ticket is not None:
+                self._await_issue(op_id, ticket, self._main, lambda: self._failure is not None)
+            self._raise_failure()
+            event = None if ticket is None else ticket.event
+            if ticket is not None:
+                ticket.readers += 1
+        if event is not None:
+            event.synchronize()
+
+    def drain(self) -> None:
+        """Block until everything submitted is done. Raises the first failure of any lane."""
+        while True:
+            with self._lock:
+                self._raise_failure()
+                last = max((op_id for op_id, ticket in self._tickets.items() if ticket.event is None), default=None)
+            if last is None:
+                break
+            self.wait(last)
+        for stream in self._streams.values():
+            stream.synchronize()
+        with self._lock:
+            self._retire_gpu_ops()
+
+    def take_spans(self) -> list[Span]:
+        """Spans of the ops that finished since the last call. Any thread may call this."""
+        with self._lock:
+            self._retire_gpu_ops()
+            spans, self._spans = self._spans, []
+        return spans
+
+    def under_way(self) -> tuple[float, list[UnderWay]]:
+        """The spans' clock now, and the ops that are being carried out. Any thread may call this."""
+        with self._lock:
+            found = [_under_way(op, start - self.epoch) for op, start in self._on_host.values()]
+            for issued in self._on_gpu.values():
+                if issued and issued[0].first.query() and not issued[0].last.query():
+                    found.append(_under_way(issued[0].op, self._gpu_time(issued[0].first)))
+            return time.perf_counter() - self.epoch, found
+
+    def close(self) -> None:
+        """End the lanes; ops in progress finish, queued ones are dropped.
+
+        After a failure nothing is raised here, and what does not end within CLOSE_S is left behind: a GPU that is gone
+        may never answer.
+        """
+        with self._lock:
+            self._closing = True
+            self._wake_all()
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            while thread.is_alive() and not self._given_up(deadline):
+                thread.join(0.1)
+        with self._lock:
+            while any(self._busy.values()) and not self._given_up(deadline):
+                self._main.wait(0.1)
+        for stream in self._streams.values():
+            if self._failure is None:
+                stream.synchronize()
+            else:
+                _settle_stream(stream, deadline)
+
+    def _given_up(self, deadline: float) -> bool:
+        return self._failure is not None and time.monotonic() > deadline
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _wake_all(self) -> None:
+        for condition in (*self._wake.values(), self._main):
+            condition.notify_all()
+
+    def _await_issue(
+        self, op_id: int, ticket: _Ticket, condition: threading.Condition, over: Callable[[], bool]
+    ) -> None:
+        """Wait, holding the lock, until an op is done or has an event on its stream, or the run is `over`."""
+        while op_id in self._tickets and ticket.event is None and not over():
+            ticket.waiters.append(condition)
+            condition.wait()
+
+    # ------------------------------------------------------------------ a lane's side
+
+    def _run(self, lane: str) -> None:
+        try:
+            if self._on_start is not None:
+                self._on_start(lane)
+        except BaseException as error:
+            with self._lock:
+                self._failure = self._failure or error
+                self._wake_all()
+            return
+        try:
+            stream = self._streams.get(lane)
+            if stream is None:
+                self._loop(lane)
+            else:
+                with torch.cuda.stream(stream):
+                    self._loop(lane)
+        except _Stopped:
+            pass
+
+    def _loop(self, lane: str) -> None:
+        queue, wake = self._queues[lane], self._wake[lane]
+        limit = self._in_flight.get(lane, 1)
+        while True:
+            with self._lock:
+                while not (queue and self._busy[lane] < limit) and not self._over():
+                    wake.wait()
+                if self._over():
+                    raise _Stopped
+                op = queue.popleft()
+                self._busy[lane] += 1
+            if isinstance(op, _Call):
+                self._answer(lane, op)
+                continue
+            try:
+                waited = self._await_dependencies(op)
+                self._carry_out(op, waited)
+            except _Stopped:
+                self._settle(op, None)
+                raise
+            except BaseException as error:
+                self._settle(op, error)
+                return
+
+    def _answer(self, lane: str, call: _Call) -> None:
+        try:
+            result = call.work()
+        except BaseException as error:
+            call.done.set_exception(error)
+        else:
+            call.done.set_result(result)
+        with self._lock:
+            self._busy[lane] -= 1
+            if self._closing:
+                self._main.notify()
+
+    def _over(self) -> bool:
+        return self._failure is not None or self._closing
+
+    def _await_dependencies(self, op: Op) -> tuple[int, ...]:
+        """Return once `op` may run: on a stream everything it waits for is ordered before it, elsewhere it is done.
+
+        The ids of those that were not done at first.
+        """
+        on_gpu = self._cuda and op.lane in GPU_LANES
+        on_streams: list[_Ticket] = []
+        with self._lock:
+            waited = tuple(dep for dep in op.deps if dep in self._tickets)
+            for dep in op.deps:
+                ticket = self._tickets.get(dep)
+                if ticket is None:
+                    # Done and forgotten, unless nobody ever heard of it.
+                    known = dep < op.id and dep not in self._missing
+                    assert known, f"op {op.id} depends on op {dep}, which was never submitted"
+                    continue
+                self._await_issue(dep, ticket, self._wake[op.lane], self._over)
+                if self._over():
+                    raise _Stopped
+                if dep not in self._tickets:
+                    continue
+                assert ticket.event is not None, f"op {dep} has neither ended nor an event"
+                if on_gpu:
+                    # Under the lock, so that the event cannot be given to another op before.
+                    torch.cuda.current_stream(self._device).wait_event(ticket.event)
+                else:
+                    ticket.readers += 1
+                    on_streams.append(ticket)
+            if not on_gpu and not on_streams:
+                self._on_host[op.id] = op, time.perf_counter()
+        for ticket in on_streams:
+            assert ticket.event is not None
+            ticket.event.synchronize()
+        if on_streams:
+            with self._lock:
+                for ticket in on_streams:
+                    ticket.readers -= 1
+                self._on_host[op.id] = op, time.perf_counter()
+        return waited
+
+    def _carry_out(self, op: Op, waited: tuple[int, ...]) -> None:
+        if self._cuda and op.lane in GPU_LANES:
+            with self._lock:
+                first, last = self._event(), self._event()
+            first.record()
+            result = self._carry(op)
+            assert result is None, f"{op.action}: work of a GPU lane is ordered by its stream"
+            last.record()
+            with self._lock:
+                ticket = self._tickets[op.id]
+                ticket.event = last
+                self._on_gpu[op.lane].append(_Issued(op, waited, first, last))
+                self._retire_gpu_ops(op.lane)
+                self._leave(op, ticket)
+            return
+        start = self._on_host[op.id][1]
+        result = self._carry(op)
+        if result is None:
+            self._finish(op, start, waited)
+        else:
+            result.add_done_callback(lambda future: self._finish(op, start, waited, future))
+
+    def _carry(self, op: Op) -> Future[Any] | None:
+        assert self._perform is not None, "no perform attached"
+        return self._perform(op)
+
+    def _event(self) -> torch.cuda.Event:
+        return self._free_events.pop() if self._free_events else self._new_event()
+
+    def _new_event(self) -> torch.cuda.Event:
+        # Blocking: who waits for it sleeps; else each waiting lane would spin on a core of the others.
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def _retire_gpu_ops(self, *lanes: str) -> None:
+        """Turn GPU ops whose end has passed into spans and forget their tickets; called with the lock held."""
+        for lane in lanes or GPU_LANES:
+            issued = self._on_gpu[lane]
+            while issued and issued[0].last.query():
+                op, waited, first, last = issued.popleft()
+                start_s, end_s = self._gpu_time(first), self._gpu_time(last)
+                self._spans.append(_span(op, start_s, end_s, waited))
+                free = [first]
+                if not self._tickets.pop(op.id).readers:
+                    free.append(last)
+                if end_s - self._base_s > REBASE_S and len(free) == 2:
+                    free[1], self._base_event, self._base_s = self._base_event, last, end_s
+                self._free_events += free
+
+    def _gpu_time(self, event: torch.cuda.Event) -> float:
+        """When a passed event was passed, by the spans' clock."""
+        return self._base_s + float(self._base_event.elapsed_time(event)) / 1e3
+
+    def _finish(self, op: Op, start: float, waited: tuple[int, ...], future: Future[Any] | None = None) -> None:
+        error = future.exception() if future is not None else None
+        if error is None:
+            end = time.perf_counter()
+            with self._lock:
+                self._spans.append(_span(op, start - self.epoch, end - self.epoch, waited))
+        self._settle(op, error)
+
+    def _settle(self, op: Op, error: BaseException | None) -> None:
+        """An op of a host lane is done, or an op of any lane has failed or is given up."""
+        with self._lock:
+            self._on_host.pop(op.id, None)
+            if error is not None and self._failure is None:
+                error.add_note(
+                    f"in op {op.action} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
+                )
+                self._failure, self.failed_op = error, op
+            if self._failure is None:
+                ticket = self._tickets.pop(op.id, None)
+            else:
+                ticket = None
+                self._wake_all()
+            self._leave(op, ticket)
+
+    def _leave(self, op: Op, ticket: _Ticket | None) -> None:
+        """The op no longer takes its lane; whoever waits for it goes on."""
+        self._busy[op.lane] -= 1
+        self._wake[op.lane].notify()
+        if self._closing:
+            self._main.notify()
+        if ticket is not None:
+            for condition in ticket.waiters:
+                condition.notify()
+
+
+def _settle_stream(stream: torch.cuda.Stream, deadline: float) -> None:
+    """Wait for a stream that may have failed, which is no news, or hang."""
+    with contextlib.suppress(RuntimeError):
+        while not stream.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def _span(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
+    return Span(op.lane, op.action, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
+
+
+def _under_way(op: Op, start_s: float) -> UnderWay:
+    return UnderWay(op.lane, op.action, op.block, op.index, op.step, start_s)

@@ -1,0 +1,99 @@
+"""What failed in a step and is no mistake of ours, said to the user: the GPU, a compiler, or what is used up."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from engine.plan.plan import Plan
+from engine.schedule.ops import WHOLE, Op
+from storage.errors import UserError, used_up
+from storage.untrusted import one_line
+
+
+class DivergedError(UserError):
+    """Loss, gradient or updated state is not finite, or too large to train on."""
+
+
+_CUDA = re.compile(
+    r"CUDA error|CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error|Triton Error \[CUDA\]|cudaError|CUFILE_"
+)
+_FULL = re.compile(r"[^\n]*(?:No space left on device|Disk quota exceeded)[^\n]*")
+_TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
+
+
+def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None:
+    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is a mistake of ours.
+
+    What is on disk is untouched by either; the caller says which generation that is.
+    """
+    where = f"op {describe(op, plan)}" if op is not None else "what surrounds the ops"
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or (_CUDA.search(text) and "out of memory" in text):
+        return UserError(_out_of_memory(text, where, plan))
+    if isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and _CUDA.search(text)):
+        return UserError(
+            f"the GPU failed in {where}: {text.strip().partition(chr(10))[0]}. Errors on the GPU come up late, so an "
+            "earlier op may be the cause. If the GPU is gone or hangs (nvidia-smi; Xid in the kernel's log), resume on "
+            "another one"
+        )
+    if not isinstance(error, OSError) and (full := _FULL.search(text)) is not None:  # a compiler's own words
+        return UserError(
+            f"torch.compile has no room for its files in {where}: {one_line(full[0])}; free some space there, set "
+            "TMPDIR to a folder with room, or use train.compile=off"
+        )
+    reason = used_up(error)
+    return None if reason is None else UserError(f"in {where}: {reason}")
+
+
+def _out_of_memory(text: str, where: str, plan: Plan) -> str:
+    tried = _TRIED.search(text)
+    asked = f" asked for {tried[1]} more" if tried else ""
+    gpu = plan.tiers["gpu"]
+    return (
+        f"budgets.gpu: out of GPU memory, in spite of the plan: {where}{asked}; the plan's peak is {gpu.peak_bytes:,} "
+        f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or end what "
+        "else runs on this GPU"
+    )
+
+
+def describe(op: Op, plan: Plan) -> str:
+    """An op in words: what it does, for which block and which tokens."""
+    text = f"{op.action} of block {op.block}"
+    if op.index != WHOLE and op.lane == "compute":
+        chunk = plan.chunks[op.index]
+        text += f", chunk {chunk.index} (micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
+    elif op.index != WHOLE:
+        text += f", index {op.index}"
+    return f"{text}, of step {op.step}"
+
+
+def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
+    """What first was not finite in a step, in the order of the passes; None if all was.
+
+    losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
+    """
+
+    def of_chunk(what: str, index: int) -> str:
+        chunk = plan.chunks[index]
+        where = f"micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end}"
+        return f"{what} of chunk {chunk.index} ({where})"
+
+    def first_mark(part: Tensor) -> tuple[int, int] | None:
+        bad = (~part.isfinite()).nonzero()
+        return None if not bad.numel() else (int(bad[0, 0]), int(bad[0, 1]))
+
+    if (mark := first_mark(marks[0])) is not None:
+        return of_chunk(f"the output of block {plan.blocks[mark[0]].name}", mark[1])
+    bad = (~losses.isfinite()).nonzero()
+    if bad.numel():
+        return of_chunk("the loss", int(bad[-1]))  # the head goes in backward's order
+    if (mark := first_mark(marks[1].flip(0, 1))) is not None:
+        block, index = len(plan.blocks) - 1 - mark[0], len(plan.chunks) - 1 - mark[1]
+        return of_chunk(f"the gradient of the input of block {plan.blocks[block].name}", index)
+    bad = (~squares.isfinite()).nonzero()
+    if bad.numel():
+        return f"the gradient of block {list(plan.buffers)[int(bad[0])]}"
+    return None

@@ -1,0 +1,182 @@
+"""The memory of a run, carved once as the plan says: GPU slots and windows, RAM regions and stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.plan.plan import (
+    ALIGNMENT,
+    HIDDEN_SLOTS,
+    SAVED_SLOTS,
+    STATE_KINDS,
+    Plan,
+    Pool,
+    attention_regions,
+    window_bytes,
+)
+from storage.arena import HostArena, empty_aligned
+
+POOLS: tuple[Pool, ...] = ("layer", "edge")
+
+
+class DeviceArena:
+    """Slots on the compute device, allocated once and for good, within a capacity.
+
+    Each slot is an allocation of its own: autograd and torch.compile take tensors that share a storage for views of
+    one another, and lanes write to other slots while a backward runs.
+    """
+
+    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._device = device
+        self.used_bytes = 0
+
+    def slot(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], its address a multiple of 4 KiB; counts as whole pages."""
+        self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
+        if self._device.type == "cpu":
+            return empty_aligned(nbytes, torch.uint8)  # direct reads end here
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        whole = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if whole.data_ptr() % ALIGNMENT:
+            # The allocator aligns to 512 bytes; GPUDirect bounces what does not start at a page.
+            del whole
+            whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self._device)
+        skipped = -whole.data_ptr() % ALIGNMENT
+        return whole[skipped : skipped + nbytes]
+
+
+@dataclass(slots=True)
+class BufferMemory:
+    """Resident kinds of one buffer: flat tensors [numel], None where the kind lives elsewhere."""
+
+    weights: Tensor | None = None
+    gradient: Tensor | None = None
+    state: tuple[Tensor, Tensor, Tensor] | None = None
+    """master, exp_avg, exp_avg_sq, float32."""
+
+
+@dataclass(slots=True)
+class GpuMemory:
+    """Everything on the compute device except kept graphs and the temporaries of a running op."""
+
+    arena: DeviceArena
+    buffers: dict[str, BufferMemory] = field(default_factory=dict)
+    weights: dict[Pool, list[Tensor]] = field(default_factory=dict)
+    """Weight slots, compute dtype [numel of the pool's largest buffer]."""
+    gradients: dict[Pool, list[Tensor]] = field(default_factory=dict)
+    """Gradient slots, float32."""
+    hidden: list[Tensor] = field(default_factory=list)
+    """Activation slots, compute dtype [max chunk tokens, hidden]."""
+    saved: list[Tensor] = field(default_factory=list)
+    """Log-sum-exp and attention output of one chunk, uint8."""
+    window: dict[str, list[Tensor]] = field(default_factory=dict)
+    """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
+    records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    """(block, chunk) -> kind -> what is put aside for its backward and stays here, uint8: see plan.plan.record."""
+
+
+@dataclass(slots=True)
+class RamMemory:
+    """Everything in the host arena."""
+
+    arena: HostArena
+    buffers: dict[str, BufferMemory] = field(default_factory=dict)
+    records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    """(block, chunk) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
+    stream: dict[int, Tensor] = field(default_factory=dict)
+    """chunk -> hidden state between two blocks, or its gradient [tokens, hidden]."""
+    window: dict[str, list[Tensor]] = field(default_factory=dict)
+    """For each chunk of a micro-batch what one block's pass needs beside the records, uint8: see
+    engine.plan.plan.attention_regions."""
+    state_stages: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """master, exp_avg, exp_avg_sq (float32) and gradient of one part."""
+    part_stages: list[Tensor] = field(default_factory=list)
+    """One part of any kind, uint8."""
+    activation_stages: list[Tensor] = field(default_factory=list)
+    """One saved activation on its way to or from NVMe, uint8."""
+
+
+def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -> GpuMemory:
+    """Carve the compute device's memory; temporaries are not part of it."""
+    problem = plan.problem
+    parts = plan.tiers["gpu"].parts
+    gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["kept activations"], device))
+
+    def typed(numel: int, dtype: torch.dtype) -> Tensor:
+        return gpu.arena.slot(numel * dtype.itemsize).view(dtype)
+
+    for buffer in plan.buffers.values():
+        memory = gpu.buffers[buffer.name] = BufferMemory()
+        if buffer.weights == "gpu":
+            memory.weights = typed(buffer.numel, compute_dtype)
+        if buffer.gradient == "gpu":
+            memory.gradient = typed(buffer.numel, torch.float32)
+        if buffer.state == "gpu":
+            master, first, second = (typed(buffer.numel, torch.float32) for _ in range(3))
+            memory.state = (master, first, second)
+    for pool in POOLS:
+        numel = plan.weight_slot_numel[pool]
+        gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
+        gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
+    sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed)
+    gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
+    for key in plan.held:
+        gpu.records[key] = {kind: gpu.arena.slot(nbytes) for kind, nbytes in plan.record(*key).items()}
+    tokens = plan.max_chunk_tokens
+    shape = (tokens, problem.hidden_size)
+    gpu.hidden = [typed(tokens * problem.hidden_size, compute_dtype).view(shape) for _ in range(HIDDEN_SLOTS)]
+    saved = max(b.saved_bytes_per_token for b in plan.blocks)
+    gpu.saved = [gpu.arena.slot(tokens * saved) for _ in range(SAVED_SLOTS)]
+    return gpu
+
+
+def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> RamMemory:
+    """Carve the host arena, unpinned; what it does not hold of a buffer lives on another tier."""
+    problem, tier = plan.problem, plan.tiers["ram"]
+    ram = RamMemory(HostArena(tier.peak_bytes - problem.reader_bytes, budget_bytes=tier.budget_bytes))
+
+    def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
+
+    for buffer in plan.buffers.values():
+        memory = ram.buffers[buffer.name] = BufferMemory()
+        if buffer.weights == "ram":
+            memory.weights = typed(f"{buffer.name}.weights", buffer.numel, compute_dtype)
+        if buffer.gradient == "ram":
+            memory.gradient = typed(f"{buffer.name}.gradient", buffer.numel, gradient_dtype)
+        if buffer.state == "ram":
+            master, first, second = (
+                typed(f"{buffer.name}.{kind}", buffer.numel, torch.float32) for kind in STATE_KINDS
+            )
+            memory.state = (master, first, second)
+    for chunk in plan.chunks:
+        tokens = chunk.end - chunk.start
+        shape = (tokens, problem.hidden_size)
+        hidden = tokens * problem.hidden_size
+        ram.stream[chunk.index] = typed(f"stream.{chunk.index}", hidden, compute_dtype).view(shape)
+        for i, block in enumerate(plan.blocks):
+            key = (i, chunk.index)
+            if block.role != "layer" or key in plan.spilled or key in plan.held:
+                continue
+            sizes = plan.record(*key).items()
+            ram.records[key] = {kind: ram.arena.slot(f"{kind}.{block.name}.{chunk.index}", n) for kind, n in sizes}
+    regions = attention_regions(
+        problem, plan.chunks, plan.streamed, bool(plan.recomputed), bool(plan.activation_stages)
+    )
+    ram.window = {
+        name: [ram.arena.slot(f"window.{name}.{i}", nbytes) for i, nbytes in enumerate(each)]
+        for name, each in regions.items()
+    }
+    stage_bytes = plan.activation_stage_bytes
+    ram.activation_stages = [ram.arena.slot(f"act.{i}", stage_bytes) for i in range(plan.activation_stages)]
+    part = plan.part_numel
+    for i in range(plan.state_stages):
+        master, first, second = (typed(f"stage.{i}.{k}", part, torch.float32) for k in range(3))
+        ram.state_stages.append((master, first, second, typed(f"stage.{i}.gradient", part, gradient_dtype)))
+    ram.part_stages = [ram.arena.slot(f"part.{i}", part * 4) for i in range(plan.part_stages)]
+    return ram

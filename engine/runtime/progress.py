@@ -1,0 +1,109 @@
+"""What the lanes do, told as it happens: a step may take minutes, and its spans do not wait for its end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+
+import torch
+
+from engine.events import LaneTotals, Observer, Progress
+from engine.schedule.ops import LANES
+from engine.session import Session
+
+TELL_S = 0.25
+"""Between two words of progress."""
+
+LOOK_S = 10.0
+"""Between two looks at what the drives hold; looking reads the size of every chunk file."""
+
+LOOK_SHARE = 0.01
+"""Of the time, at most, that is spent looking."""
+
+CLOSE_S = 5.0
+"""How long the end of a run waits for a look."""
+
+
+class Live:
+    """While entered, tells the observer what a session's lanes do, from a thread that training never waits for.
+
+    It owns the executor's spans: each is counted in `lanes` and told once.
+    """
+
+    def __init__(self, session: Session, observer: Observer) -> None:
+        self._session = session
+        self._observer = observer
+        self._lanes: dict[str, LaneTotals] = defaultdict(LaneTotals)
+        self._telling = threading.Lock()
+        self._end = threading.Event()
+        self._failure: Exception | None = None
+        self._nvme_bytes = 0
+        self._look_at = 0.0
+        self._thread = threading.Thread(target=self._work, name="progress", daemon=True)
+
+    def __enter__(self) -> Live:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._end.set()
+        self._thread.join(CLOSE_S)  # it may be looking at a drive that does not answer
+        if kind is None:
+            self.tell()
+        elif self._failure is None:
+            with contextlib.suppress(Exception):
+                self._tell()
+
+    @property
+    def lanes(self) -> dict[str, dict[str, float]]:
+        """Lane -> busy_s, bytes of the spans that were told."""
+        return {lane: {"busy_s": self._lanes[lane].busy_s, "bytes": self._lanes[lane].bytes} for lane in LANES}
+
+    def tell(self) -> None:
+        """Tell what has ended by now: what follows comes after these spans. Raises what the thread has met."""
+        if self._failure is not None:
+            raise self._failure
+        self._tell()
+
+    def tier_bytes(self) -> dict[str, int]:
+        """gpu, ram, nvme -> the most bytes held so far; of NVMe as of the last look at the drives."""
+        return memory_peaks(self._session) | {"nvme": self._nvme_bytes}
+
+    def _tell(self) -> None:
+        executor = self._session.executor
+        with self._telling:
+            spans = executor.take_spans()
+            for span in spans:
+                self._lanes[span.lane].add(span)
+            self._observer.on_progress(Progress(spans, *executor.under_way()))
+
+    def _work(self) -> None:
+        while not self._end.wait(TELL_S):
+            try:
+                self._tell()
+                if time.monotonic() >= self._look_at:
+                    self._look()
+            except Exception as error:
+                self._failure = error  # most likely the GPU's, which the training thread meets as well
+                return
+
+    def _look(self) -> None:
+        """Look up what the drives hold, and put the next look off by what this one took."""
+        started = time.monotonic()
+        self._nvme_bytes = max(self._nvme_bytes, self._session.store.peak_disk_bytes())
+        now = time.monotonic()
+        self._look_at = now + max(LOOK_S, (now - started) / LOOK_SHARE)
+
+
+def memory_peaks(session: Session) -> dict[str, int]:
+    """Most bytes of gpu and ram held so far.
+
+    On CPU the gpu tier is what was carved and the graphs kept; on CUDA what the allocator really held.
+    """
+    gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.kept_peak_bytes
+    if session.device.type == "cuda":
+        gpu = torch.cuda.max_memory_allocated(session.device)
+    return {"gpu": gpu, "ram": session.ram.arena.used_bytes + session.plan.problem.reader_bytes}

@@ -1,0 +1,161 @@
+"""The state of a run on its way between checkpoints, the NVMe store and the memory of a run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.optim.adamw import wait_for_copies
+from engine.plan.plan import STATE_KINDS, BufferPlan, Plan
+from engine.runtime.memory import GpuMemory, RamMemory
+from storage.arena import empty_aligned
+from storage.layout import FlatLayout, part_ranges
+from storage.nvme import ArraySpec, NvmeStore
+
+_PARTS_AT_ONCE = 8
+"""Parts of state that are read into RAM at once: enough for several drives."""
+
+
+def state_arrays(plan: Plan) -> list[ArraySpec]:
+    """What a generation holds: master, exp_avg and exp_avg_sq of every buffer, wherever they live while training.
+
+    The compute weights are the rounded master and are made from it again.
+    """
+    return [
+        ArraySpec(buffer.name, kind, buffer.numel, "float32", buffer.part_numel)
+        for buffer in plan.buffers.values()
+        for kind in STATE_KINDS
+    ]
+
+
+def scratch_arrays(plan: Plan, compute_dtype: str, gradient_dtype: str) -> list[ArraySpec]:
+    """What lives on NVMe only while a run runs: compute weights and waiting gradients that the plan placed there."""
+    arrays = []
+    for buffer in plan.buffers.values():
+        if buffer.weights == "nvme":
+            arrays.append(ArraySpec(buffer.name, "weights", buffer.numel, compute_dtype, buffer.part_numel))
+        if buffer.gradient == "nvme":
+            arrays.append(ArraySpec(buffer.name, "gradient", buffer.numel, gradient_dtype, buffer.part_numel))
+    return arrays
+
+
+def fill_store(
+    store: NvmeStore,
+    buffers: Iterable[tuple[str, dict[str, Tensor]]],
+    layouts: dict[str, FlatLayout],
+    meta: dict[str, Any],
+) -> None:
+    """Write the first generation: master weights from `buffers` (one at a time), moments zero."""
+    specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
+    for name, tensors in buffers:
+        layout = layouts[name]
+        flat = empty_aligned(layout.numel, torch.float32).zero_()
+        for param, view in layout.views(flat).items():
+            view.copy_(tensors[param])
+        ranges = part_ranges(layout.numel, specs[name, "master"].part_numel)
+        zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()
+        for part, (start, end) in enumerate(ranges):
+            futures = [store.write(name, "master", part, flat[start:end])]
+            futures += [store.write(name, kind, part, zeros[: end - start]) for kind in STATE_KINDS[1:]]
+            for future in futures:
+                future.result()
+    store.commit(meta)
+
+
+def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype) -> None:
+    """Bring the committed generation to where the plan wants it: resident state, and weights on every tier.
+
+    What lives in RAM is read there, some parts at a time; the rest passes through the plan's part stages in turn.
+    """
+    loading = _Loading(store, plan, gpu, ram, compute_dtype)
+    for buffer in plan.buffers.values():
+        for part in range(buffer.num_parts):
+            if buffer.state == "ram":
+                loading.in_place(buffer, part)
+            else:
+                loading.through_stages(buffer, part)
+    loading.finish()
+
+
+class _Loading:
+    """Reads under way, oldest first, with what is done with each once it is there."""
+
+    def __init__(
+        self, store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype
+    ) -> None:
+        self._store, self._gpu, self._ram = store, gpu, ram
+        self._device = gpu.hidden[0].device
+        self._stages = [stage.view(torch.float32) for stage in ram.part_stages]
+        self._turn = itertools.cycle(self._stages)
+        self._rounded = empty_aligned(plan.part_numel, compute_dtype)
+        self._reading: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
+
+    def in_place(self, buffer: BufferPlan, part: int) -> None:
+        """State in RAM, and the weights that follow from it."""
+        start, end = buffer.part(part)
+        state = self._ram.buffers[buffer.name].state
+        assert state is not None
+        targets = {kind: tensor[start:end] for kind, tensor in zip(STATE_KINDS, state, strict=True)}
+        self._read(buffer, part, targets, lambda: self._weights(buffer, part, targets["master"]), _PARTS_AT_ONCE)
+
+    def through_stages(self, buffer: BufferPlan, part: int) -> None:
+        """State on the compute device, or on NVMe, of which only the weights are wanted here."""
+        start, end = buffer.part(part)
+        state = self._gpu.buffers[buffer.name].state
+        for number, kind in enumerate(STATE_KINDS if state is not None else STATE_KINDS[:1]):
+            rows = next(self._turn)[: end - start]
+
+            def then(kind: str = kind, number: int = number, rows: Tensor = rows) -> None:
+                if state is not None:
+                    state[number][start:end].copy_(rows, non_blocking=True)
+                if kind == "master":
+                    self._weights(buffer, part, rows)
+                wait_for_copies(self._device)  # the stage is another part's next
+
+            self._read(buffer, part, {kind: rows}, then, len(self._stages))
+
+    def finish(self) -> None:
+        """Wait for all of it."""
+        while self._reading:
+            self._end_oldest()
+        wait_for_copies(self._device)
+
+    def _read(
+        self, buffer: BufferPlan, part: int, targets: dict[str, Tensor], then: Callable[[], None], most: int
+    ) -> None:
+        while len(self._reading) >= most:
+            self._end_oldest()
+        futures = [self._store.read(buffer.name, kind, part, rows) for kind, rows in targets.items()]
+        self._reading.append((futures, then))
+
+    def _end_oldest(self) -> None:
+        futures, then = self._reading.popleft()
+        for future in futures:
+            future.result()
+        then()
+
+    def _weights(self, buffer: BufferPlan, part: int, master: Tensor) -> None:
+        """A part's weights are its rounded master weights."""
+        start, end = buffer.part(part)
+        memory = self._gpu if buffer.weights == "gpu" else self._ram
+        weights = memory.buffers[buffer.name].weights
+        if weights is not None:
+            weights[start:end].copy_(master, non_blocking=True)
+        else:
+            rounded = self._rounded[: end - start].copy_(master)
+            self._store.write(buffer.name, "weights", part, rounded).result()
+
+
+def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:
+    """Master weights, float32, of one buffer of the committed generation, by parameter name."""
+    spec = next(spec for spec in store.arrays() if (spec.buffer, spec.kind) == (name, "master"))
+    flat = empty_aligned(layout.numel, torch.float32)
+    for part, (start, end) in enumerate(part_ranges(layout.numel, spec.part_numel)):
+        store.read(name, "master", part, flat[start:end]).result()
+    return layout.views(flat)

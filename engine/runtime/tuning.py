@@ -1,0 +1,100 @@
+"""Before the first step: what the ops take on this device, compiled or not, whichever is over sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.data.loader import MicroBatch
+from engine.events import Observer
+from engine.forecast.costs import Calibration
+from engine.forecast.request import Task
+from engine.forecast.search import Found
+from engine.hf.prepare import LOGITS_BYTES, layouts
+from engine.machine.profile import Machine
+from engine.preparing import Checklist
+from engine.runtime.calibrate import calibrate
+from engine.runtime.failures import explain
+from engine.runtime.lanes import Lanes
+from engine.session import Compute
+from storage.errors import UserError
+
+COMPILE_S = 20.0
+"""About what compiling a model's layers and its loss takes where none of it is in Inductor's cache."""
+
+GAIN = 0.3
+"""Share of a step's time that compiling layers saves, at most (docs/results/step-cpu.md)."""
+
+CERTAIN_S = 3 * COMPILE_S / GAIN
+"""Layers of a run that is planned to compute for longer are compiled without a question."""
+
+OPTIMIZER_S = 900.0
+"""AdamW is compiled for a run that computes for longer: that takes 5 to 10 s, and saves a fifth of the bytes that
+torch's fused kernel moves."""
+
+
+@dataclass(slots=True)
+class Tuning:
+    """The measurements of one run's preparation; `batch` is the typical one."""
+
+    task: Task
+    machine: Machine
+    batch: Sequence[MicroBatch]
+    lanes: Lanes
+    checklist: Checklist
+    observer: Observer
+
+    def run(self, found: Found, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
+        """What the run computes with, and what the ops of the plan take with that.
+
+        With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
+        what can be compiled is.
+        """
+        compiled = self.task.recipe.train.compile == "auto" and compute.compiled
+        if compiled and steps_left is not None and steps_left * found.best.step_s < OPTIMIZER_S:
+            compute = compute.with_fused_adamw()
+        if not compiled or steps_left is None or steps_left * found.best.step_s > CERTAIN_S:
+            what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
+            return compute, self._calibrate(what, found, compute)
+        compute.runner.compile(False)
+        with self.checklist.step("timing layers that are not compiled"):
+            eager_s = self._step_s(found, self._measure(found, compute, brief=True))
+        if steps_left * eager_s * GAIN < COMPILE_S:
+            self.observer.on_message(
+                f"layers are not compiled: {steps_left:,} steps of about {eager_s:.2g} s end sooner without"
+            )
+            return compute, self._calibrate("timing the ops", found, compute)
+        compute.runner.compile(True)
+        return compute, self._calibrate("compiling, and timing the ops", found, compute)
+
+    def _calibrate(self, what: str, found: Found, compute: Compute) -> Calibration:
+        with self.checklist.step(what):
+            return self._measure(found, compute, brief=False)
+
+    def _measure(self, found: Found, compute: Compute, *, brief: bool) -> Calibration:
+        try:
+            return calibrate(
+                found.plan,
+                layouts(self.task.spec),
+                compute.runner,
+                compute.adamw,
+                self.task.recipe.train,
+                self.batch,
+                self.machine,
+                LOGITS_BYTES[compute.runner.device.type],
+                self.lanes.executor,
+                brief=brief,
+            )
+        except UserError:
+            raise
+        except Exception as error:
+            if (told := explain(error, None, found.plan)) is None:
+                raise
+            raise told from error
+
+    def _step_s(self, found: Found, calibration: Calibration) -> float:
+        """Seconds of a step of the plan with these times."""
+        task = replace(self.task, graph_bytes=None)
+        known = (found.best.chunk_tokens, found.best.choice)
+        documents = [m.documents for m in self.batch]
+        return task.search(self.machine, calibration, documents, known=known, only=known).best.step_s

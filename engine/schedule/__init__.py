@@ -1,0 +1,1 @@
+"""One optimizer step as data: actions, ops, slots, dependencies. No torch."""

@@ -1,0 +1,367 @@
+"""The part of the schedule that moves activations: hidden states, attention's output, keys and values.
+
+What backward needs of a layer's chunk is its record (plan/plan.py: record): it leaves its slots as forward makes it,
+waits in RAM, on NVMe or elsewhere on the compute device, and comes back just in time. A layer's keys and values are
+either in a window over the whole micro-batch, or, streamed, in a few slots of one chunk each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from engine.plan.plan import DKV_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS, Chunk, Plan
+from engine.schedule.ops import Emitter, Resource, Slots
+
+Mode = Literal["forward", "head", "again", "backward", "score"]
+"""The head runs forward and backward at once, so that a chunk's logits die where they are made; "again" computes the
+keys, values and attention of a layer that saved its input only; "score" is forward with no backward to follow: what it
+would find is not saved, and hidden states wait where a step's do, none on NVMe."""
+
+
+RECORDS = ("record.x", "record.saved", "record.kv")
+"""Names of the resources that are a layer's chunk's record; block and chunk follow."""
+
+
+class ActivationSchedule:
+    """Emits the ops on activations and says which slots they are in."""
+
+    def __init__(self, plan: Plan, emitter: Emitter) -> None:
+        self._plan = plan
+        self._emitter = emitter
+        self._emit = emitter.emit
+        self.hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
+        self.saved = Slots("gpu.saved", SAVED_SLOTS)
+        self._stages = Slots("ram.activation_stage", plan.activation_stages)
+        self._on_nvme: set[tuple[str, int, int]] = set()
+        """(kind, block, chunk) of the activations on NVMe."""
+        self._window: list[Any] = [None] * plan.window_chunks
+        """Which (layer, chunk, step) each chunk's place in the window holds: on the compute device, or in RAM where
+        keys and values are streamed."""
+        self.documents: Sequence[Sequence[int]] | None = None
+        """Per micro-batch of the step being emitted the sorted starts of its documents, where they are known."""
+        self.kv = Slots("gpu.kv", KV_SLOTS)
+        self.dkv = Slots("gpu.dkv", DKV_SLOTS)
+        self._summed: list[Any] = [None] * plan.window_chunks
+        """Streamed: whose gradients of keys and values each chunk's place in RAM holds, or one of the slots."""
+
+    def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int, int]:
+        """What a slot holds that belongs to a layer's chunk in the step being emitted."""
+        return (layer, chunk.index, self._emitter.step, self._emitter.batch)
+
+    def _name(self, layer: int) -> str:
+        return self._plan.blocks[layer].name
+
+    # ------------------------------------------------------------------ hidden states
+
+    def load_hidden(self, kind: str, mode: Mode, layer: int, chunk: Chunk) -> int:
+        """Slot with activation `kind` ("x", "dy") of a layer's chunk, loaded unless it is still there."""
+        content = (kind, *self.content(layer, chunk))
+        slot = self.hidden.find(content)
+        last_use = mode == "backward"
+        if slot is None:
+            slot = self.hidden.take(content)
+            slots = {"slot": slot}
+            if mode in ("again", "backward") and kind == "x" and (layer, chunk.index) in self._plan.spilled:
+                slots["stage"] = self._unspill("x", layer, chunk, keep=not last_use)
+                source: Resource = ("ram.activation_stage", slots["stage"])
+            else:
+                source = self._hidden_region(kind, layer, chunk)
+            self._emit(
+                "h2d",
+                "load_" + kind,
+                self._name(layer),
+                chunk.index,
+                reads=[source],
+                writes=[("gpu.hidden", slot)],
+                nbytes=self._hidden_bytes(chunk),
+                slots=slots,
+            )
+        elif last_use:
+            self._discard(kind, layer, chunk)
+        return slot
+
+    def store_hidden(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
+        """A hidden state leaves for where its next reader finds it."""
+        region, nbytes = self._hidden_region(kind, layer, chunk), self._hidden_bytes(chunk)
+        self._emit(
+            "d2h",
+            "store_" + kind,
+            self._name(layer),
+            chunk.index,
+            reads=[("gpu.hidden", slot)],
+            writes=[region],
+            nbytes=nbytes,
+            slots={"slot": slot},
+        )
+        self.hidden.release(slot, keep=True)
+        if kind == "x" and mode == "forward" and (layer, chunk.index) in self._plan.spilled:
+            self._spill("x", layer, chunk, region, nbytes, {})
+
+    def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
+        """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
+        key = (layer, chunk.index)
+        saved = kind == "x" and self._plan.blocks[layer].role == "layer"
+        if saved and key not in self._plan.spilled and key not in self._plan.kept:
+            return ("record.x", *key)
+        return ("ram.stream", chunk.index)
+
+    def _hidden_bytes(self, chunk: Chunk) -> int:
+        problem = self._plan.problem
+        return (chunk.end - chunk.start) * problem.hidden_size * problem.compute_bytes
+
+    # ------------------------------------------------------------------ NVMe
+
+    def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, nbytes: int, slots: dict[str, int]) -> None:
+        """Write a saved activation to NVMe from where it waits in RAM."""
+        self._on_nvme.add((kind, layer, chunk.index))
+        self._emit(
+            "nvme_write",
+            "spill_" + kind,
+            self._name(layer),
+            chunk.index,
+            reads=[source],
+            writes=[("nvme." + kind, layer, chunk.index)],
+            nbytes=nbytes,
+            slots=slots,
+        )
+
+    def _unspill(self, kind: str, layer: int, chunk: Chunk, *, keep: bool = False) -> int:
+        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
+
+        The read lane runs ahead of the computation by as many stages as there are. The file goes unless `keep`.
+        """
+        stage = self._stages.take((kind, layer, chunk.index))
+        self._stages.release(stage)
+        self._emit_unspill(kind, layer, chunk, ("ram.activation_stage", stage), {"stage": stage}, keep)
+        return stage
+
+    def _emit_unspill(
+        self, kind: str, layer: int, chunk: Chunk, target: Resource, slots: dict[str, int], keep: bool
+    ) -> None:
+        file: Resource = ("nvme." + kind, layer, chunk.index)
+        if not keep:
+            self._on_nvme.remove((kind, layer, chunk.index))
+        nbytes = self._hidden_bytes(chunk) if kind == "x" else self._attention_bytes(kind, layer, chunk)
+        # A file that goes with its content is written as well as read.
+        self._emit(
+            "nvme_read",
+            ("peek_" if keep else "unspill_") + kind,
+            self._name(layer),
+            chunk.index,
+            reads=[file] if keep else [],
+            writes=[target] if keep else [file, target],
+            nbytes=nbytes,
+            slots=slots,
+        )
+
+    def _discard(self, kind: str, layer: int, chunk: Chunk) -> None:
+        """Remove an activation from NVMe, if it is there, because backward found it elsewhere."""
+        if (kind, layer, chunk.index) in self._on_nvme:
+            self._on_nvme.remove((kind, layer, chunk.index))
+            file = ("nvme." + kind, layer, chunk.index)
+            self._emit("nvme_read", "discard_" + kind, self._name(layer), chunk.index, writes=[file])
+
+    # ------------------------------------------------------------------ attention's output and log-sum-exp
+
+    def _attention_bytes(self, kind: str, layer: int, chunk: Chunk) -> int:
+        block = self._plan.blocks[layer]
+        per_token = block.saved_bytes_per_token if kind == "saved" else block.kv_bytes_per_token
+        return (chunk.end - chunk.start) * per_token
+
+    def load_saved(self, layer: int, chunk: Chunk) -> int:
+        """Slot with attention's output and log-sum-exp, loaded unless it is still there."""
+        content = self.content(layer, chunk)
+        slot = self.saved.find(content)
+        if slot is not None:
+            self._discard("saved", layer, chunk)
+            return slot
+        slot = self.saved.take(content)
+        region: Resource = ("record.saved", layer, chunk.index)
+        if layer in self._plan.recomputed:
+            region = ("ram.window_saved", chunk.local)
+        self._load_part("saved", layer, chunk, region, ("gpu.saved", slot), {"saved": slot})
+        return slot
+
+    def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
+        """Attention's output and log-sum-exp leave, unless backward makes them again or keeps them where they are."""
+        key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
+        if mode == "score" or key in self._plan.kept or (recomputed and mode == "forward"):
+            return
+        region: Resource = ("ram.window_saved", chunk.local) if recomputed else ("record.saved", *key)
+        self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
+
+    def _load_part(
+        self, kind: str, layer: int, chunk: Chunk, region: Resource, target: Resource, slots: dict[str, int]
+    ) -> None:
+        if (kind, layer, chunk.index) in self._on_nvme:
+            slots["stage"] = self._unspill(kind, layer, chunk)
+            region = ("ram.activation_stage", slots["stage"])
+        nbytes = self._attention_bytes(kind, layer, chunk)
+        self._emit(
+            "h2d",
+            "load_" + kind,
+            self._name(layer),
+            chunk.index,
+            reads=[region],
+            writes=[target],
+            nbytes=nbytes,
+            slots=slots,
+        )
+
+    def _store_part(
+        self, kind: str, mode: Mode, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
+    ) -> None:
+        """Move to RAM; on to NVMe through a stage if the record is spilled."""
+        nbytes = self._attention_bytes(kind, layer, chunk)
+        spilled = (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed and mode != "score"
+        staged = spilled and region[0] != "ram.window_kv"
+        if staged:
+            slots["stage"] = self._stages.take((kind, layer, chunk.index))
+            region = ("ram.activation_stage", slots["stage"])
+        self._emit(
+            "d2h",
+            "store_" + kind,
+            self._name(layer),
+            chunk.index,
+            reads=[source],
+            writes=[region],
+            nbytes=nbytes,
+            slots=slots,
+        )
+        if spilled:
+            self._spill(kind, layer, chunk, region, nbytes, {k: v for k, v in slots.items() if k != "kv"})
+        if staged:
+            self._stages.release(slots["stage"])
+
+    # ------------------------------------------------------------------ keys and values, whole
+
+    def window(self, chunk: Chunk) -> list[Resource]:
+        """The places in the window of a chunk and of those before it."""
+        return [("gpu.kv", i) for i in range(chunk.local + 1)]
+
+    def write_window(self, layer: int, chunk: Chunk) -> None:
+        """The chunk's place in the window is about to be computed."""
+        self._window[chunk.local] = self.content(layer, chunk)
+
+    def store_window(self, layer: int, chunk: Chunk) -> None:
+        """Keys and values leave, unless backward makes them again."""
+        if layer not in self._plan.recomputed:
+            region: Resource = ("record.kv", layer, chunk.index)
+            self._store_part("kv", "forward", layer, chunk, ("gpu.kv", chunk.local), region, {})
+
+    def load_window(self, layer: int, chunk: Chunk) -> None:
+        """Bring a chunk's keys and values to its place in the window, unless they are there."""
+        content = self.content(layer, chunk)
+        if self._window[chunk.local] == content or not self._plan.blocks[layer].attends:
+            self._discard("kv", layer, chunk)
+            return
+        self._window[chunk.local] = content
+        self._load_part("kv", layer, chunk, ("record.kv", layer, chunk.index), ("gpu.kv", chunk.local), {})
+
+    def load_whole_window(self, layer: int, chunk: Chunk) -> None:
+        """Bring keys and values of all chunks of a chunk's micro-batch."""
+        for other in reversed(self._plan.chunks):
+            if other.micro_batch == chunk.micro_batch:
+                self.load_window(layer, other)
+
+    def load_window_ahead(self, layer: int, chunk: Chunk) -> None:
+        """This chunk's place in the window is free for the chunk that needs it next, in backward's order."""
+        chunks, plan = self._plan.chunks, self._plan
+        if chunk.micro_batch > 0:
+            if layer not in plan.recomputed:
+                self.load_window(layer, chunks[chunk.index - plan.window_chunks])
+        elif layer > 1 and layer - 1 not in plan.recomputed:
+            self.load_window(layer - 1, chunks[len(chunks) - plan.window_chunks + chunk.local])
+
+    # ------------------------------------------------------------------ keys and values, streamed
+
+    def keys(self, layer: int, chunk: Chunk) -> list[Chunk]:
+        """The chunks before `chunk` whose keys some of its queries may see.
+
+        The order alternates from chunk to chunk, so that the last ones of a chunk serve the next one from their slots.
+        """
+        reach = self._plan.blocks[layer].window_tokens
+        row = self._plan.problem.row_tokens
+        first = chunk.start // row * row  # a row starts a document
+        if self.documents is not None:
+            starts = self.documents[chunk.micro_batch]
+            first = max(first, starts[bisect_right(starts, chunk.start) - 1])
+        if reach is not None:
+            first = max(first, chunk.start - reach + 1)
+        base = chunk.index - chunk.local
+        found = [other for other in self._plan.chunks[base : chunk.index] if other.end > first]
+        return found if chunk.local % 2 else found[::-1]
+
+    def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
+        """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
+        if layer in self._plan.recomputed or (layer, chunk.index) in self._plan.spilled:
+            return ("ram.window_kv", chunk.local)
+        return ("record.kv", layer, chunk.index)
+
+    def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
+        """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
+        region = self._kv_region(layer, chunk)
+        last = chunk.local == self._plan.window_chunks - 1
+        if last and (mode == "score" or (mode == "forward" and layer in self._plan.recomputed)):
+            return  # nobody reads them, or backward makes them again before
+        if region[0] == "ram.window_kv":
+            self._window[chunk.local] = self.content(layer, chunk)
+        self._store_part("kv", mode, layer, chunk, ("gpu.kv", slot), region, {"kv": slot})
+
+    def load_kv(self, layer: int, chunk: Chunk) -> int:
+        """Slot with a chunk's keys and values, loaded unless they are there; pinned."""
+        content = self.content(layer, chunk)
+        slot = self.kv.find(content)
+        if slot is None:
+            slot = self.kv.take(content)
+            region = self._kv_region(layer, chunk)
+            nbytes = self._attention_bytes("kv", layer, chunk)
+            self._emit(
+                "h2d",
+                "load_kv",
+                self._name(layer),
+                chunk.index,
+                reads=[region],
+                writes=[("gpu.kv", slot)],
+                nbytes=nbytes,
+                slots={"kv": slot},
+            )
+        return slot
+
+    def restore_window(self, layer: int, chunk: Chunk) -> None:
+        """Before backward of a micro-batch whose last chunk is `chunk`: spilled keys and values come back to RAM."""
+        for other in reversed(self._plan.chunks[chunk.index - chunk.local : chunk.index + 1]):
+            if ("kv", layer, other.index) not in self._on_nvme:
+                continue
+            if self._window[other.local] == self.content(layer, other):
+                self._discard("kv", layer, other)
+                continue
+            self._window[other.local] = self.content(layer, other)
+            self._emit_unspill("kv", layer, other, ("ram.window_kv", other.local), {}, False)
+
+    def load_dkv(self, layer: int, chunk: Chunk) -> tuple[int, bool]:
+        """Slot with the gradients of a chunk's keys and values summed so far, pinned; True where there are none yet."""
+        content = self.content(layer, chunk)
+        slot, new = self.dkv.find(content), self._summed[chunk.local] != content
+        self._summed[chunk.local] = content
+        if slot is None:
+            slot = self.dkv.take(content)
+            if not new:
+                self._move_dkv("h2d", "load_dkv", layer, chunk, slot)
+        return slot, new
+
+    def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
+        """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
+        self._move_dkv("d2h", "store_dkv", layer, chunk, slot)
+        self.dkv.release(slot, keep=True)
+
+    def _move_dkv(self, lane: Literal["h2d", "d2h"], action: str, layer: int, chunk: Chunk, slot: int) -> None:
+        block = self._plan.blocks[layer]
+        there: list[Resource] = [("ram.window_dkv", chunk.local)]
+        here: list[Resource] = [("gpu.dkv", slot)]
+        reads, writes = (there, here) if lane == "h2d" else (here, there)
+        nbytes = (chunk.end - chunk.start) * block.kv_numel_per_token * 4
+        slots = {"dkv": slot}
+        self._emit(lane, action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)

@@ -1,0 +1,419 @@
+"""The schedule: one optimizer step as a list of ops with every dependency, pure data, no torch.
+
+`ScheduleBuilder` emits ops in program order. Each op names the resources (slots, regions, parts on disk) that it reads
+and writes, and its dependencies follow from them (schedule/ops.py). Slots are assigned here, statically. Any execution
+that respects the dependencies therefore computes the same bits.
+
+The tables live on from one step to the next, so that ops of step s+1 depend on ops of step s where they share a
+resource, and on nothing else: the optimizer's updates of step s run under the forward pass of step s+1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.plan.plan import Chunk, Plan
+from engine.schedule.activations import RECORDS, ActivationSchedule, Mode
+from engine.schedule.ops import WHOLE, Emitter, Op, Resource
+from engine.schedule.state import Load, StateSchedule
+
+Documents = Sequence[Sequence[int]]
+
+
+_Visit = tuple[Mode, int, list[Chunk]]
+"""A pass of a block over chunks, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A block computing one chunk."""
+
+    visit: int
+    """Number of the pass over chunks that it belongs to."""
+    mode: Mode
+    layer: int
+    """Index of the block in the plan."""
+    chunk: Chunk
+    first: bool
+    last: bool
+
+
+@dataclass(slots=True)
+class _Operands:
+    """What a block's compute ops read and write, whichever of them it is."""
+
+    weights: list[Resource]
+    weight_slots: dict[str, int]
+    gradients: list[Resource]
+    gradient_slots: dict[str, int]
+    zero: list[str]
+    """Flags of the gradients that begin with this chunk."""
+
+
+def _in_order(visits: Sequence[_Visit]) -> list[_Task]:
+    return [
+        _Task(visit, mode, layer, chunk, chunk is order[0], chunk is order[-1])
+        for visit, (mode, layer, order) in enumerate(visits)
+        for chunk in order
+    ]
+
+
+def _emit_share(loads: deque[Load], turns: int) -> None:
+    """Emit what falls to the next of `turns` turns."""
+    for _ in range(-(-len(loads) // max(1, turns))):
+        loads.popleft()()
+
+
+class ScheduleBuilder:
+    """Emits the ops of consecutive optimizer steps.
+
+    `step(s)` is forward and backward of step s, preceded block by block by the updates of the gradient that still
+    waits, and ends with op "clip", after which loss and gradient norm are known. `score` is a forward that nothing
+    follows, behind the same updates, and ends with op "score", after which its loss is known. `finish` is the updates
+    alone.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._emitter = Emitter()
+        self._emit = self._emitter.emit
+        self._state = StateSchedule(plan, self._emitter)
+        self._activations = ActivationSchedule(plan, self._emitter)
+        self._last_user: dict[str, int] = {}
+        """Buffer -> the block that is the last to add to its gradient."""
+        for index, block in reversed(list(enumerate(plan.blocks))):
+            self._last_user |= dict.fromkeys(block.buffers, index)
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether `finish` would commit anything: a gradient waits, or has been applied since the last commit."""
+        return self._state.waiting is not None or self._state.uncommitted is not None
+
+    def step(self, step: int, *, commit_previous: bool = False, documents: Documents | None = None) -> list[Op]:
+        """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied.
+
+        `documents`: per micro-batch the sorted starts of its documents; where keys and values are streamed, those that
+        no query of a chunk can see are then left out.
+        """
+        return [op for ops in self.stream(step, commit_previous=commit_previous, documents=documents) for op in ops]
+
+    def stream(
+        self, step: int, *, commit_previous: bool = False, documents: Documents | None = None
+    ) -> Iterator[list[Op]]:
+        """The same ops block by block, so that the lanes start on the first while the rest is being built."""
+        self._begin(step, 0, documents)
+        for _ in self._passes(self._tasks(), commit_previous):
+            yield self._emitter.take()
+        self._state.applied(committed=commit_previous)
+        self._state.read_ahead(step)
+        self._emit("optimizer", "clip", "all", reads=[("gpu.norms",), ("gpu.losses",)], writes=[("ram.clip",)])
+        self._state.waiting = step
+        yield self._emitter.take()
+
+    def score(
+        self, step: int, batch: int, *, documents: Documents, commit_previous: bool = False
+    ) -> Iterator[list[Op]]:
+        """Ops, block by block, that find the loss of the micro-batches of `documents` as of the end of step `step`.
+
+        There may be fewer of them than a step has. Ops that look at the tokens bear the number `batch`, which is above
+        0 and no other's after the step.
+        """
+        assert batch > 0
+        self._begin(step, batch, documents)
+        chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
+        for _ in self._passes(self._scoring(chunks), commit_previous):
+            yield self._emitter.take()
+        self._state.applied(committed=commit_previous)
+        self._emit("optimizer", "score", "all", reads=[("gpu.scores",)], writes=[("ram.score",)])
+        yield self._emitter.take()
+
+    def _begin(self, step: int, batch: int, documents: Documents | None) -> None:
+        self._emitter.step, self._emitter.batch = step, batch
+        self._activations.documents = documents
+
+    def follow(self, step: int) -> None:
+        """Go on as if step `step` had been carried out and all of it were done: its gradient waits."""
+        self._state.waiting = step
+
+    def finish(self, *, commit: bool) -> list[Op]:
+        """Ops that apply the waiting gradient, if one waits, and, with `commit`, commit the generation."""
+        self._emitter.batch = 0
+        for name in self._plan.buffers:
+            self._state.update(name, write_through=commit)
+        if commit:
+            self._state.commit()
+        self._state.applied(committed=commit)
+        return self._emitter.take()
+
+    # ------------------------------------------------------------------ passes over the blocks
+
+    def _tasks(self) -> list[_Task]:
+        plan, head = self._plan, len(self._plan.blocks) - 1
+        chunks = list(plan.chunks)
+        visits: list[_Visit] = [("forward", layer, chunks) for layer in range(head)]
+        # The head goes in backward's order: its last gradients are the first ones needed.
+        visits.append(("head", head, chunks[::-1]))
+        for layer in range(head - 1, -1, -1):
+            if layer not in plan.recomputed:
+                visits.append(("backward", layer, chunks[::-1]))
+                continue
+            # One micro-batch at a time: its keys and values are in the window when its backward begins.
+            for end in range(len(chunks), 0, -plan.window_chunks):
+                stream = chunks[end - plan.window_chunks : end]
+                visits += [("again", layer, stream), ("backward", layer, stream[::-1])]
+        return _in_order(visits)
+
+    def _scoring(self, chunks: list[Chunk]) -> list[_Task]:
+        """Forward alone, of these chunks; the head begins with the chunk that was computed last."""
+        head = len(self._plan.blocks) - 1
+        visits: list[_Visit] = [("score", layer, chunks) for layer in range(head)]
+        return _in_order([*visits, ("score", head, chunks[::-1])])
+
+    def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
+        """Emit the ops of all passes, with a pause after each."""
+        visits = [task.layer for task in tasks if task.first]
+        lengths = Counter(task.visit for task in tasks)
+        weights = deque(self._prepare(visits, 0, commit, 1))
+        turns = 1
+        _emit_share(weights, turns)
+        loaded = self._load(tasks[0])
+        for task, following in zip(tasks, [*tasks[1:], None], strict=True):
+            # The next operands travel while this op computes, unless this op makes them.
+            early = following is not None and (following.visit - 1, following.chunk) != (task.visit, task.chunk)
+            next_loaded = self._load(following) if following is not None and early else None
+            self._compute(task, loaded)
+            # The next block's weights come between this one's small copies, and are there well before its end.
+            turns = turns - 1 if not task.first else max(1, lengths[task.visit] // 2)
+            if task.first:
+                weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
+            _emit_share(weights, turns)
+            if task.last:
+                assert not weights
+                self._leave(task)
+            if following is not None:
+                loaded = self._load(following) if next_loaded is None else next_loaded
+            if task.last:
+                yield
+
+    def _prepare(self, visits: list[int], visit: int, commit: bool, turns: int) -> list[Load]:
+        """Update, where this step has not yet, the block of `visit`, ahead of its first op.
+
+        Returns what fetches its weights, to be emitted in `turns` turns.
+        """
+        if visit >= len(visits):
+            return []
+        block = self._plan.blocks[visits[visit]]
+        if visits.index(visits[visit]) == visit:
+            if block.name in block.buffers:
+                self._state.update(block.name, write_through=commit)
+            if commit and block.role == "head":
+                self._state.commit()
+        return self._state.fetch(block, turns)
+
+    def _leave(self, task: _Task) -> None:
+        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do."""
+        block = self._plan.blocks[task.layer]
+        self._state.release(block)
+        complete = task.chunk.index == 0 if task.mode == "backward" else task.mode == "head"
+        if complete:
+            for name in block.buffers:
+                if self._last_user[name] == task.layer:
+                    self._state.close_gradient(name)
+
+    # ------------------------------------------------------------------ one block, one chunk
+
+    def _load(self, task: _Task) -> dict[str, int]:
+        """Emit the loads of a task's activations; their slots by role."""
+        block, layer, chunk = self._plan.blocks[task.layer], task.layer, task.chunk
+        kept = task.mode == "backward" and (layer, chunk.index) in self._plan.kept
+        loaded: dict[str, int] = {}
+        if block.role != "embed" and not kept:
+            loaded["x"] = self._activations.load_hidden("x", task.mode, layer, chunk)
+        if task.mode == "backward":
+            loaded["dy"] = self._activations.load_hidden("dy", task.mode, layer, chunk)
+            if block.attends and not kept:
+                loaded["saved"] = self._activations.load_saved(layer, chunk)
+        return loaded
+
+    def _compute(self, task: _Task, loaded: dict[str, int]) -> None:
+        block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
+        operands = self._operands(task)
+        onward = task.mode in ("forward", "score")
+        kind, layer = ("x", task.layer + 1) if onward else ("dy", task.layer - 1)
+        slots = dict(loaded)
+        if 0 <= layer < len(self._plan.blocks) and task.mode != "again":
+            slots["out"] = activations.hidden.take((kind, *activations.content(layer, chunk)))
+        if not block.attends:
+            self._emit_block(task, operands, slots)
+        elif self._plan.streamed:
+            self._compute_streamed(task, operands, slots)
+        else:
+            self._compute_whole(task, operands, slots)
+        if "out" in slots:
+            activations.store_hidden(kind, task.mode, layer, chunk, slots["out"])
+        for role in loaded.keys() & {"x", "dy"}:
+            # The input of a layer is read again in backward.
+            activations.hidden.release(loaded[role], keep=role == "x" and task.mode in ("forward", "again"))
+        if "saved" in slots:
+            activations.saved.release(slots["saved"], keep=task.mode in ("forward", "again"))
+
+    def _operands(self, task: _Task) -> _Operands:
+        block, state = self._plan.blocks[task.layer], self._state
+        operands = _Operands([], {}, [], {}, [])
+        for name in block.buffers:
+            operands.weights.append(state.weights(name))
+            operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
+            if task.mode in ("head", "backward"):
+                if state.open_gradient(name):
+                    operands.zero.append("zero:" + name)
+                operands.gradient_slots["gradient:" + name] = state.gradient_slot[name]
+                operands.gradients.append(state.gradient(name))
+        return operands
+
+    def _emit_block(
+        self,
+        task: _Task,
+        operands: _Operands,
+        slots: dict[str, int],
+        *,
+        reads: Iterable[Resource] = (),
+        writes: Iterable[Resource] = (),
+        flags: Iterable[str] = (),
+    ) -> None:
+        """Emit the op that runs the block on the chunk, from its input to its output."""
+        block = self._plan.blocks[task.layer]
+        action = "head" if task.mode == "head" else f"{block.role}_{task.mode}"
+        reads = [*operands.weights, *(("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots), *reads]
+        writes = [*writes, *operands.gradients]
+        if block.role == "head":
+            writes.append(("gpu.scores",) if task.mode == "score" else ("gpu.losses",))
+        flags = [*flags, *operands.zero]
+        if "out" in slots:
+            writes.append(("gpu.hidden", slots["out"]))
+        if task.mode != "score" and (task.layer, task.chunk.index) in self._plan.kept:
+            writes.append(("gpu.graph", task.layer, task.chunk.index))
+            flags.append("kept")
+        self._emit(
+            "compute",
+            action,
+            block.name,
+            task.chunk.index,
+            reads=reads,
+            writes=writes,
+            slots=operands.weight_slots | operands.gradient_slots | slots,
+            flags=flags,
+        )
+
+    def _compute_whole(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        """A layer whose keys and values are in the window over its micro-batch."""
+        layer, chunk, activations = task.layer, task.chunk, self._activations
+        window, last = activations.window(chunk), chunk.local == self._plan.window_chunks - 1
+        if task.mode != "backward":
+            slots["saved"] = activations.saved.take(activations.content(layer, chunk))
+            activations.write_window(layer, chunk)
+            written = [window[-1], ("gpu.saved", slots["saved"])]
+            self._emit_block(task, operands, slots, reads=window[:-1], writes=written)
+            activations.store_saved(layer, chunk, slots["saved"], task.mode)
+            if task.mode == "forward":
+                activations.store_window(layer, chunk)
+            return
+        if last:
+            # A micro-batch's last chunk attends to all of its keys and values.
+            activations.load_whole_window(layer, chunk)
+        saved: list[Resource] = [("gpu.saved", slots["saved"])] if "saved" in slots else []
+        flags = ["zero:dkv"] if last else []
+        self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[("gpu.dkv",)], flags=flags)
+        activations.load_window_ahead(layer, chunk)
+
+    # ------------------------------------------------------------------ keys and values in pieces
+
+    def _compute_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        """A layer whose keys and values pass through the compute device chunk by chunk.
+
+        Its op is cut in three: up to attention, attention over each chunk of keys, and the rest.
+        """
+        if task.mode == "backward":
+            self._backward_streamed(task, operands, slots)
+            return
+        layer, chunk, activations = task.layer, task.chunk, self._activations
+        own = activations.kv.take(activations.content(layer, chunk))
+        slots["saved"] = activations.saved.take(activations.content(layer, chunk))
+        self._emit(
+            "compute",
+            "layer_project",
+            self._plan.blocks[layer].name,
+            chunk.index,
+            reads=[*operands.weights, ("gpu.hidden", slots["x"])],
+            writes=[("gpu.q",), ("gpu.kv", own)],
+            slots=operands.weight_slots | {"x": slots["x"], "kv": own},
+        )
+        activations.store_kv(layer, chunk, own, task.mode)
+        activations.kv.release(own, keep=True)
+        keys = [chunk, *activations.keys(layer, chunk)]
+        for other in keys:
+            kv = activations.load_kv(layer, other)
+            flags = ["first"] * (other is keys[0]) + ["last"] * (other is keys[-1])
+            saved: list[Resource] = [("gpu.saved", slots["saved"])] if other is keys[-1] else []
+            self._emit(
+                "compute",
+                "attend",
+                self._plan.blocks[layer].name,
+                chunk.index,
+                reads=[("gpu.q",), ("gpu.kv", kv)],
+                writes=[("gpu.partial",), *saved],
+                slots={"kv": kv, "keys": other.index, "saved": slots["saved"]},
+                flags=flags,
+            )
+            activations.kv.release(kv, keep=True)
+        activations.store_saved(layer, chunk, slots["saved"], task.mode)
+        if task.mode != "again":
+            self._emit_block(task, operands, slots, reads=[("gpu.saved", slots["saved"])], flags=["attended"])
+
+    def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
+        layer, chunk, activations = task.layer, task.chunk, self._activations
+        name, kept = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.kept
+        if chunk.local == self._plan.window_chunks - 1:
+            activations.restore_window(layer, chunk)
+        graph: Resource = ("gpu.graph", layer, chunk.index) if kept else ("gpu.graph",)
+        saved: list[Resource] = [] if kept else [("gpu.saved", slots["saved"])]
+        inputs: list[Resource] = [("gpu.hidden", slots[role]) for role in ("x", "dy") if role in slots]
+        self._emit(
+            "compute",
+            "layer_backward_top",
+            name,
+            chunk.index,
+            reads=[*operands.weights, *inputs, *saved],
+            writes=[*operands.gradients, graph, ("gpu.q",), ("gpu.dout",)],
+            slots=operands.weight_slots | operands.gradient_slots | slots,
+            flags=[*operands.zero, *(["kept"] if kept else [])],
+        )
+        keys = [*activations.keys(layer, chunk), chunk]
+        dkv = WHOLE
+        for other in keys:
+            kv, (dkv, new) = activations.load_kv(layer, other), activations.load_dkv(layer, other)
+            flags = ["zero:dkv"] * new + ["first"] * (other is keys[0]) + ["kept"] * kept
+            self._emit(
+                "compute",
+                "attend_backward",
+                name,
+                chunk.index,
+                reads=[("gpu.q",), ("gpu.dout",), ("gpu.kv", kv), *saved, *([graph] if kept else [])],
+                writes=[("gpu.partial",), ("gpu.dkv", dkv)],
+                slots={role: slots[role] for role in ("saved",) if role in slots}
+                | {"kv": kv, "dkv": dkv, "keys": other.index},
+                flags=flags,
+            )
+            activations.kv.release(kv, keep=other is not chunk)
+            if other is not chunk:
+                activations.store_dkv(layer, other, dkv)
+        operands.zero = []
+        sums: list[Resource] = [("gpu.partial",), ("gpu.dkv", dkv)]
+        self._emit_block(task, operands, slots | {"dkv": dkv}, reads=sums, writes=[graph], flags=["attended"])
+        activations.dkv.release(dkv)
+
+
+def stays_aside(plan: Plan, op: Op) -> bool:
+    """Whether a copy puts a record aside on the compute device, or brings it back, and so crosses no link."""
+    return any(resource[0] in RECORDS and resource[1:] in plan.held for resource in (*op.reads, *op.writes))
