@@ -67,7 +67,7 @@ def call(
 
 def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
     """A folder below `folder` (the current one when none) that is removed with all that is in it."""
-    return tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd())
+    return tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd(), ignore_cleanup_errors=True)
 
 
 def require_folders(*folders: Path | None) -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.bench.process import call, scratch, show
+from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from engine.events import Observer, Span, StepMetrics, Want
 
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 1024, 3072, 16, 8, 64, 8192
-ROWS, ROW_TOKENS = 2, 512
-LR, BETA1, BETA2, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
+ROWS, ROW_TOKENS, VOCAB = 2, 512, 8192
 WARMUP_STEPS = 2  # allocation, compilation, first touch of memory
 
 CASES = ("plain", "ram", "nvme")
@@ -74,7 +73,6 @@ def _device_type() -> str:
 
 def _dtype() -> Literal["bfloat16", "float32"]:
     """What both compute in: bfloat16, on a CPU without its instructions float32."""
-    from engine.config import TrainConfig
     from engine.hf.prepare import with_compute_dtype
 
     decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device_type()).compute_dtype
@@ -93,35 +91,15 @@ def _compiles() -> bool:
 
 def _plain_times(steps: int) -> list[float]:
     import torch
-    from transformers import AutoConfig
 
-    from app.bench.plain import plain_step_times
+    from app.bench.plain import PlainBatch, plain_steps
+    from engine.hf.prepare import model_config
 
-    config = AutoConfig.for_model(
-        "qwen3",
-        num_hidden_layers=LAYERS,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=VOCAB,
-        max_position_embeddings=ROW_TOKENS,
-        tie_word_embeddings=False,
-    )
-    return plain_step_times(
-        config,
-        rows=ROWS,
-        row_tokens=ROW_TOKENS,
-        steps=steps,
-        device=torch.device(_device_type()),
-        dtype=getattr(torch, _dtype()),
-        lr=LR,
-        betas=(BETA1, BETA2),
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
-    )
+    recipe = _recipe("ram", steps)
+    torch.manual_seed(0)
+    batches = ([PlainBatch(torch.randint(0, VOCAB, (ROWS, ROW_TOKENS)))] for _ in range(steps))
+    found = plain_steps(model_config(recipe, None), batches, recipe.train, torch.device(_device_type()))
+    return [seconds for _, _, seconds in found]
 
 
 class _StepClock(Observer):
@@ -155,21 +133,18 @@ class _StepClock(Observer):
         return "run"
 
 
-def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
-    from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-    from engine.train import train
-
-    clock, dtype = _StepClock(), _dtype()  # type: ignore[abstract]  # what it does not define does nothing
-    recipe = Recipe(
+def _recipe(case: str, steps: int) -> Recipe:
+    dtype = _dtype()
+    return Recipe(
         name="bench",
         model=ModelConfig(
             model_type="qwen3",
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            intermediate_size=INTERMEDIATE,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
+            num_layers=12,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=64,
             vocab_size=VOCAB,
         ),
         data=DataConfig(source="random", sequence_length=ROW_TOKENS),
@@ -178,13 +153,13 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
             sequences_per_step=ROWS,
             sequences_per_micro_batch=ROWS,
             chunk_tokens=ROWS * ROW_TOKENS,
-            lr=LR,
+            lr=1e-4,
             lr_schedule="constant",
-            beta1=BETA1,
-            beta2=BETA2,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
-            clip_norm=CLIP_NORM,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            clip_norm=1.0,
             compute_dtype=dtype,
             compile="on" if _compiles() else "off",  # as in a run of many steps
             gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before
@@ -192,7 +167,13 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
         budgets=BudgetConfig(**BUDGETS[dtype][case]),
         storage=StorageConfig(checkpoint_every=steps, chunk_bytes="16MiB"),
     )
-    train(recipe, run_dir=scratch, observer=clock, resume=False)
+
+
+def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
+    from engine.train import train
+
+    clock = _StepClock()  # type: ignore[abstract]  # what it does not define does nothing
+    train(_recipe(case, steps), run_dir=scratch, observer=clock, resume=False)
     return clock.times_s
 
 

@@ -17,7 +17,6 @@ import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from app.bench.process import show
+from app.bench.process import scratch, show
 from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from app.progress import bytes_text
 from storage.arena import HostArena
@@ -111,14 +110,14 @@ def bench_storage(
         warnings.append("several of the folders lie on one drive, whose speed they share")
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(_unwinding_signals())
-        scratch = {folder: cleanup.enter_context(_scratch(folder)) for folder in folders}
+        places = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, chunk_bytes) for folder in folders]
         if len(folders) > 1:
             plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), chunk_bytes))
-        readers, skipped = _readers(list(scratch.values()))
-        fio = Fio.find(scratch[folders[0]])
+        readers, skipped = _readers(list(places.values()))
+        fio = Fio.find(places[folders[0]])
         load_before = os.getloadavg()[0]
-        cases = [_run_case(plan, scratch, fio, readers, rounds) for plan in plans]
+        cases = [_run_case(plan, places, fio, readers, rounds) for plan in plans]
     figures: dict[str, Any] = {
         "read_ratio": cases[-1]["ratios"]["direct_read"],
         "write_ratio": cases[-1]["ratios"]["store_write"],
@@ -200,15 +199,6 @@ def _unwinding_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=".penstock-bench-", dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:
     """Every reader that works here, and why the others do not."""
     readers: dict[str, Reader] = {"direct": DirectReader(), "tensorstore": TensorstoreReader()}
@@ -221,12 +211,12 @@ def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]
 
 
 def _run_case(
-    plan: _Plan, scratch: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
+    plan: _Plan, places: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
 ) -> dict[str, Any]:
     """Measure one set of drives; everything made for it is gone afterwards."""
     num_drives = len(plan.folders)
     raw = [
-        RawFiles(scratch[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.chunk_bytes).file_bytes)
+        RawFiles(places[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.chunk_bytes).file_bytes)
         for folder in plan.folders
     ]
     num_slots = num_drives * _SLOTS
@@ -237,12 +227,12 @@ def _run_case(
     slots = [slot[: plan.chunk_bytes] for slot in memory]
     tools: list[RawTool] = [OwnLoop(memory), fio] if fio else [OwnLoop(memory)]
     switch, device = _Switch(readers["direct"]), readers.get("kvikio")
-    stores = [scratch[folder] / "store" for folder in plan.folders]
+    stores = [places[folder] / "store" for folder in plan.folders]
     try:
         for files in raw:
             files.create(memory[0])
         store = NvmeStore.create(
-            scratch[plan.folders[0]] / "root",
+            places[plan.folders[0]] / "root",
             [plan.spec],
             budget_bytes=None,
             drives=stores,
@@ -270,7 +260,7 @@ def _run_case(
     finally:
         arena.close()
         for folder in plan.folders:
-            for child in scratch[folder].iterdir():
+            for child in places[folder].iterdir():
                 shutil.rmtree(child, ignore_errors=True)
     for what in ("write", "write_synced", "read"):
         of_tools = (runs[f"{tool.key}_{what}"] for tool in tools)

@@ -9,7 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.bench import process
 from app.bench import step as bench
+from app.bench.memory import bench_memory
 from app.bench.plain import PlainBatch, plain_steps
+from app.bench.plan import bench_plan
+from app.bench.planned import bench_planned
+from app.bench.suites import bench_suites
+from engine.config import TrainConfig
 from storage.errors import UserError
 
 
@@ -73,19 +78,14 @@ def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
             for loss, norm, _ in plain_steps(
                 config,
                 [[batch, half]] * 5,
-                weights=weights,
-                device=torch.device("cpu"),
-                dtype=dtype,
-                lr=1e-2,
-                betas=(0.9, 0.95),
-                eps=1e-8,
-                weight_decay=0.1,
-                clip_norm=1.0,
+                TrainConfig(lr=1e-2, compute_dtype=dtype),
+                torch.device("cpu"),
+                weights,
             )
         ]
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in ("float32", "bfloat16")
     }
-    losses = [loss for loss, _ in found[torch.float32]]
+    losses = [loss for loss, _ in found["float32"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.2
     for (loss, norm), (rounded_loss, rounded_norm) in zip(*found.values(), strict=True):
@@ -97,3 +97,19 @@ def test_failed_case_shows_its_error(tmp_path, monkeypatch):
     monkeypatch.setattr(process.sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="bench case plain: exit 1"):
         bench.bench_step(rounds=1, steps=1, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda folder: bench_memory(save=folder / "law"),
+        lambda folder: bench_plan(cases=[], folder=folder),
+        lambda folder: bench_plan(cases=[], save=folder / "planning.md"),
+        lambda folder: bench_planned(folder),
+        lambda folder: bench_suites("cpu", folder=folder),
+        lambda folder: bench_suites("cpu", trace_dir=folder),
+    ],
+)
+def test_folders_are_looked_for_before_anything_runs(tmp_path, begin):
+    with pytest.raises(UserError, match="missing: no such folder"):
+        begin(tmp_path / "missing")

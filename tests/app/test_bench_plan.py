@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from app.bench.plan import bench_plan, cases_here, compare, progress, row_of, ru
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
 from app.bench.process import CallFailed
 from app.recipe import from_json, to_json
-from engine.config import parse_bytes
+from engine.config import Recipe, parse_bytes
 from engine.forecast.request import Budgets, Task
 from engine.hf.prepare import model_config, model_spec
 from engine.machine.device import LEAST_LIMIT_BYTES
@@ -40,20 +41,26 @@ def finished(
     (run_dir / "metrics.jsonl").write_text("".join(lines))
 
 
-def test_cases_differ_in_what_a_plan_decides() -> None:
-    recipes = {case.name: from_json(to_json(case.recipe())) for case in CASES}
-    assert len(CASES) >= 12
-    assert len(recipes) == len(CASES)
+def differing(cases: Sequence[PlanCase]) -> dict[str, Recipe]:
+    """The cases' recipes by name, which differ in what a plan decides wherever they run."""
+    recipes = {case.name: from_json(to_json(case.recipe())) for case in cases}
+    assert len(recipes) == len(cases)
     assert {r.train.save for r in recipes.values()} == {"auto", "input", "attention", "everything"}
     assert {r.train.kv_window for r in recipes.values()} == {"auto", "whole", "streamed"}
-    assert {r.model.tie_embeddings for r in recipes.values()} == {True, False}
     assert {r.train.compute_dtype for r in recipes.values()} == {"bfloat16", "float32"}
     assert {r.train.gradient_dtype for r in recipes.values()} == {"bfloat16", "float32"}
+    assert {r.model.tie_embeddings for r in recipes.values()} == {True, False}
     assert {r.train.compile for r in recipes.values()} == {"auto", "off"}
     assert any("num_experts" in r.model.overrides for r in recipes.values())
     assert any(r.train.chunk_tokens is None for r in recipes.values())
     assert len({r.train.sequences_per_micro_batch for r in recipes.values()}) > 1
     assert len({r.data.sequence_length for r in recipes.values()}) >= 4
+    return recipes
+
+
+def test_cases_differ_in_what_a_plan_decides() -> None:
+    recipes = differing(CASES)
+    assert len(recipes) >= 12
     # Both tiers are ordinary memory on a machine without a GPU: a case must leave room on one of 8 GiB.
     for found in recipes.values():
         assert parse_bytes(found.budgets.gpu or 0, "gpu") + parse_bytes(found.budgets.ram or 0, "ram") <= 6 * GIB
@@ -132,13 +139,6 @@ def test_report_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "3/3 moe: failed: exit 1: KeyError: 'odd'" in err
 
 
-def test_folders_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
-        bench_plan(cases=[], save=tmp_path / "missing" / "planning.md")
-    with pytest.raises(UserError, match="no such folder"):
-        bench_plan(cases=[], folder=tmp_path / "missing")
-
-
 def test_a_refused_case_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     tiny = PlanCase(name="tiny", about="", model=CASES[0].model, context=256, gpu="1MiB", ram="1MiB", train={})
     row = row_of(tiny, tmp_path)
@@ -164,13 +164,8 @@ def test_a_case_ends_at_its_limit(tmp_path: Path) -> None:
 
 
 def test_cuda_cases_fit_a_gpu_and_differ_in_what_a_plan_decides() -> None:
-    recipes = {case.name: from_json(to_json(case.recipe())) for case in CUDA_CASES}
-    assert len(recipes) == len(CUDA_CASES) >= 8
-    assert {r.train.save for r in recipes.values()} == {"auto", "input", "attention", "everything"}
-    assert {r.train.kv_window for r in recipes.values()} == {"auto", "whole", "streamed"}
-    assert {r.train.compute_dtype for r in recipes.values()} == {"bfloat16", "float32"}
-    assert {r.train.gradient_dtype for r in recipes.values()} == {"bfloat16", "float32"}
-    assert any("num_experts" in r.model.overrides for r in recipes.values())
+    recipes = differing(CUDA_CASES)
+    assert len(recipes) >= 8
     places = {}
     for name, recipe in recipes.items():
         budgets = [parse_bytes(getattr(recipe.budgets, tier) or 0, tier) for tier in ("gpu", "ram")]

@@ -156,11 +156,6 @@ def test_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert progress[-1].startswith(f"{len(progress)}/{len(progress)} 120B MoE, 1,048,576 tokens on ")
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
-        planned.bench_planned(tmp_path / "missing")
-
-
 def test_without_matplotlib_nothing_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -330,13 +330,6 @@ def test_without_cuda_every_gpu_case_says_so(tmp_path: Path) -> None:
     assert len(report["cases"]) == 8
 
 
-def test_folders_are_checked_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
-        bench_suites.bench_suites("cpu", folder=tmp_path / "missing")
-    with pytest.raises(UserError, match="no such folder"):
-        bench_suites.bench_suites("cpu", folder=tmp_path, trace_dir=tmp_path / "missing")
-
-
 def test_executed_flops_of_the_long_case_are_near_the_estimate(tmp_path: Path) -> None:
     setup = chosen(replace(SUITES["long"][0], gpu="70GiB", ram="100GiB"), tmp_path)
     executed = executed_flops(setup.spec, setup.plan, [524_288]).total
