@@ -123,7 +123,7 @@ class DataConfig:
     """python_stdlib: the running interpreter's library; text: files below path; jsonl: a `text` field per line of
     path; random: seeded random token ids (benchmarks)."""
     path: str | None = None
-    """File or folder that text and jsonl read."""
+    """File or folder that text and jsonl read; none is enough to plan with, and refused by a run."""
     tokenizer: str | None = None
     """Hugging Face folder or tokenizer.json; none takes the model folder's, or trains a byte-level BPE on the data."""
     tokenizer_vocab_size: int = 4096
@@ -158,8 +158,11 @@ class DataConfig:
             held is None or most is None or held < most,
             f"data.validation_documents: {held} leaves nothing of data.max_documents {most} to train on",
         )
-        needs_path = self.source in ("text", "jsonl")
-        _require(not needs_path or self.path is not None, f"data.path: data.source={self.source} needs it")
+
+    @property
+    def lacks_path(self) -> bool:
+        """Whether the source reads a path and none is named."""
+        return self.path is None and self.source in ("text", "jsonl")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -397,7 +400,7 @@ RENAMED = (
 )
 
 _LATER = {"validation_documents": None, "validate_every": None, "validation_sequences": None, "optimizer": "adamw"}
-"""Fields that did not always exist: at their defaults they are no part of the digest, and runs from before keep theirs."""
+"""Fields that did not always exist, and what leaves them out of the digest, so that runs from before keep theirs."""
 
 
 def config_digest(recipe: Recipe) -> str:

@@ -108,11 +108,6 @@ def test_what_does_not_go_together_stands_at_the_named_field_and_the_edited_one(
     assert set(draft.errors) == {"model.num_heads", "model.num_kv_heads"}
     draft.set("model.num_heads", "6")
     assert draft.errors == {}
-    draft.set("data.source", "text")
-    assert "needs it" in draft.errors["data.path"]
-    assert "data.source" in draft.errors
-    draft.set("data.path", "/texts")
-    assert draft.errors == {}
     draft.set("after.export", "false")
     assert "set after.export=true" in draft.errors["after.sample_prompt"]
 
