@@ -111,26 +111,21 @@ class _StepClock(Observer):
         self._last = time.perf_counter()
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
-        """See Observer."""
         print(json_module.dumps(plan), file=sys.stderr)
         self._last = time.perf_counter()
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """See Observer."""
         now = time.perf_counter()
         self.times_s.append(now - self._last)
         self._last = now
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
-        """See Observer."""
         print(text, file=sys.stderr)
 
     def checkpoint_requests(self) -> list[str]:
-        """See Observer."""
         return []
 
     def wanted(self) -> Want:
-        """See Observer."""
         return "run"
 
 

@@ -62,7 +62,6 @@ class WarmUpLoader:
         return getattr(self._loader, name)
 
     def next_step(self) -> list[MicroBatch]:
-        """See DataLoader.next_step."""
         batches = self._loader.next_step()
         if self._left == 0:
             return batches

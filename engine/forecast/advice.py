@@ -149,7 +149,6 @@ def best_change(
 
 
 def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change, PlanRequest, Machine]]:
-    """(change, task with it, machine with it)."""
     train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":
         values = {"train.gradient_dtype": "bfloat16"}

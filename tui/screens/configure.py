@@ -70,7 +70,6 @@ class ConfigureScreen(PenstockScreen):
             self._broken = str(error)
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         if self.draft is None:
             yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
         else:
@@ -81,7 +80,6 @@ class ConfigureScreen(PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         if self.draft is None:
             return
         self.client = PlanClient(self.penstock.root, self._show_plan)
@@ -97,7 +95,6 @@ class ConfigureScreen(PenstockScreen):
 
     @property
     def form(self) -> Form:
-        """The form."""
         return self.query_one(Form)
 
     @property
@@ -146,7 +143,6 @@ class ConfigureScreen(PenstockScreen):
             self.form.update_rows()
 
     def on_form_edited(self, event: Form.Edited) -> None:
-        """Textual's hook."""
         event.stop()
         self._titles()
         self._ask_plan()
@@ -167,7 +163,6 @@ class ConfigureScreen(PenstockScreen):
         return resolve_paths(_without_machine(recipe) if self.machine == "" else recipe, self.penstock.root)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Textual's hook."""
         if self.draft is None:
             return action in ("back", "quit") or not hasattr(self, f"action_{action}")
         return True
