@@ -12,13 +12,16 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from msgspec import structs
 
 from engine.machine.peaks import peak_flops
 from engine.machine.profile import AttentionRate, Drive, Machine, load_machine
 from storage.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 GIB, GB, TB, TERA = 2**30, 10**9, 10**12, 10**12
 
