@@ -11,8 +11,9 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, Literal
 
-from app.recipe import Recipe, apply_overrides, from_dict, to_dict
+from app.recipe import apply_overrides, from_dict, to_dict
 from app.recipe_fields import RecipeField, field_type, fields, parse_value
+from engine.config import Recipe
 from storage.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]

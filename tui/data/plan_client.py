@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import app
 from app import memory_limit
-from app.recipe import Recipe, to_dict
+from app.recipe import to_dict
+from engine.config import Recipe
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
 
