@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from engine.config import AfterConfig as AfterConfig
-from engine.config import Recipe
+from engine.config import Recipe as Recipe
 from storage import sealed
 from storage.errors import UserError
 from storage.untrusted import one_line, parse_json, read_regular, real_path

@@ -13,12 +13,14 @@ import difflib
 import os
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from engine.machine.peaks import peak_flops
 from engine.machine.profile import AttentionRate, Drive, Machine, load_machine
 from storage.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 GIB, GB, TB, TERA = 2**30, 10**9, 10**12, 10**12
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from app.recipe import RecipeField, apply_overrides, field_type, fields, from_dict, parse_value, to_dict
+from app.recipe import Recipe, RecipeField, apply_overrides, field_type, fields, from_dict, parse_value, to_dict
 from app.recipe_file import number_text
-from engine.config import Recipe
 from storage.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]
