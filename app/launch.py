@@ -25,9 +25,8 @@ from app.progress import Display, StepLanes, item_line, plan_line, short_path, s
 from app.run_files import JsonLines, number, whole
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info
-from engine.config import Recipe
+from engine.config import Recipe, drive_folders
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.folders import drive_folders
 from engine.preparing import Checklist
 from storage.errors import UserError, used_up
 from storage.untrusted import shell
@@ -403,7 +402,7 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     something.
     """
     require_new_folder(folder)
-    from engine.train import export
+    from engine.export import export
 
     export(path, recipe, out_dir=folder, checkpoint=checkpoint)
 

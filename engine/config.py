@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from storage.errors import UserError
@@ -420,3 +421,14 @@ def config_digest(recipe: Recipe) -> str:
             trees[section][item.old.partition(".")[2]] = first.get(value, value)
     text = json.dumps(list(trees.values()), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def state_folder(run_dir: Path) -> Path:
+    """Where a run's manifest is, and its chunk files unless the recipe names drives."""
+    return run_dir / "state"
+
+
+def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
+    """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
+    given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]
+    return given or [state_folder(run_dir)]

@@ -26,7 +26,7 @@ from engine.data.tokenizer import (
     seal_trained,
     train_tokenizer,
 )
-from engine.folders import build_folder
+from storage.disk import build_folder
 from storage.errors import UserError
 from storage.untrusted import open_regular, parse_json, real_path
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.data.loader import MicroBatch
 from engine.forecast.costs import Calibration
 from engine.forecast.extrapolate import estimate, estimate_evaluation, num_ops
 from engine.forecast.flops import active_params, executed_flops, model_flops
@@ -20,6 +19,9 @@ from engine.plan.problem import FP32, PlanOptions
 from engine.schedule.actions import LANES
 from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
+
+if TYPE_CHECKING:
+    from engine.data.loader import MicroBatch
 
 WHOLE_OPS = 30_000
 """Steps of up to so many ops are simulated whole for the forecast."""

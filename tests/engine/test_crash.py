@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.retention import automatic_name
 from engine.schedule.ops import Op
 from engine.train import train_step
 from storage.checkpoints import good_name, list_checkpoints
 from storage.nvme import NvmeStore
+from storage.retention import automatic_name
 
 STEPS = 5
 KILLS = 18

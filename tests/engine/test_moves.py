@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.retention import automatic_name
 from engine.session import Session
 from engine.train import train_step
 from storage.checkpoints import list_checkpoints
 from storage.errors import UserError
 from storage.nvme import NvmeStore
+from storage.retention import automatic_name
 
 BUDGETS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
 

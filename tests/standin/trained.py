@@ -19,8 +19,7 @@ import small_model
 import standin
 import tiny
 
-from engine.config import BudgetConfig
-from engine.folders import state_folder
+from engine.config import BudgetConfig, state_folder
 from engine.train import train
 from storage.nvme import NvmeStore
 
