@@ -205,7 +205,7 @@ def _readers(
     readers = find_readers(storage.reader, device)
     if readers.device is None or readers.device is readers.host:
         return readers
-    part = torch.empty(parse_bytes(storage.chunk_bytes, "storage.chunk_bytes"), dtype=torch.uint8, device=device)
+    part = torch.empty(parse_bytes(storage.part_bytes, "storage.part_bytes"), dtype=torch.uint8, device=device)
     return readers.confirm(part, drives, on_drive)
 
 
@@ -309,7 +309,7 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
     if wanted != held:
         part_bytes = max(a.part_numel * 4 for a in held.values())
         raise UserError(
-            f"storage.chunk_bytes: the state in {store.root} is cut into chunks of up to {part_bytes:,} bytes, which a "
+            f"storage.part_bytes: the state in {store.root} is cut into parts of up to {part_bytes:,} bytes, which a "
             "resumed run cannot change; restore the value that the run was made with"
         )
 

@@ -299,7 +299,7 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     seeds and data cursor are the whole random state.
     """
     return {
-        "recipe": config_digest(recipe.model, recipe.data, recipe.train),
+        "recipe": config_digest(recipe),
         "rng": {"train.seed": recipe.train.seed, "data.seed": recipe.data.seed},
         "versions": {
             "torch": torch.__version__,

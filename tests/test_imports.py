@@ -23,8 +23,8 @@ HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}
 LIGHT = [
     "app.cli",
     "app.recipe",
+    "app.recipe_fields",
     "app.machines",
-    "app.recipe_file",
     "app.rundir",
     "app.run_log",
     "app.control",

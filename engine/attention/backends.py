@@ -127,7 +127,6 @@ class TorchCpuFlash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
         v_dim = v.shape[-1]
         width = max(q.shape[-1], v_dim)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -154,7 +153,6 @@ class TorchCpuFlash:
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
         qk_dim, v_dim = q.shape[-1], v.shape[-1]
         width = max(qk_dim, v_dim)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -191,7 +189,6 @@ class TiledReference:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
         n, heads, _ = q.shape
         work = work_dtype(q.dtype)
         out = torch.zeros(heads, n, v.shape[-1], dtype=work, device=q.device)
@@ -220,7 +217,6 @@ class TiledReference:
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
         n, heads, qk_dim = q.shape
         kv_heads = k.shape[1]
         work = work_dtype(q.dtype)

@@ -49,7 +49,6 @@ class CudaKernel:
     softcap = False
 
     def refusal(self, problem: Problem) -> str | None:
-        """See Backend.refusal."""
         if problem.device.type != "cuda":
             return "computes on CUDA devices only"
         major, minor = capability(problem.device)
@@ -80,7 +79,6 @@ class CudaKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
         qk_width, v_width = self._widths(q.shape[-1], v.shape[-1])
         operands = _rows(q, qk_width), _rows(k, qk_width), _rows(v, v_width)
         out, lse = self._forward(*operands, geometry, scale, softcap or 0.0)
@@ -99,7 +97,6 @@ class CudaKernel:
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
         qk_dim, v_dim = q.shape[-1], v.shape[-1]
         qk_width, v_width = self._widths(qk_dim, v_dim)
         # Some kernels take dout's and out's strides to be those of a new tensor.

@@ -50,8 +50,8 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
         corpus,
         vocab_size=spec.vocab_size,
         sequence_length=data.sequence_length,
-        sequences_per_step=train.sequences_per_step,
-        sequences_per_micro_batch=train.sequences_per_micro_batch,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         seed=data.seed,
         one_document_per_row=spec.recurrent,
         documents=documents,
@@ -67,10 +67,10 @@ def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> Val
     data, train = recipe.data, recipe.train
     if train.validate_every is None or data.validation_documents is None:
         return None
-    rows = train.sequences_per_micro_batch
+    rows = train.micro_batch_size
     return ValidationSet(
         make_loader(corpus, spec, recipe, validation=True),
         num_documents=data.validation_documents,
-        most=(train.validation_sequences or train.sequences_per_step) // rows,
-        per_pass=train.sequences_per_step // rows,
+        most=(train.validation_sequences or train.global_batch_size) // rows,
+        per_pass=train.global_batch_size // rows,
     )

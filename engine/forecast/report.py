@@ -101,7 +101,7 @@ def validation_seconds(
     train = task.recipe.train
     if train.validate_every is None:
         return 0.0
-    passes = -(-(train.validation_sequences or train.sequences_per_step) // train.sequences_per_step)
+    passes = -(-(train.validation_sequences or train.global_batch_size) // train.global_batch_size)
     return passes * estimate_evaluation(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
 
 
@@ -129,7 +129,7 @@ def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str
 
 def rows(task: PlanRequest) -> list[int]:
     """Lengths of a step's documents when each row is one."""
-    return [task.recipe.data.sequence_length] * task.recipe.train.sequences_per_step
+    return [task.recipe.data.sequence_length] * task.recipe.train.global_batch_size
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
@@ -242,14 +242,14 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, found: SearchResul
     per_row = task.recipe.data.sequence_length
 
     def bound(sequences: int) -> bool | None:
-        changed = replace(train, sequences_per_step=sequences, chunk_tokens=found.best.chunk_tokens)
+        changed = replace(train, global_batch_size=sequences, chunk_tokens=found.best.chunk_tokens)
         try:
             plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
         except BudgetError:
             return None
         return estimate(plan, machine).bound_by == "compute"
 
-    sequences, micro = train.sequences_per_step, train.sequences_per_micro_batch
+    sequences, micro = train.global_batch_size, train.micro_batch_size
     if bound(sequences):
         while sequences % (2 * micro) == 0 and bound(sequences // 2):
             sequences //= 2

@@ -165,7 +165,6 @@ class SpanView:
         return float(self.end_s.max()) if self.num_spans else 0.0
 
     def span(self, row: int) -> Span:
-        """The span of a row."""
         return Span(
             self.lanes[self.lane[row]],
             self.ops[self.op[row]],

@@ -132,7 +132,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._loading: int | None = None
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical():
             yield self.lane_view
             yield IdlePane(self)
@@ -142,7 +141,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.query_one("#idle").border_title = "idle time"
         self.query_one("#inspector").border_title = "op"
         self._draw_titles()
@@ -245,7 +243,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         return rows[view.lane[rows] == view.lanes.index(lane)] if lane in view.lanes else rows
 
     def on_lane_view_selected(self) -> None:
-        """Textual's hook."""
         self._redraw()
 
     # ------------------------------------------------------------------ actions
@@ -255,7 +252,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._go(-1)
 
     def action_next_step(self) -> None:
-        """The next step."""
         self._go(1)
 
     def _go(self, by: int) -> None:
