@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from app.lanes import LANES
+from engine.schedule.actions import LANES
 
 TOKENS = 65_536
 """Of a step."""

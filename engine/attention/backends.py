@@ -162,7 +162,6 @@ class TorchCpuFlash:
         return None
 
     def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
         v_dim = x.v.shape[-1]
         width = max(x.q.shape[-1], v_dim)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -175,7 +174,6 @@ class TorchCpuFlash:
         return out[0].transpose(0, 1)[..., :v_dim], lse[0]
 
     def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
         width = max(x.q.shape[-1], x.v.shape[-1])
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_first(tensor, width) for tensor in (given.dout, x.q, x.k, x.v, given.out)),
@@ -204,7 +202,6 @@ class TiledReference:
         return "computes one segment at a time" if problem.segments else None
 
     def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
         q, v = x.q, x.v
         n, heads, _ = q.shape
         work = work_dtype(q.dtype)
@@ -222,7 +219,6 @@ class TiledReference:
         return out.transpose(0, 1).to(q.dtype), lse
 
     def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
         q, k, v, dout = x.q, x.k, x.v, given.dout
         softmax_scale, softcap = x.call.softmax_scale, x.call.softcap
         n, heads, qk_dim = q.shape

@@ -50,7 +50,6 @@ class CudaKernel:
     softcap = False
 
     def refusal(self, problem: Problem) -> str | None:
-        """See Backend.refusal."""
         if problem.device.type != "cuda":
             return "computes on CUDA devices only"
         major, minor = capability(problem.device)
@@ -79,12 +78,10 @@ class CudaKernel:
         return width, width
 
     def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """See Backend.forward."""
         out, lse = self._forward(self._padded(x), geometry)
         return out[..., : x.v.shape[-1]], lse
 
     def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """See Backend.backward."""
         padded, qk_dim, v_dim = self._padded(x), x.q.shape[-1], x.v.shape[-1]
         # Some kernels take dout's and out's strides to be those of a new tensor.
         dout, out = (_rows(tensor, padded.v.shape[-1]).contiguous() for tensor in (given.dout, given.out))

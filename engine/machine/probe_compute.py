@@ -6,9 +6,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from engine.attention import chunk as attention
@@ -116,7 +117,7 @@ def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple
     cases = [(head_dim, chunk) for head_dim in sizes.head_dims for chunk in sizes.chunks]
     passes = [[_attention_rate(device, sizes, *case, seconds / (2 * len(cases))) for case in cases] for _ in range(2)]
     return tuple(
-        replace(
+        structs.replace(
             one,
             forward_flops=max(one.forward_flops, two.forward_flops),
             backward_flops=max(one.backward_flops, two.backward_flops),

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.rows import ASCII, UNICODE, Glyphs, plain
-from tui.data.spans import LANES, Busy, SpanStore, SpanView, StepWindow
+from engine.schedule.actions import LANES
+from tui.data.spans import Busy, SpanStore, SpanView, StepWindow
 from tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 
 

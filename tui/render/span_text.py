@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from app.ops import action_of
 from app.rows import Row
 from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.spans import Span, SpanView, printable
@@ -27,6 +28,8 @@ def span_row(view: SpanView, row: int) -> Row:
         (op_name(span), f"{lane_token(span.lane)} bold"),
         (f"  {seconds_text(length_s)}", "bold"),
     ]
+    if (action := action_of(span.op)) is not None:
+        pieces.append((f"  {action.says}", "text"))
     if span.bytes:
         rate = f"  {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
         pieces.append((f"  {bytes_text(span.bytes)}{rate}", "text"))

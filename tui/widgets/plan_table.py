@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from app.rows import Row
+from engine.schedule.actions import LANES
 from tui.data.fields import number, text
 from tui.data.run_data import RunData
-from tui.data.spans import LANES
 from tui.render.plan_table import StepFigures, plan_rows
 from tui.widgets.lines import LineWidget
 
