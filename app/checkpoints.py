@@ -84,8 +84,8 @@ def make_checkpoint(run_path: Path, name: str) -> int:
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
-    from engine.retention import AUTOMATIC
     from storage.checkpoints import LAST_GOOD, checkpoint_folder, checkpoint_names
+    from storage.retention import AUTOMATIC
 
     checkpoint_folder(run_path / "state", name)
     if AUTOMATIC.fullmatch(name) or LAST_GOOD.fullmatch(name) or name == "last-good":
@@ -97,7 +97,7 @@ def make_checkpoint(run_path: Path, name: str) -> int:
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
     if is_live(run_path):
         return _ask(run_path, name)
-    from engine.folders import drive_folders, state_folder
+    from engine.config import drive_folders, state_folder
     from storage.manifest import step_of
     from storage.nvme import NvmeStore
 
@@ -175,7 +175,7 @@ def checkpoint_named(run_path: Path, name: str | None) -> str | None:
 
 def copy_state_of(run: RunDir) -> str:
     """Give a copied run directory a state of its own on its recipe's drives; a line saying what was copied."""
-    from engine.folders import drive_folders, state_folder
+    from engine.config import drive_folders, state_folder
     from storage.copying import copy_state
 
     drives = drive_folders(run.path, run.recipe.storage)
@@ -230,7 +230,7 @@ def scrub_run(run_path: Path) -> str:
 
     Raises UserError listing every damaged file, or while the run is running.
     """
-    from engine.folders import drive_folders, state_folder
+    from engine.config import drive_folders, state_folder
     from engine.verify import run_checks, verify_run_files
     from storage.checkpoints import checkpoint_folder, checkpoint_names
     from storage.nvme import NvmeStore

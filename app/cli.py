@@ -27,11 +27,29 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench_cli = typer.Typer(
-    help="Benchmarks that compare in one run and print the ratio.",
     epilog="Example: penstock bench step --json",
     no_args_is_help=True,
 )
 cli.add_typer(bench_cli, name="bench")
+
+
+def _list_all(context: typer.Context, value: bool) -> None:
+    if value:
+        assert isinstance(context.command, typer.core.TyperGroup)
+        for command in context.command.commands.values():
+            command.hidden = False
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+@bench_cli.callback()
+def bench(
+    list_all: Annotated[
+        bool, typer.Option("--all", help="List the project's own benchmarks, too.", callback=_list_all, is_eager=True)
+    ] = False,
+) -> None:
+    """Benchmarks that compare in one run and print the ratio."""
+
 
 CheckpointOption = Annotated[
     str | None,
@@ -46,7 +64,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, 
 def _print_fields(value: bool) -> None:
     if not value:
         return
-    from app.recipe import fields
+    from app.recipe_fields import fields
 
     for item in fields():
         typer.echo(f"{item.key} = {json.dumps(item.default)}\n    {item.help}")
@@ -71,14 +89,14 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
-    from app.launch import from_scratch, require_weights, run_training
+    from app.launch import from_scratch, require_inputs, run_training
     from app.recipe import apply_overrides, load_recipe, resolve_paths
     from app.rundir import RunDir
 
     resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
     if scratch:
         resolved = from_scratch(resolved)
-    require_weights(resolved)
+    require_inputs(resolved)
     with RunDir.create(resolved, run_dir) as run:
         run_training(run, resume=False)
 
@@ -381,7 +399,7 @@ def bench_step_command(
             raise typer.Exit(REFUSED)
 
 
-@bench_cli.command("memory", epilog="Example: penstock bench memory --save docs/results/memory-law")
+@bench_cli.command("memory", hidden=True, epilog="Example: penstock bench memory --save docs/results/memory-law")
 def bench_memory_command(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write FILE.json and the plot FILE.svg (needs matplotlib).")
@@ -394,7 +412,7 @@ def bench_memory_command(
     bench_memory(json=as_json, save=save)
 
 
-@bench_cli.command("attention", epilog="Example: penstock bench attention --tokens 65536")
+@bench_cli.command("attention", hidden=True, epilog="Example: penstock bench attention --tokens 65536")
 def bench_attention_command(
     tokens: Annotated[int, typer.Option(help="Tokens of the sequence; a step takes minutes at 65,536.")] = 65_536,
     chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 4096,
@@ -423,16 +441,16 @@ def bench_storage_command(
         paths,
         json=as_json,
         size_bytes=parse_bytes(size, "--size"),
-        chunk_bytes=parse_bytes(chunk, "--chunk"),
+        part_bytes=parse_bytes(chunk, "--chunk"),
         rounds=rounds,
     )
 
 
-@bench_cli.command("planned", epilog="Example: penstock bench planned --out docs/results")
+@bench_cli.command("planned", hidden=True, epilog="Example: penstock bench planned --out docs/results")
 def bench_planned_command(
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for planned.md, planned.json and planned.png.")
-    ] = Path("docs/results"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for planned.md and planned.png.")] = Path(
+        "docs/results"
+    ),
 ) -> None:
     """Plan the recipes, and models from 7B to 120B at 4k to 1M tokens, on every preset (needs matplotlib); minutes."""
     from app.bench.planned import bench_planned
@@ -440,7 +458,7 @@ def bench_planned_command(
     bench_planned(out)
 
 
-@bench_cli.command("plan", epilog="Example: penstock bench plan --save docs/results/planning.md")
+@bench_cli.command("plan", hidden=True, epilog="Example: penstock bench plan --save docs/results/planning.md")
 def bench_plan_command(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page FILE.")] = None,
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Begin no case after so many seconds.")] = 3600.0,

@@ -25,9 +25,8 @@ from app.progress import Display, StepLanes, item_line, plan_line, short_path, s
 from app.run_files import JsonLines, number, whole
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info
-from engine.config import Recipe
+from engine.config import Recipe, drive_folders
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.folders import drive_folders
 from engine.preparing import Checklist
 from storage.errors import UserError, used_up
 from storage.untrusted import shell
@@ -233,6 +232,33 @@ def require_weights(recipe: Recipe) -> None:
     )
 
 
+def require_data(recipe: Recipe) -> None:
+    """Raise UserError when the recipe names no text to read, or text that is not there."""
+    data = recipe.data
+    if data.lacks_path:
+        reason = f"the recipe names no text for data.source={data.source}"
+    elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():
+        reason = f"{data.path} does not exist"
+    else:
+        return
+    raise UserError(
+        f"data.path: {reason}; name your text with --set data.path=..., or train on random tokens, for a speed trial, "
+        "with --set data.source=random"
+    )
+
+
+def require_inputs(recipe: Recipe) -> None:
+    """Raise UserError, one line, for all that a run of the recipe needs and does not find: weights and text."""
+    missing = []
+    for require in (require_weights, require_data):
+        try:
+            require(recipe)
+        except UserError as error:
+            missing.append(str(error))
+    if missing:
+        raise UserError("; ".join(missing))
+
+
 def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) -> None:
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
@@ -376,7 +402,7 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     something.
     """
     require_new_folder(folder)
-    from engine.train import export
+    from engine.export import export
 
     export(path, recipe, out_dir=folder, checkpoint=checkpoint)
 

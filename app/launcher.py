@@ -95,11 +95,9 @@ def resume(run_path: Path) -> None:
 
 def check(recipe: Recipe) -> None:
     """Raise UserError for what would end a run at once and is seen quickly: folders that are not there."""
-    from app.launch import require_weights
+    from app.launch import require_inputs
 
-    require_weights(recipe)
-    if recipe.data.path is not None and not Path(recipe.data.path).expanduser().exists():
-        raise UserError(f"data.path: {recipe.data.path} does not exist; name a file or a folder of texts")
+    require_inputs(recipe)
 
 
 def _make_folder(root: Path, name: str) -> Path:

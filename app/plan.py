@@ -40,7 +40,8 @@ def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | Non
     from engine.forecast.extrapolate import estimate
     from engine.forecast.report import compute_bound_tokens, forecast, refusal
 
-    require_text(recipe.data)
+    if not recipe.data.lacks_path:
+        require_text(recipe.data)
     on, task = recipe_task(recipe, machine)
     result: dict[str, Any] = {"recipe": recipe.name}
     folder = recipe.model.path

@@ -35,7 +35,7 @@ _LOADED = (
     "engine.data.corpus",
     "engine.forecast.report",
     "engine.forecast.request",
-    "engine.hf.prepare",
+    "engine.hf.config",
     "engine.machine.presets",
     "engine.forecast.extrapolate",
 )

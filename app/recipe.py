@@ -2,148 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
-import functools
 import importlib.util
-import inspect
-import itertools
 import json
-import math
+import os
 import re
 import sys
 import traceback
-import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections
+from engine.config import RENAMED, Renamed
 from engine.config import AfterConfig as AfterConfig
-from engine.config import Recipe
+from engine.config import Recipe as Recipe
 from storage import sealed
+from storage.disk import prepare_file, publish
 from storage.errors import UserError
 from storage.untrusted import one_line, parse_json, read_regular, real_path
 
 _FILE_BYTES = 1 << 24
 """Of a recipe file; those that people write have kilobytes."""
-_MOST_DIGITS = 40
-_PATHS = (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
-
-
-class RecipeField(NamedTuple):
-    """One settable value of a recipe, as `--set`, the documentation and the terminal UI name it."""
-
-    key: str
-    """Dotted name, for example model.num_layers."""
-    type: Any
-    """The resolved type annotation."""
-    default: Any
-    help: str
-
-
-@functools.cache
-def _hints(cls: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _sections() -> dict[str, type]:
-    """The dataclasses of a recipe's sections, by name."""
-    return {name: hint for name, hint in _hints(Recipe).items() if hint is not str}
-
-
-def _type_name(hint: Any) -> str:
-    """How a type reads in an error message: `int or none`, `one of cosine, linear`."""
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_type_name(arg) for arg in typing.get_args(hint))
-    if hint is type(None):
-        return "none"
-    if typing.get_origin(hint) is dict:
-        return "a JSON object"
-    if typing.get_origin(hint) is list:
-        return 'a list of texts such as ["a", "b"]'
-    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest name, or the list of names when nothing is close."""
-    names = list(names)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else "valid names: " + ", ".join(names)
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def _checked(value: Any, hint: Any, key: str) -> Any:
-    """`value` if it has the field's type (an int becomes a float where a float is due); UserError otherwise."""
-    for member in _members(hint):
-        if typing.get_origin(member) is Literal:
-            if isinstance(value, str) and value in typing.get_args(member):
-                return value
-        elif typing.get_origin(member) is dict:
-            if isinstance(value, dict):
-                return _checked_json(value, key)
-        elif typing.get_origin(member) is list:
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return [_checked_text(item, key) for item in value]
-        elif member is float:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                number = _as_float(value)
-                if not math.isfinite(number):
-                    raise UserError(f"{key}: {one_line(value, 40)} is not a finite number")
-                return number
-        elif member is int:
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        elif member is str and isinstance(value, str):
-            return _checked_text(value, key)
-        elif isinstance(value, member):
-            return value
-    hinted = ""
-    choices = [name for member in _members(hint) if typing.get_origin(member) is Literal for name in _args(member)]
-    if choices and isinstance(value, str):
-        hinted = "; " + _nearest(value, choices)
-    raise UserError(f"{key}: {one_line(repr(value))} must be {_type_name(hint)}{hinted}")
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _checked_text(text: str, key: str) -> str:
-    """`text`; UserError where it holds half a character, which no file takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{key}: {one_line(repr(text))} is not UTF-8 text; use another") from None
-    if "\0" in text and tuple(key.split(".")) in _PATHS:
-        raise UserError(f"{key}: {one_line(repr(text))} holds a zero byte, which no path does")
-    return text
-
-
-def _args(literal: Any) -> list[str]:
-    return [str(arg) for arg in typing.get_args(literal)]
-
-
-def _checked_json(value: dict[str, Any], key: str) -> dict[str, Any]:
-    """A deep copy of `value`; UserError if JSON would not give back the very same object."""
-    try:
-        copy = parse_json(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{key}: {one_line(error)}; use texts, numbers, true/false, lists and objects only") from None
-    if copy != value:
-        raise UserError(f"{key}: {one_line(value)} does not survive JSON; use text keys and lists instead of tuples")
-    return typing.cast(dict[str, Any], copy)
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -157,28 +39,51 @@ def from_dict(tree: Mapping[str, Any], where: str | None = None) -> Recipe:
     Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
     """
     try:
-        return _from_dict(tree)
+        return _from_dict(_with_todays_names(tree, where or "recipe"))
     except UserError as error:
         raise UserError(f"{where}: {error}" if where else str(error)) from None
 
 
+def _with_todays_names(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`tree` with the fields that had another name under today's; one line on standard error says which they are."""
+    changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    read: list[Renamed] = []
+    for item in RENAMED:
+        section, _, old = item.old.partition(".")
+        inside = changed.get(section)
+        if isinstance(inside, dict) and old in inside:
+            new = item.new.partition(".")[2]
+            if new in inside:
+                raise UserError(f"{item.old} and {item.new} are the same field; leave out {item.old}")
+            value = inside.pop(old)
+            inside[new] = item.values.get(value, value) if isinstance(value, str) else value
+            read.append(item)
+    _tell_old_names(read, where)
+    return changed
+
+
+def _tell_old_names(read: Sequence[Renamed], where: str) -> None:
+    if read:
+        names = ", ".join(f"{item.old} is {item.new} now" for item in read)
+        print(f"{where}: read under old names: {names}", file=sys.stderr)
+
+
 def _from_dict(tree: Mapping[str, Any]) -> Recipe:
-    sections = _sections()
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        if name not in _hints(Recipe):
-            raise UserError(f"unknown field '{name}'; {_nearest(name, _hints(Recipe))}")
-        if name not in sections:
-            values[name] = _checked(value, _hints(Recipe)[name], name)
+        if name not in hints(Recipe):
+            raise UserError(f"unknown field '{name}'; {nearest(name, hints(Recipe))}")
+        section = sections().get(name)
+        if section is None:
+            values[name] = checked(value, hints(Recipe)[name], name)
             continue
         if not isinstance(value, Mapping):
-            raise UserError(f"'{name}' must be an object with the fields of {sections[name].__name__}")
-        hints = _hints(sections[name])
+            raise UserError(f"'{name}' must be an object with the fields of {section.__name__}")
+        types = hints(section)
         for key in value:
-            if key not in hints:
-                raise UserError(f"unknown field '{name}.{key}'; {_nearest_key(f'{name}.{key}')}")
-        checked = {key: _checked(item, hints[key], f"{name}.{key}") for key, item in value.items()}
-        values[name] = sections[name](**checked)
+            if key not in types:
+                raise UserError(f"unknown field '{name}.{key}'; {nearest_key(f'{name}.{key}')}")
+        values[name] = section(**{key: checked(item, types[key], f"{name}.{key}") for key, item in value.items()})
     if "name" not in values:
         raise UserError("the field 'name' is missing")
     return Recipe(**values)
@@ -187,6 +92,46 @@ def _from_dict(tree: Mapping[str, Any]) -> Recipe:
 def to_json(recipe: Recipe) -> str:
     """The recipe as readable JSON; `from_json` gives back an equal recipe."""
     return json.dumps(to_dict(recipe), indent=2, allow_nan=False) + "\n"
+
+
+def changes(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's name, and of its sections what differs from the defaults, as nested dicts."""
+    default = to_dict(Recipe(name=recipe.name))
+    found: dict[str, Any] = {"name": recipe.name}
+    for name, value in to_dict(recipe).items():
+        if isinstance(value, dict):
+            value = {key: item for key, item in value.items() if item != default[name][key]}
+        if value and value != default[name]:
+            found[name] = value
+    return found
+
+
+def save_recipe(path: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
+    """Write the recipe's `changes` as JSON, whole or not at all.
+
+    Raises UserError where the file exists and where it cannot be written.
+    """
+    if path.suffix != ".json":
+        raise UserError(f"{path}: a recipe is saved as JSON; let its name end in .json")
+    text = json.dumps(changes(recipe), indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = prepare_file(path, text.encode())
+        if overwrite:
+            publish(written, path)
+        else:
+            _link(written, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _link(written: Path, path: Path) -> None:
+    try:
+        os.link(written, path)  # unlike a replacement, refused where the name is taken
+    except FileExistsError:
+        raise UserError(f"{path}: exists; choose another name") from None
+    finally:
+        written.unlink()
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:
@@ -226,98 +171,6 @@ def _tree(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def fields() -> list[RecipeField]:
-    """Every settable field of a recipe, in order; the help text is the docstring under the field."""
-    helps = _helps(Recipe)
-    found = [RecipeField("name", str, None, helps["name"]), RecipeField("machine", str, "", helps["machine"])]
-    for section, cls in _sections().items():
-        helps = _helps(cls)
-        for item in dataclasses.fields(cls):
-            missing = item.default is dataclasses.MISSING
-            default = {} if missing else item.default
-            found.append(
-                RecipeField(f"{section}.{item.name}", _hints(cls)[item.name], default, helps.get(item.name, ""))
-            )
-    return found
-
-
-def _helps(cls: type) -> dict[str, str]:
-    """The docstrings under a dataclass's fields, each in one line."""
-    body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
-    return {
-        node.target.id: " ".join(str(ast.literal_eval(after.value)).split())
-        for node, after in itertools.pairwise(body)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr)
-    }
-
-
-def _keys() -> list[str]:
-    return ["name", "machine"] + [
-        f"{section}.{item.name}" for section, cls in _sections().items() for item in dataclasses.fields(cls)
-    ]
-
-
-def _nearest_key(key: str) -> str:
-    """The hint for an unknown dotted key: the nearest full key, or a key whose last part is near."""
-    keys = _keys()
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not close:
-        last = key.rsplit(".", 1)[-1]
-        ends = {name.rsplit(".", 1)[-1]: name for name in keys}
-        close = [ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=0.6)]
-    if close:
-        return f"did you mean '{close[0]}'?"
-    section = key.split(".", 1)[0]
-    inside = [name for name in keys if name.startswith(section + ".")]
-    return "valid names: " + ", ".join(inside or keys)
-
-
-def _parse(text: str, hint: Any, key: str) -> Any:
-    """The value that a `--set` text means for a field of type `hint`; UserError if it means none."""
-    members = _members(hint)
-    word = text.strip().lower()
-    if type(None) in members and word in ("none", "null"):
-        return None
-    for member in sorted(members, key=lambda member: member is str):  # a text is the last resort
-        if member is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-            return word in ("true", "yes", "on", "1")
-        if member is int and re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", word):
-            if len(word) > _MOST_DIGITS:
-                raise UserError(f"{key}: a number of {len(word)} digits is a slip of the pen")
-            return int(word)
-        if member is float:
-            try:
-                return float(word)
-            except ValueError:
-                continue
-        is_list = typing.get_origin(member) is list
-        if typing.get_origin(member) is dict or (is_list and word.startswith("[")):
-            try:
-                return parse_json(text)
-            except ValueError as error:
-                raise UserError(f"{key}: '{one_line(text)}' is not {_type_name(member)} ({error})") from None
-        if member is str or typing.get_origin(member) is Literal:
-            return text
-    raise UserError(f"{key}: '{one_line(text)}' must be {_type_name(hint)}")
-
-
-def field_type(key: str) -> Any:
-    """The type annotation of the field of that dotted name. Raises UserError for an unknown one."""
-    section, _, name = key.partition(".")
-    hint = _hints(_sections()[section]).get(name) if section in _sections() else None
-    if hint is None and key in ("name", "machine"):
-        hint = str
-    if hint is None:
-        raise UserError(f"no field '{key}'; {_nearest_key(key)}")
-    return hint
-
-
-def parse_value(key: str, text: str) -> Any:
-    """The value that `text` means for the field `key` of a recipe, its type checked; UserError if it means none."""
-    hint = field_type(key)
-    return text if key in ("name", "machine") else _checked(_parse(text, hint, key), hint, key)
-
-
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """A new recipe with `key=value` texts applied, for example `model.num_layers=4`; `recipe` stays as it is.
 
@@ -326,10 +179,15 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     Raises UserError for an unknown key (with the nearest valid one) or a value of the wrong type.
     """
     tree = to_dict(recipe)
-    sections = _sections()
+    classes = sections()
+    read: list[Renamed] = []
     for override in overrides:
         key, separator, text = override.partition("=")
         key = key.strip()
+        for item in RENAMED:
+            if key == item.old:
+                key, text = item.new, item.values.get(text, text)
+                read.append(item)
         if not separator or not key:
             raise UserError(f"--set {one_line(override)}: write key=value, for example --set model.num_layers=4")
         section, _, name = key.partition(".")
@@ -337,13 +195,14 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         if key in ("name", "machine"):
             tree[key] = text
             continue
-        hint = _hints(sections[section]).get(name) if section in sections else None
+        hint = hints(classes[section]).get(name) if section in classes else None
         if hint is None or (entry and typing.get_origin(hint) is not dict):
-            raise UserError(f"--set {one_line(override)}: no field '{one_line(key)}'; {_nearest_key(key)}")
+            raise UserError(f"--set {one_line(override)}: no field '{one_line(key)}'; {nearest_key(key)}")
         if entry:
             tree[section][name][entry] = _json_or_text(text, f"--set {key}")
         else:
-            tree[section][name] = _parse(text, hint, f"--set {key}")
+            tree[section][name] = parse(text, hint, f"--set {key}")
+    _tell_old_names(read, "--set")
     return from_dict(tree)
 
 
@@ -371,7 +230,7 @@ def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe
 def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
     """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere."""
     tree = to_dict(recipe)
-    for section, name in _PATHS:
+    for section, name in PATHS:
         value = tree[section][name]
         if isinstance(value, list):
             tree[section][name] = [_absolute(folder, item) for item in value]
@@ -450,8 +309,11 @@ def _explain(error: BaseException) -> str:
     except Exception:
         said = "an error that cannot be shown"
     match = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", said)
-    classes = {cls.__name__: cls for cls in [Recipe, *_sections().values()]}
+    classes = {cls.__name__: cls for cls in [Recipe, *sections().values()]}
     if match and match.group(1) in classes:
         cls, key = classes[match.group(1)], match.group(2)
-        return f"{cls.__name__} has no field '{key}'; {_nearest(key, _hints(cls))}"
+        for item in RENAMED:
+            if item.old.endswith(f".{key}"):
+                return f"{cls.__name__} has no field '{key}' any more: it is {item.new} now"
+        return f"{cls.__name__} has no field '{key}'; {nearest(key, hints(cls))}"
     return f"{type(error).__name__}: {said}"

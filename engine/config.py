@@ -11,9 +11,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from storage.errors import UserError
 from storage.untrusted import one_line
@@ -123,7 +124,7 @@ class DataConfig:
     """python_stdlib: the running interpreter's library; text: files below path; jsonl: a `text` field per line of
     path; random: seeded random token ids (benchmarks)."""
     path: str | None = None
-    """File or folder that text and jsonl read."""
+    """File or folder that text and jsonl read; none is enough to plan with, and refused by a run."""
     tokenizer: str | None = None
     """Hugging Face folder or tokenizer.json; none takes the model folder's, or trains a byte-level BPE on the data."""
     tokenizer_vocab_size: int = 4096
@@ -158,8 +159,11 @@ class DataConfig:
             held is None or most is None or held < most,
             f"data.validation_documents: {held} leaves nothing of data.max_documents {most} to train on",
         )
-        needs_path = self.source in ("text", "jsonl")
-        _require(not needs_path or self.path is not None, f"data.path: data.source={self.source} needs it")
+
+    @property
+    def lacks_path(self) -> bool:
+        """Whether the source reads a path and none is named."""
+        return self.path is None and self.source in ("text", "jsonl")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,15 +172,16 @@ class TrainConfig:
 
     steps: int = 100
     """Optimizer steps of the whole run."""
-    sequences_per_step: int = 1
+    global_batch_size: int = 1
     """Sequences whose gradients make one optimizer step."""
-    sequences_per_micro_batch: int = 1
+    micro_batch_size: int = 1
     """Sequences laid end to end into one token stream; their number times the sequence length sets the K/V window."""
     chunk_tokens: int | None = None
     """Tokens of one chunk, the unit of activation memory; need not divide anything; none lets the plan choose."""
-    save: Literal["auto", "input", "attention", "everything"] = "auto"
-    """What forward saves of a layer: its input (backward computes attention again); also keys, values and attention's
-    output; or everything, in GPU memory (backward computes nothing again); auto lets the plan choose layer by layer."""
+    activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
+    """What backward recomputes of a layer. full: all of it, attention too, as forward saves the layer's input only;
+    selective: all but attention, whose keys, values and output are saved too; none: nothing, as everything is saved in
+    GPU memory; auto lets the plan choose layer by layer."""
     kv_window: Literal["auto", "whole", "streamed"] = "auto"
     """Hold one layer's keys and values of a micro-batch on the GPU whole, or stream them from RAM chunk by chunk; auto
     streams only where the budget is too small."""
@@ -225,21 +230,18 @@ class TrainConfig:
     gives them anyway."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "sequences_per_step", "sequences_per_micro_batch", "chunk_tokens")
+        counts = ("steps", "global_batch_size", "micro_batch_size", "chunk_tokens")
         for name in (*counts, "validate_every", "validation_sequences"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"train.{name}: {value} must be at least 1")
         _require_most("train", self, ("steps", "validate_every"), MOST_STEPS)
-        _require_most(
-            "train", self, ("sequences_per_step", "sequences_per_micro_batch", "validation_sequences"), MOST_SEQUENCES
-        )
+        _require_most("train", self, ("global_batch_size", "micro_batch_size", "validation_sequences"), MOST_SEQUENCES)
         _require_most("train", self, ("chunk_tokens",), MOST_TOKENS)
-        for name in ("sequences_per_step", "validation_sequences"):
+        for name in ("global_batch_size", "validation_sequences"):
             value = getattr(self, name)
             _require(
-                value is None or value % self.sequences_per_micro_batch == 0,
-                f"train.{name}: {value} is not a multiple of "
-                f"train.sequences_per_micro_batch {self.sequences_per_micro_batch}",
+                value is None or value % self.micro_batch_size == 0,
+                f"train.{name}: {value} is not a multiple of train.micro_batch_size {self.micro_batch_size}",
             )
         _require(
             self.validation_sequences is None or self.validate_every is not None,
@@ -288,7 +290,7 @@ class StorageConfig:
     reader: Literal["auto", "kvikio", "direct", "tensorstore"] = "auto"
     """What reads chunk files: kvikio straight into GPU memory, direct by our own direct I/O into RAM, or tensorstore;
     auto takes kvikio for the GPU where it works and direct for RAM."""
-    chunk_bytes: str | int = "32MiB"
+    part_bytes: str | int = "32MiB"
     """Size of one chunk file of fp32 state (bf16 weights take half of it)."""
     checkpoint_every: int = 50
     """Steps between committed generations; a crash resumes from the last one."""
@@ -302,8 +304,8 @@ class StorageConfig:
     there is no room; none keeps none."""
 
     def __post_init__(self) -> None:
-        size = parse_bytes(self.chunk_bytes, "storage.chunk_bytes")
-        _require(size % 8192 == 0, f"storage.chunk_bytes: {size} is not a multiple of 8 KiB")
+        size = parse_bytes(self.part_bytes, "storage.part_bytes")
+        _require(size % 8192 == 0, f"storage.part_bytes: {size} is not a multiple of 8 KiB")
         _require(self.checkpoint_every >= 1, f"storage.checkpoint_every: {self.checkpoint_every} must be at least 1")
         _require_most("storage", self, ("checkpoint_every", "keep_last", "keep_every"), MOST_STEPS)
         _require(self.keep_last >= 1, f"storage.keep_last: {self.keep_last} must be at least 1, the newest generation")
@@ -378,15 +380,55 @@ class Recipe:
             )
 
 
-_LATER = ("validation_documents", "validate_every", "validation_sequences")
-"""Fields that did not always exist: unset they are no part of the digest, and runs from before keep theirs."""
+class Renamed(NamedTuple):
+    """A field of a recipe that had another name, by which it is still read."""
+
+    old: str
+    new: str
+    values: Mapping[str, str] = {}
+    """Its old values -> today's, where they changed."""
 
 
-def config_digest(*configs: Any) -> str:
-    """SHA-256, in hex, of config sections: equal exactly for equal values."""
-    trees = [dataclasses.asdict(config) for config in configs]
-    for tree, name in itertools.product(trees, _LATER):
-        if tree.get(name, ...) is None:
+RENAMED = (
+    Renamed(
+        "train.save",
+        "train.activation_checkpointing",
+        {"input": "full", "attention": "selective", "everything": "none"},
+    ),
+    Renamed("train.sequences_per_step", "train.global_batch_size"),
+    Renamed("train.sequences_per_micro_batch", "train.micro_batch_size"),
+    Renamed("storage.chunk_bytes", "storage.part_bytes"),
+)
+
+_LATER = {"validation_documents": None, "validate_every": None, "validation_sequences": None, "optimizer": "adamw"}
+"""Fields that did not always exist, and what leaves them out of the digest, so that runs from before keep theirs."""
+
+
+def config_digest(recipe: Recipe) -> str:
+    """SHA-256, in hex, of what decides what is trained on what: equal exactly for equal values.
+
+    Fields and values go by the names that they had first, so that runs from before keep theirs.
+    """
+    trees = {section: dataclasses.asdict(getattr(recipe, section)) for section in ("model", "data", "train")}
+    for tree, (name, default) in itertools.product(trees.values(), _LATER.items()):
+        if tree.get(name, ...) == default:
             del tree[name]
-    text = json.dumps(trees, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    for item in RENAMED:
+        section, _, new = item.new.partition(".")
+        if section in trees:
+            value = trees[section].pop(new)
+            first = {now: before for before, now in item.values.items()}
+            trees[section][item.old.partition(".")[2]] = first.get(value, value)
+    text = json.dumps(list(trees.values()), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def state_folder(run_dir: Path) -> Path:
+    """Where a run's manifest is, and its chunk files unless the recipe names drives."""
+    return run_dir / "state"
+
+
+def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
+    """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
+    given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]
+    return given or [state_folder(run_dir)]

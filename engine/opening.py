@@ -13,18 +13,17 @@ from torch import Tensor
 
 from engine.attention import chunk as attention
 from engine.attention.select import attention_report
-from engine.config import Recipe, StorageConfig, parse_bytes
+from engine.config import Recipe, StorageConfig, drive_folders, parse_bytes, state_folder
 from engine.data.loader import DataLoader, MicroBatch
 from engine.data.prepare import Data, make_loader, make_validation, prepare_data
 from engine.events import Observer
-from engine.folders import drive_folders, state_folder
 from engine.forecast.costs import Calibration
 from engine.forecast.report import forecast, predict
 from engine.forecast.request import PlanRequest
 from engine.forecast.search import SearchResult
 from engine.hf import weights
-from engine.hf.config import model_config
-from engine.hf.constants import read_constants_file, write_constants
+from engine.hf.config import model_config, random_vocabulary
+from engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from engine.machine.affinity import place_threads
 from engine.machine.budgets import run_budgets
 from engine.machine.compilers import Compilation, find_compilation
@@ -43,7 +42,7 @@ from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
 from engine.runtime.state import fill_store, state_arrays
 from engine.runtime.tuning import Tuning
-from engine.session import CONSTANTS_FILE, Session, require_record, run_identity, run_meta
+from engine.session import Session, require_record, run_identity, run_meta
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 from storage.readers import Readers, find_readers
@@ -66,7 +65,7 @@ def open_session(
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
     with checklist.step("tokenizing the data"):
-        prepared = prepare_data(recipe, run_dir / "data")
+        prepared = prepare_data(recipe, run_dir / "data", random_vocabulary(recipe))
     config = model_config(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     with checklist.step("taking the model apart"):
         spec = model_spec(config, recipe)
@@ -206,7 +205,7 @@ def _readers(
     readers = find_readers(storage.reader, device)
     if readers.device is None or readers.device is readers.host:
         return readers
-    part = torch.empty(parse_bytes(storage.chunk_bytes, "storage.chunk_bytes"), dtype=torch.uint8, device=device)
+    part = torch.empty(parse_bytes(storage.part_bytes, "storage.part_bytes"), dtype=torch.uint8, device=device)
     return readers.confirm(part, drives, on_drive)
 
 
@@ -310,7 +309,7 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
     if wanted != held:
         part_bytes = max(a.part_numel * 4 for a in held.values())
         raise UserError(
-            f"storage.chunk_bytes: the state in {store.root} is cut into chunks of up to {part_bytes:,} bytes, which a "
+            f"storage.part_bytes: the state in {store.root} is cut into parts of up to {part_bytes:,} bytes, which a "
             "resumed run cannot change; restore the value that the run was made with"
         )
 

@@ -24,7 +24,6 @@ from engine.model.spec import ModelSpec, layouts
 from engine.plan.plan import Plan
 from engine.plan.problem import LAST_GOOD, PlanOptions
 from engine.preparing import Checklist
-from engine.retention import Retention
 from engine.runtime.batch import BatchCarrier, EvaluationData, StepData
 from engine.runtime.compute import Compute
 from engine.runtime.executor import GPU_LANES
@@ -41,10 +40,8 @@ from storage.checkpoints import read_checkpoint, resolve_checkpoint
 from storage.drives import Traffic
 from storage.errors import UserError
 from storage.nvme import NvmeStore
+from storage.retention import Retention
 from storage.untrusted import is_whole
-
-CONSTANTS_FILE = "constants.safetensors"
-"""Persistent buffers of the model, which are not trained; beside the generations."""
 
 
 class Session:
@@ -98,7 +95,10 @@ class Session:
         """Steps of generations, committed or about to be, whose following step had a good loss."""
         self._retention = Retention(
             store,
-            recipe.storage,
+            checkpoint_every=recipe.storage.checkpoint_every,
+            keep_last=recipe.storage.keep_last,
+            keep_every=recipe.storage.keep_every,
+            keep_good=recipe.storage.keep_good is not None,
             room_for_good=LAST_GOOD in plan.tiers["nvme"].parts,
             report=lambda *checkpoint: self.checkpoints.append(checkpoint),
         )
@@ -299,7 +299,7 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     seeds and data cursor are the whole random state.
     """
     return {
-        "recipe": config_digest(recipe.model, recipe.data, recipe.train),
+        "recipe": config_digest(recipe),
         "rng": {"train.seed": recipe.train.seed, "data.seed": recipe.data.seed},
         "versions": {
             "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""A training run from a recipe to committed generations, and the export of one to Hugging Face.
+"""A training run from a recipe to committed generations.
 
 `train_step` is the whole of one optimizer step.
 """
@@ -16,28 +16,17 @@ from typing import Any
 
 from engine import validation
 from engine.config import Recipe, parse_bytes
-from engine.data.corpus import kept_tokenizer
 from engine.events import Observer, StepMetrics
-from engine.folders import drive_folders, state_folder
 from engine.forecast.flops import model_flops
-from engine.hf import weights
-from engine.hf.config import model_config
-from engine.hf.constants import read_constants_file
 from engine.machine.device import memory_use
-from engine.model.anatomy import take_apart
-from engine.model.spec import layouts
 from engine.opening import open_session
 from engine.optim.lr import learning_rate
 from engine.preparing import Checklist
 from engine.progress import Live, memory_peaks
 from engine.runtime.failures import DivergedError, explain
-from engine.runtime.state import read_parameters
 from engine.schedule.ops import Op
-from engine.session import CONSTANTS_FILE, Session
-from storage.checkpoints import checkpoint_folder, read_checkpoint
+from engine.session import Session
 from storage.errors import UserError
-from storage.layout import FlatLayout
-from storage.nvme import NvmeStore
 from storage.wear import percentage_used
 
 POLL_S = 0.2
@@ -252,34 +241,3 @@ def _tiers(session: Session) -> dict[str, dict[str, int]]:
     nvme_budget = nvme_peak if nvme is None else parse_bytes(nvme, "budgets.nvme")
     tiers = {tier: {"budget_bytes": plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}
     return tiers | {"nvme": {"budget_bytes": nvme_budget, "peak_bytes": nvme_peak}}
-
-
-def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | None = None) -> None:
-    """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block.
-
-    Nothing is written to the run directory or its drives. A checkpoint may be read while the run is running.
-    Raises UserError when the run has no generation yet or `out_dir` cannot be written.
-    """
-    root = state_folder(run_dir)
-    folder = root
-    if checkpoint is not None:
-        read_checkpoint(root, checkpoint)
-        folder = checkpoint_folder(root, checkpoint)
-    store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
-    try:
-        origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-        tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer")
-        config = model_config(recipe, tokenizer.vocab_size if tokenizer else None)
-        spec = take_apart(config)
-        flat: dict[str, FlatLayout] = layouts(spec)
-        weights.export_folder(
-            out_dir,
-            spec,
-            lambda name: read_parameters(store, name, flat[name]),
-            constants=read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants),
-            origin=origin,
-            tokenizer=tokenizer,
-            dtype="float32" if recipe.train.compute_dtype == "float32" else "bfloat16",
-        )
-    finally:
-        store.close()

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from engine.config import state_folder
 from engine.data.corpus_files import verify_corpus
 from engine.data.tokenizer import require_intact
-from engine.folders import state_folder
-from engine.hf.constants import verify_constants
-from engine.session import CONSTANTS_FILE
+from engine.hf.constants import CONSTANTS_FILE, verify_constants
 from storage.errors import UserError
 
 

@@ -4,7 +4,7 @@ GPU    96 GB
 RAM    480 GB
 NVMe   3.8 TB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
 Model  models/gpt-oss-120b-bf16 (Hugging Face folder with bfloat16 weights), or --from-scratch
-Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
+Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 
 The published weights are quantised (MXFP4) and are refused: convert them to bfloat16 first. Every expert is updated in
 every step, so a step moves 1.6 TB of state for 5B parameters' worth of computing a token: hence 524,288 tokens a step.
@@ -42,8 +42,8 @@ recipe = Recipe(
             },
         },
     ),
-    data=DataConfig(source="python_stdlib", sequence_length=8192),
-    train=TrainConfig(steps=200, sequences_per_step=64, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
+    data=DataConfig(source="jsonl", sequence_length=8192),
+    train=TrainConfig(steps=200, global_batch_size=64, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),
 )

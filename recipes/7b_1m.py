@@ -4,37 +4,20 @@ GPU    96 GB
 RAM    480 GB; with less, more is written to NVMe
 NVMe   240 GB: two or three generations of the state, and the export; more where activations do not fit in RAM
 Model  models/Qwen2.5-7B (Hugging Face folder), or --from-scratch
-Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
+Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 
 Qwen2.5 was trained on 32,768 positions; YaRN stretches them thirty-two-fold, to the context and no further.
 Attention never crosses a document's end: give documents as long as the context, or data.source=random to try its speed.
 """
 
-from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from app.shapes import qwen25
+from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="7b-1m",
     machine="gh200-480",
-    model=ModelConfig(
-        path="models/Qwen2.5-7B",
-        model_type="qwen2",
-        num_layers=28,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_heads=28,
-        num_kv_heads=4,
-        vocab_size=152_064,
-        overrides={
-            "max_position_embeddings": 1_048_576,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 32_768,
-                "rope_theta": 1e6,
-            },
-        },
-    ),
-    data=DataConfig(source="python_stdlib", sequence_length=1_048_576),
+    model=qwen25("7B", yarn_to=1_048_576),
+    data=DataConfig(source="jsonl", sequence_length=1_048_576),
     train=TrainConfig(steps=200, lr=1e-5, warmup_steps=10),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

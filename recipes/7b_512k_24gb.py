@@ -4,38 +4,21 @@ GPU    24 GB
 RAM    64 GB
 NVMe   500 GB: two generations of the state, activations that RAM does not hold, and the export
 Model  models/Qwen2.5-7B (Hugging Face folder), or --from-scratch
-Use    your own text: --set data.source=jsonl --set data.path=FILE (as it stands, it reads Python's library)
+Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 
 Qwen2.5 was trained on 32,768 positions; YaRN stretches them sixteenfold, to the context and no further. Gradients are
 summed in float32 and wait for the optimizer in bfloat16, which saves 15 GB.
 Attention never crosses a document's end: give documents as long as the context, or data.source=random to try its speed.
 """
 
-from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from app.shapes import qwen25
+from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
 
 recipe = Recipe(
     name="7b-512k-24gb",
     machine="rtx4090-64",
-    model=ModelConfig(
-        path="models/Qwen2.5-7B",
-        model_type="qwen2",
-        num_layers=28,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_heads=28,
-        num_kv_heads=4,
-        vocab_size=152_064,
-        overrides={
-            "max_position_embeddings": 524_288,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 16.0,
-                "original_max_position_embeddings": 32_768,
-                "rope_theta": 1e6,
-            },
-        },
-    ),
-    data=DataConfig(source="python_stdlib", sequence_length=524_288),
+    model=qwen25("7B", yarn_to=524_288),
+    data=DataConfig(source="jsonl", sequence_length=524_288),
     train=TrainConfig(steps=200, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),
     after=AfterConfig(export=True),

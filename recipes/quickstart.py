@@ -33,7 +33,7 @@ recipe = Recipe(
     ),
     train=TrainConfig(
         steps=84,
-        sequences_per_step=1,
+        global_batch_size=1,
         chunk_tokens=1024,
         lr=1e-3,
         warmup_steps=4,
@@ -44,7 +44,7 @@ recipe = Recipe(
         validation_sequences=4,
     ),
     budgets=BudgetConfig(gpu="256MiB", ram="224MiB", nvme="2GiB"),
-    storage=StorageConfig(chunk_bytes="4MiB", checkpoint_every=30),
+    storage=StorageConfig(part_bytes="4MiB", checkpoint_every=30),
     after=AfterConfig(export=True, sample_prompt="def read(self, path):\n    ", sample_tokens=60),
 )
 

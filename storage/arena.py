@@ -47,11 +47,9 @@ class CudaRegistrar:
     """cudaHostRegister."""
 
     def register(self, address: int, nbytes: int) -> int:
-        """See Registrar."""
         return int(_cudart().cudaHostRegister(address, nbytes, 0))
 
     def unregister(self, address: int) -> None:
-        """See Registrar."""
         _cudart().cudaHostUnregister(address)
 
 

@@ -9,12 +9,13 @@ import resource
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from storage.errors import UserError
-from storage.untrusted import RefusedFileError, refuse
+from storage.untrusted import RefusedFileError, is_real_folder, refuse
 
 
 def require_writable(path: Path) -> None:
@@ -244,3 +245,27 @@ def _copy(fd_in: int, fd_out: int) -> None:
         while rest:
             count = os.pwrite(fd_out, rest, offset)
             rest, offset = rest[count:], offset + count
+
+
+@contextmanager
+def build_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails.
+
+    Raises UserError when it cannot be made or filled, or what is no folder of ours, a link say, is in its place.
+    """
+    temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    for place, fine in ((temporary, False), (folder, is_real_folder(folder))):
+        if os.path.lexists(place) and not fine:
+            raise UserError(f"{place}: is in the way of a new folder; move it away")
+    require_writable(temporary)
+    try:
+        yield temporary
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+        fsync_dir(folder.parent)
+    except OSError as error:
+        raise disk_error(error, Path(error.filename or temporary), f"making {folder.name}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -22,7 +22,7 @@ from storage.disk import atomic_write, disk_error, fsync_ancestors, lock_folder,
 from storage.errors import UserError
 from storage.filesystem import check_folder
 from storage.manifest import DriveRecord, Manifest
-from storage.untrusted import parse_object, read_regular
+from storage.untrusted import parse_object, read_regular, typed
 
 IDENTITY_NAME = "drive.json"
 SCRATCH = "scratch"
@@ -172,12 +172,10 @@ def read_identity(folder: Path) -> Identity | None:
     path = folder / IDENTITY_NAME
     try:
         content = parse_object(read_regular(path, most_bytes=1 << 20))
-        store, drive, root = (str(content[name]) for name in ("store", "drive", "root"))
-        inode, version = (int(content.get(name, default)) for name, default in (("inode", 0), ("version", 1)))
-        return Identity(store, drive, root, content["checkpoint"], inode, version)
+        return typed({"version": 1, **content}, Identity)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: not a readable drive identity ({type(error).__name__}: {error}); take it from a copy, or choose "
             "an empty folder"

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, to_builtins
 
 from storage.crc import checksum
 from storage.disk import prepare_file, write_file
 from storage.errors import UserError
 from storage.layout import ALIGN_NUMEL, part_numel_even, part_ranges
-from storage.untrusted import is_whole, parse_object, read_regular
+from storage.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
 
 FILE_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"
@@ -27,7 +28,10 @@ _FORMAT = "penstock-state"
 _VERSION = 2
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _RESERVED = ("", ".", "..", "scratch", "checkpoints")
-_CRC = re.compile("[0-9a-f]{8}")
+_Name = Annotated[str, Meta(pattern=r"\A(?!(scratch|checkpoints)\Z)[^./\0][^/\0]*\Z")]
+"""Of a folder beside our own ones."""
+_Text = Annotated[str, Meta(pattern=r"\A[^\0]+\Z")]
+_Crc = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +78,39 @@ class Stored:
     """CRC-32C of each part's chunk file without its last four bytes, which hold the same value."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriveRecord:
+class DriveRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """A folder that holds chunk files."""
 
-    id: str
+    id: _Text
     """As in the folder's own drive.json: the folder is known by it wherever it is mounted."""
-    path: str
+    path: _Text
     """Where it was; relative to the manifest's folder where it lies inside the store's."""
     active: bool
     """Whether new state is written to it; the others hold state from before the run changed drives."""
+
+
+class _Array(Struct):
+    """An array as the file has it."""
+
+    buffer: _Name
+    kind: _Name
+    numel: Count
+    dtype: Literal["float32", "bfloat16"]
+    part_numel: Annotated[int, Meta(ge=1, le=MOST_WHOLE, multiple_of=ALIGN_NUMEL)]
+    slot: Literal[0, 1]
+    drives: Annotated[tuple[str, ...], Meta(min_length=1)]
+    crc32c: tuple[_Crc, ...]
+
+
+class _File(Struct):
+    """What the file holds beside format, version and checksum."""
+
+    store: _Text
+    generation: Count
+    meta: dict[str, Any]
+    drives: tuple[DriveRecord, ...]
+    arrays: tuple[_Array, ...]
+    checkpoint: _Text | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +157,7 @@ class Manifest:
             "checkpoint": self.checkpoint,
             "generation": self.generation,
             "meta": self.meta,
-            "drives": [asdict(drive) for drive in self.drives],
+            "drives": to_builtins(self.drives),
             "arrays": [
                 {
                     **asdict(spec),
@@ -193,16 +220,12 @@ def _decode(data: bytes) -> Manifest:
     if stored != found:
         raise ValueError(f"checksum mismatch: the content has CRC-32C {found}, the file says {stored}")
     # The checksum finds accidents; whoever writes a manifest can write that as well.
-    _require(_is_text(content.get("store")), "store is no name")
-    _require(is_whole(content.get("generation")) and content["generation"] >= 1, "generation is no number from 1 on")
-    _require(content.get("checkpoint") is None or _is_text(content["checkpoint"]), "checkpoint is no name")
-    _require(isinstance(content.get("meta"), dict), "meta is no object")
-    drives = tuple(_drive(item) for item in _list_of(content, "drives"))
-    known = {drive.id for drive in drives}
-    _require(len(known) == len(drives), "a drive is there twice")
-    arrays = dict(_array(item, known) for item in _list_of(content, "arrays"))
-    _require(len(arrays) == len(content["arrays"]), "an array is there twice")
-    return Manifest(content["store"], content["generation"], arrays, drives, content["meta"], content.get("checkpoint"))
+    file = typed(content, _File)
+    known = {drive.id for drive in file.drives}
+    _require(len(known) == len(file.drives), "a drive is there twice")
+    arrays = dict(_array(item, known) for item in file.arrays)
+    _require(len(arrays) == len(file.arrays), "an array is there twice")
+    return Manifest(file.store, file.generation, arrays, file.drives, file.meta, file.checkpoint)
 
 
 def _require(ok: bool, what: str) -> None:
@@ -210,47 +233,12 @@ def _require(ok: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != "" and "\0" not in value
-
-
-def _is_crc(value: object) -> bool:
-    return isinstance(value, str) and _CRC.fullmatch(value) is not None
-
-
-def _list_of(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    items = content.get(name)
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ValueError(f"{name} is no list of objects")
-    return items
-
-
-def _drive(item: dict[str, Any]) -> DriveRecord:
-    _require(item.keys() == {"id", "path", "active"}, "a drive needs id, path and active, and nothing else")
-    _require(_is_text(item["id"]) and _is_text(item["path"]), "a drive's id or path is no text")
-    _require(isinstance(item["active"], bool), "a drive's active is neither true nor false")
-    return DriveRecord(**item)
-
-
-def _array(item: dict[str, Any], drives: set[str]) -> tuple[ArraySpec, Stored]:
-    names, sizes = ("buffer", "kind"), ("numel", "part_numel")
-    for name in names:
-        value = item.get(name)
-        plain = isinstance(value, str) and value not in _RESERVED and not set(value) & {"/", "\0"}
-        _require(plain and not str(value).startswith("."), f"an array's {name} is no name of a folder")
-    where = f"array {item['buffer']}/{item['kind']}"
-    _require(isinstance(item.get("dtype"), str) and item["dtype"] in _ITEM_BYTES, f"{where} has an unknown dtype")
-    for name in sizes:
-        _require(is_whole(item.get(name)) and item[name] >= 1, f"{where}: {name} is no size")
-    _require(item["part_numel"] % ALIGN_NUMEL == 0, f"{where}: part_numel is no multiple of {ALIGN_NUMEL}")
-    crcs, on = item.get("crc32c"), item.get("drives")
-    parts = -(-item["numel"] // part_numel_even(item["numel"], item["part_numel"]))
-    sound = isinstance(crcs, list) and len(crcs) == parts and all(map(_is_crc, crcs))
-    listed = isinstance(on, list) and len(on) > 0 and all(isinstance(drive, str) and drive in drives for drive in on)
-    slotted = is_whole(item.get("slot")) and item["slot"] in (0, 1)
-    _require(slotted and listed and sound, f"{where} has a bad slot, drive or checksum")
-    spec = ArraySpec(**{name: item[name] for name in (*names, "numel", "dtype", "part_numel")})
-    return spec, Stored(item["slot"], tuple(item["drives"]), tuple(int(crc, 16) for crc in item["crc32c"]))
+def _array(item: _Array, drives: set[str]) -> tuple[ArraySpec, Stored]:
+    parts = -(-item.numel // part_numel_even(item.numel, item.part_numel))
+    sound = drives.issuperset(item.drives) and len(item.crc32c) == parts
+    _require(sound, f"array {item.buffer}/{item.kind} is on an unknown drive, or has not one checksum a part")
+    spec = ArraySpec(item.buffer, item.kind, item.numel, item.dtype, item.part_numel)
+    return spec, Stored(item.slot, item.drives, tuple(int(crc, 16) for crc in item.crc32c))
 
 
 def _own_checksum(content: dict[str, Any]) -> str:

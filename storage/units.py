@@ -61,7 +61,6 @@ def duration_text(seconds: float | None) -> str:
 
 
 def percent_text(share: float | None, digits: int = 1) -> str:
-    """A share in percent."""
     return "n/a" if share is None or not math.isfinite(share) else f"{share:.{digits}%}"
 
 

@@ -12,9 +12,16 @@ import re
 import shlex
 import stat
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Annotated, Any, NoReturn, TypeGuard, TypeVar
+
+import msgspec
 
 from storage.errors import UserError
+
+T = TypeVar("T")
+MOST_WHOLE = 2**63 - 1
+Size = Annotated[int, msgspec.Meta(ge=0, le=MOST_WHOLE)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_WHOLE)]
 
 MOST_DEPTH = 100
 """Levels of nesting; our own files and those of models have fewer than ten."""
@@ -46,6 +53,15 @@ def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: 
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is wanted, not {_kind(value)}")
     return value
+
+
+def typed(value: Any, wanted: type[T]) -> T:
+    """A JSON value as `wanted`, its types and bounds checked; ValueError naming the field for anything else."""
+    try:
+        return msgspec.convert(value, wanted)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        raise ValueError(f"{path.strip('.`')}: {what}" if path else what) from None
 
 
 def parse_printable(content: bytes, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
@@ -113,7 +129,7 @@ def _kind(value: object) -> str:
 
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a JSON value is a whole number of at most 63 bits: no float, no boolean."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value <= MOST_WHOLE
 
 
 def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:

@@ -1,4 +1,4 @@
-"""Imports go one way: tui -> app -> engine -> storage. What readers of a run need starts without torch."""
+"""Imports go one way: between packages, between the rooms of the engine, and never in a circle."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ORDER = ["storage", "engine", "app", "tui"]
+PACKAGES = ["storage", "engine", "app", "tui"]
+"""From the ground up; a package imports itself and those before it."""
+GROUND = ["config", "events", "clock", "preparing"]
+"""Modules of the engine below its rooms; its other modules are above them all."""
+ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "runtime"]
+"""From the ground up; a room imports itself and those before it."""
+PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
 HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}
 LIGHT = [
     "app.cli",
     "app.recipe",
+    "app.recipe_fields",
     "app.machines",
-    "app.recipe_file",
     "app.rundir",
     "app.run_log",
     "app.control",
@@ -31,75 +38,101 @@ LIGHT = [
 ]
 
 
-TUI = [
-    ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
-    for file in sorted((REPOSITORY / "tui").rglob("*.py"))
-    if file.stem != "__init__"
-]
+def name_of(file: Path) -> str:
+    parts = file.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_packages(file: Path) -> set[str]:
-    """First names of everything that a file imports, inside functions too."""
+MODULES = {name_of(file): file for package in PACKAGES for file in sorted((REPOSITORY / package).rglob("*.py"))}
+
+
+def imported(file: Path) -> set[str]:
+    """Modules that a file imports, of ours by their full name: inside functions too, and for types alone."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            assert node.module is not None
-            found.add(node.module.split(".")[0])
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in inner}
     return found
 
 
-def test_imports_go_one_way() -> None:
-    files = [(package, file) for package in ORDER for file in sorted((REPOSITORY / package).rglob("*.py"))]
-    assert {package for package, _ in files} == set(ORDER)
-    assert len(files) > 15
-    for package, file in files:
-        above = set(ORDER[ORDER.index(package) + 1 :]) | {"recipes", "tests"}
+IMPORTS = {name: imported(file) for name, file in MODULES.items()}
+
+
+def floor(module: str) -> int:
+    """How high in the engine a module is."""
+    _, room, *inner = module.split(".")
+    if inner or room in ROOMS:
+        return 1 + ROOMS.index(room)
+    return 0 if room in GROUND else 1 + len(ROOMS)
+
+
+def loaded(modules: list[str], names: set[str]) -> list[str]:
+    """Which of `names` a new interpreter has loaded behind `modules`."""
+    code = f"import sys, {', '.join(modules)}; print(*({names!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def inside(*packages: str) -> list[str]:
+    found = [name for name in MODULES if name.startswith(tuple(f"{package}." for package in packages))]
+    assert len(found) > 10
+    return found
+
+
+def test_packages_import_one_way() -> None:
+    for module, names in IMPORTS.items():
+        package = module.partition(".")[0]
+        above = {*PACKAGES[PACKAGES.index(package) + 1 :], "recipes", "tests"}
         if package == "tui":
             above |= {"engine", "torch"}
-        assert not imported_packages(file) & above, f"{file} imports {imported_packages(file) & above}"
+        assert not {name.partition(".")[0] for name in names} & above, module
+
+
+def test_rooms_import_one_way() -> None:
+    assert {name.split(".")[1] for name in MODULES if name.count(".") == 2 and name.startswith("engine.")} == set(ROOMS)
+    for module in inside("engine"):
+        upward = [name for name in IMPORTS[module] if name.startswith("engine.") and floor(name) > floor(module)]
+        assert not upward, f"{module} imports {upward}"
+
+
+def test_no_circle() -> None:
+    try:
+        TopologicalSorter({module: names - {module} for module, names in IMPORTS.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_planning_needs_no_torch() -> None:
+    for module in inside(*PLANNING):
+        assert not {name.partition(".")[0] for name in IMPORTS[module]} & HEAVY, module
+    assert loaded(inside(*PLANNING), HEAVY) == []
 
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_what_readers_need_imports_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(*({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert loaded([module], HEAVY) == []
 
 
 def test_data_is_prepared_without_what_takes_long_to_import() -> None:
-    code = "import sys, engine.data.corpus; print(*({'torch', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert loaded(["engine.data.corpus"], {"torch", "transformers"}) == []
 
 
 def test_the_terminal_application_imports_nothing_heavy() -> None:
-    assert len(TUI) > 20
-    code = f"import sys, {', '.join(TUI)}; print(*({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert loaded(inside("tui"), HEAVY) == []
 
 
-@pytest.mark.parametrize(("package", "below"), [("storage", {"engine", "app"}), ("engine", {"app"})])
-def test_a_package_loads_alone(package: str, below: set[str]) -> None:
-    modules = [
-        f"{package}.{file.stem}" for file in sorted((REPOSITORY / package).glob("*.py")) if file.stem != "__init__"
-    ]
-    code = f"import sys, {', '.join(modules)}; print(*({below!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+@pytest.mark.parametrize(("package", "above"), [("storage", {"engine", "app"}), ("engine", {"app"})])
+def test_a_package_loads_alone(package: str, above: set[str]) -> None:
+    assert loaded(inside(package), above) == []
 
 
 def test_every_package_is_installed() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    files = [file for package in ORDER for file in (REPOSITORY / package).rglob("__init__.py")]
-    folders = {".".join(file.parent.relative_to(REPOSITORY).parts) for file in files}
-    with_code = {
-        ".".join(file.parent.relative_to(REPOSITORY).parts)
-        for package in ORDER
-        for file in (REPOSITORY / package).rglob("*.py")
-    }
+    folders = {name for name, file in MODULES.items() if file.name == "__init__.py"}
+    with_code = {name_of(file.parent / "__init__.py") for file in MODULES.values()}
     assert set(project["tool"]["setuptools"]["packages"]) == folders == with_code

@@ -56,7 +56,7 @@ SHRUNK = [
     "data.validation_documents=1",
     "train.steps=1",
     "train.warmup_steps=0",
-    "train.sequences_per_step=1",
+    "train.global_batch_size=1",
     "train.chunk_tokens=32",
     "train.validate_every=1",
     "train.validation_sequences=none",
@@ -65,7 +65,7 @@ SHRUNK = [
     "budgets.gpu=8MiB",
     "budgets.ram=8MiB",
     "budgets.nvme=64MiB",
-    "storage.chunk_bytes=64KiB",
+    "storage.part_bytes=64KiB",
     "storage.checkpoint_every=1",
     "after.sample_prompt=none",
 ]
@@ -150,12 +150,23 @@ def test_a_recipe_is_a_script(stem: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MISSIONS, ids=lambda path: path.stem)
-def test_without_its_model_folder_a_recipe_says_what_helps(
+def test_without_its_model_and_text_a_recipe_says_what_helps(
     path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(path)]) == 2
-    message = capsys.readouterr().err
-    for part in ("model.path", str(folder / "models"), "does not exist", "--from-scratch", "--set model.path="):
-        assert part in message
-    assert message.count("\n") == 1
-    assert not (folder / "runs").exists()
+    """Text that is not there is refused as weights are: in one line, with nothing written."""
+    model = ("model.path", str(folder / "models"), "does not exist", "--from-scratch", "--set model.path=")
+    data = ("data.path: the recipe names no text", "--set data.path=", "speed trial", "--set data.source=random")
+    for options, parts in (([], (*model, *data)), (["--from-scratch"], data)):
+        assert main(["train", str(path), *options]) == 2
+        message = capsys.readouterr().err
+        for part in parts:
+            assert part in message
+        assert message.count("\n") == 1
+        assert not (folder / "runs").exists()
+
+
+def test_what_is_missing_is_said_before_torch_is_loaded(folder: Path) -> None:
+    code = "import sys; from app.cli import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
+    command = [sys.executable, "-c", code, "train", str(REPOSITORY / "recipes" / "7b_512k.py"), "--from-scratch"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")

@@ -72,7 +72,6 @@ class PenstockApp(App[None]):
         self.theme = THEMES[0].name
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         from tui.screens.home import HomeScreen
 
         self.push_screen(HomeScreen())
@@ -121,7 +120,6 @@ class PenstockApp(App[None]):
         self.push_screen(ConfigureScreen(recipe_path))
 
     def open_compare(self, run_paths: list[Path]) -> None:
-        """Compare runs."""
         from tui.screens.compare import CompareScreen
 
         self.push_screen(CompareScreen(run_paths))

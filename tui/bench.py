@@ -144,7 +144,11 @@ def bench_tui(minutes: float = 10.0, *, save: Path | None = None, json_output: b
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(page(cost))
-    print(json.dumps(asdict(cost), indent=1) if json_output else page(cost))
+    line = (
+        f"watching takes {cost.core_share:.1%} of a core and {cost.rss_most_bytes / (1 << 20):.0f} MiB; "
+        f"the first frame is there after {statistics.median(cost.first_frame_s):.2f} s"
+    )
+    print(json.dumps(asdict(cost), indent=1) if json_output else line)
     return cost
 
 

@@ -41,7 +41,7 @@ def serve(
     serve_browsers(Path.cwd(), host, port, allow_remote=allow_remote, read_only=read_only)
 
 
-@bench_cli.command("tui", epilog="Example: penstock bench tui --minutes 10 --save docs/results/tui.md")
+@bench_cli.command("tui", hidden=True, epilog="Example: penstock bench tui --minutes 10 --save docs/results/tui.md")
 def bench_tui_command(
     minutes: Annotated[float, typer.Option(help="Time to watch for; half a minute of it is warm-up.")] = 10.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page FILE.")] = None,

@@ -21,7 +21,6 @@ class PrintableFilter(LineFilter):
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Textual's hook."""
         return [
             segment
             if segment.text.isprintable()
@@ -34,7 +33,6 @@ class AsciiFilter(LineFilter):
     """Gives what Textual itself draws in other characters, borders and scrollbars, in ASCII; letters stay."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Textual's hook."""
         return [
             segment if segment.text.isascii() else Segment(_ascii(segment.text), segment.style, segment.control)
             for segment in segments

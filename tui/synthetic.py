@@ -191,8 +191,7 @@ class Writer:
 
     def begin(self, now: float) -> None:
         """Everything up to Unix time `now`."""
-        from app.recipe import to_json
-        from engine.config import Recipe
+        from app.recipe import Recipe, to_json
 
         self.path.mkdir(parents=True)
         (self.path / "recipe.json").write_text(to_json(Recipe(name="synthetic")))

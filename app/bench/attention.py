@@ -7,14 +7,13 @@ layer. Both run in this process, in turn.
 
 from __future__ import annotations
 
-import json as json_module
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.bench.cases import Case, Shape
+from app.bench.process import scratch, show
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,17 +21,7 @@ if TYPE_CHECKING:
 
 TOKENS = 65_536
 CHUNK_TOKENS = 4096
-SHAPE = Shape(
-    name="2 layers, 8 heads over 2 of 64",
-    model_type="qwen3",
-    layers=2,
-    hidden=128,
-    intermediate=256,
-    heads=8,
-    kv_heads=2,
-    head_dim=64,
-    vocab=512,
-)
+SHAPE = Shape("2 layers, 8 heads over 2 of 64", "qwen3", 2, 128, 256, 8, 2, 64, 512)
 
 
 def bench_attention(
@@ -51,8 +40,8 @@ def bench_attention(
     if tokens < 2 * chunk_tokens:
         raise UserError(f"--tokens {tokens}: give at least two chunks, {2 * chunk_tokens}")
     found: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd()) as scratch:
-        session = _session(tokens, chunk_tokens, compile, Path(scratch))
+    with scratch(folder) as path:
+        session = _session(tokens, chunk_tokens, compile, Path(path))
         try:
             _step_s(session)  # of short documents: compiles, and leaves a gradient to apply under the next
             for _ in range(rounds):
@@ -63,16 +52,14 @@ def bench_attention(
             session.close()
     report: dict[str, Any] = {key: statistics.median(each[key] for each in found) for key in found[0]}
     report |= {"tokens": tokens, "chunk_tokens": chunk_tokens, "model": SHAPE.name, "rounds": found}
-    print(json_module.dumps(report, indent=2) if json else _text(report))
+    show(report, _line(report), as_json=json)
     return report
 
 
-def _text(report: dict[str, Any]) -> str:
-    spread = ", ".join(f"{each['ratio']:.3f}" for each in report["rounds"])
+def _line(report: dict[str, Any]) -> str:
     return (
-        f"{report['model']}, {report['tokens']:,} tokens in chunks of {report['chunk_tokens']:,}, bf16\n"
-        f"step {report['step_s']:.2f} s, its attention alone in torch {report['attention_s']:.2f} s, "
-        f"ratio {report['ratio']:.3f} ({spread})"
+        f"a step of {report['tokens']:,} tokens takes {report['step_s']:.2f} s, its attention alone in torch "
+        f"{report['attention_s']:.2f} s: {report['ratio']:.3f} x"
     )
 
 

@@ -18,8 +18,7 @@ seconds of attention, beside which what happens between two layers is nothing.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from storage.errors import UserError
@@ -49,7 +48,7 @@ class Rates:
         return Rates(matmul=matmul, attention_forward=0.85 * matmul, attention_backward=0.7 * matmul)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A decoder-only model, by the fields of its transformers config."""
 
@@ -62,8 +61,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
-    tied: bool = False
-    overrides: dict[str, Any] = field(default_factory=dict)
+    tied: bool = field(default=False, kw_only=True)
+    overrides: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
     def layer_params(self) -> int:
@@ -93,139 +92,28 @@ class Shape:
         return self.layers * self.heads * self.head_dim * rows * row_tokens * (row_tokens + 1) // 2
 
 
-QWEN25_7B = Shape(
-    name="Qwen2.5-7B",
-    model_type="qwen2",
-    layers=28,
-    hidden=3584,
-    intermediate=18944,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    vocab=152064,
-    overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-)
-LLAMA3_8B = Shape(
-    name="Llama-3-8B",
-    model_type="llama",
-    layers=32,
-    hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-    overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-)
-QWEN3_32B = Shape(
-    name="Qwen3-32B",
-    model_type="qwen3",
-    layers=64,
-    hidden=5120,
-    intermediate=25600,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    vocab=151936,
-)
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+# Name and type; layers, hidden, intermediate; heads, kv_heads, head_dim; vocab.
+QWEN25_7B = Shape("Qwen2.5-7B", "qwen2", 28, 3584, 18944, 28, 4, 128, 152064, overrides=_rope(1e6))
+LLAMA3_8B = Shape("Llama-3-8B", "llama", 32, 4096, 14336, 32, 8, 128, 128256, overrides=_rope(5e5))
+QWEN3_32B = Shape("Qwen3-32B", "qwen3", 64, 5120, 25600, 64, 8, 128, 151936)
+TINY = Shape("tiny", "qwen3", 6, 64, 160, 4, 2, 16, 512)
+_UNWINDOWED: dict[str, Any] = {"sliding_window": None}
 LADDER = (
-    Shape(
-        name="Llama-3.1-405B",
-        model_type="llama",
-        layers=126,
-        hidden=16384,
-        intermediate=53248,
-        heads=128,
-        kv_heads=8,
-        head_dim=128,
-        vocab=128256,
-    ),
-    Shape(
-        name="Mistral-Large-2 (123B)",
-        model_type="mistral",
-        layers=88,
-        hidden=12288,
-        intermediate=28672,
-        heads=96,
-        kv_heads=8,
-        head_dim=128,
-        vocab=32768,
-        overrides={"sliding_window": None},
-    ),
-    Shape(
-        name="Llama-3-70B",
-        model_type="llama",
-        layers=80,
-        hidden=8192,
-        intermediate=28672,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        vocab=128256,
-    ),
+    Shape("Llama-3.1-405B", "llama", 126, 16384, 53248, 128, 8, 128, 128256),
+    Shape("Mistral-Large-2 (123B)", "mistral", 88, 12288, 28672, 96, 8, 128, 32768, overrides=_UNWINDOWED),
+    Shape("Llama-3-70B", "llama", 80, 8192, 28672, 64, 8, 128, 128256),
     QWEN3_32B,
-    Shape(
-        name="Qwen3-14B",
-        model_type="qwen3",
-        layers=40,
-        hidden=5120,
-        intermediate=17408,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-    ),
+    Shape("Qwen3-14B", "qwen3", 40, 5120, 17408, 40, 8, 128, 151936),
     LLAMA3_8B,
-    Shape(
-        name="Qwen3-4B",
-        model_type="qwen3",
-        layers=36,
-        hidden=2560,
-        intermediate=9728,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-        tied=True,
-    ),
-    Shape(
-        name="Qwen3-1.7B",
-        model_type="qwen3",
-        layers=28,
-        hidden=2048,
-        intermediate=6144,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-        tied=True,
-    ),
-    Shape(
-        name="Qwen3-0.6B",
-        model_type="qwen3",
-        layers=28,
-        hidden=1024,
-        intermediate=3072,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-        tied=True,
-    ),
+    Shape("Qwen3-4B", "qwen3", 36, 2560, 9728, 32, 8, 128, 151936, tied=True),
+    Shape("Qwen3-1.7B", "qwen3", 28, 2048, 6144, 16, 8, 128, 151936, tied=True),
+    Shape("Qwen3-0.6B", "qwen3", 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
 )
 """What `tiers` chooses from, largest first."""
-
-TINY = Shape(
-    name="tiny",
-    model_type="qwen3",
-    layers=6,
-    hidden=64,
-    intermediate=160,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=512,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,17 +181,10 @@ class Case:
         return 18 * shape.params + 2 * self.tokens * shape.hidden * (shape.layers + 1)
 
 
-def case_to_json(case: Case) -> str:
-    """For another process."""
-    return json.dumps(asdict(case))
-
-
-def case_from_json(text: str) -> Case:
-    """What `case_to_json` wrote."""
-    values = json.loads(text)
-    values["shapes"] = tuple(Shape(**shape) for shape in values["shapes"])
-    values["layers"] = values["layers"] and tuple(values["layers"])
-    return Case(**values)
+def case_of(values: dict[str, Any]) -> Case:
+    """The case that `dataclasses.asdict` made, through JSON or not, `values` of."""
+    shapes = tuple(Shape(**shape) for shape in values["shapes"])
+    return Case(**values | {"shapes": shapes, "layers": values["layers"] and tuple(values["layers"])})
 
 
 _SHORT = Case(

@@ -13,12 +13,10 @@ window spans the whole sequence wherever documents end.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json as json_module
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.bench.cases import Shape
+from app.bench.process import call, require_folders, scratch, show
 from engine.plan.problem import KV_SLOTS
 from storage.errors import BudgetError, UserError
 from storage.units import bytes_text
@@ -40,17 +39,7 @@ DEPTHS = {"whole": (1, 3), "streamed": (1, 2)}
 """By window; the longest streamed sequences at the first depth only, see `wanted`."""
 CHUNK_TOKENS = 1024
 DOCUMENT_TOKENS = 2048
-SHAPE = Shape(
-    name="narrow, with the keys and values of Qwen2.5-7B",
-    model_type="qwen3",
-    layers=1,
-    hidden=128,
-    intermediate=256,
-    heads=4,
-    kv_heads=4,
-    head_dim=128,
-    vocab=512,
-)
+SHAPE = Shape("narrow, with the keys and values of Qwen2.5-7B", "qwen3", 1, 128, 256, 4, 4, 128, 512)
 
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """glibc's malloc returns freed memory at once: else temporaries of many sizes leave holes that look like use."""
@@ -64,12 +53,11 @@ def bench_memory(
     json: bool = False,
     save: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure, print a table (JSON with `json`), and with `save` write SAVE.json and the plot SAVE.svg.
+    """Measure, print how near the law is (JSON with `json`), and with `save` write SAVE.json and the plot SAVE.svg.
 
     Returns the report of `report_of`.
     """
-    if save is not None and not save.parent.is_dir():
-        raise UserError(f"{save.parent}: no such folder; make it first")
+    require_folders(None if save is None else save.parent)
     rows = []
     for tokens, depth, window in wanted(lengths, depths):
         rows.append(_measured(tokens, depth, window, document_tokens))
@@ -78,7 +66,7 @@ def bench_memory(
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
         plot(report, save.with_suffix(".svg"))
-    print(json_module.dumps(report, indent=2) if json else table(report))
+    show(report, _line(report), as_json=json)
     return report
 
 
@@ -145,20 +133,10 @@ def _row(row: dict[str, Any]) -> str:
     )
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report for people."""
-    lines = [
-        f"law: {report['bytes_per_token']:,} bytes a token, chunks of {report['chunk_tokens']:,}, documents of "
-        f"{report['document_tokens']:,} tokens",
-        f"{'window':<9}{'layers':>6}{'tokens':>9}{'arena':>12}{'resident':>12}{'process':>12}{'step s':>8}",
-        *map(_row, report["rows"]),
-    ]
-    for key, what in (("arena_bytes", "arena"), ("resident_bytes", "resident")):
-        for window, share in report["deviation"][key].items():
-            other = report["depth_difference"][key][window]
-            law = "law" if window == "whole" else "constant"
-            lines.append(f"{what}, {window}: within {share:.2%} of the {law}, depths differ by {other:.2%}")
-    return "\n".join(lines)
+def _line(report: dict[str, Any]) -> str:
+    """How far the tier's arena is from the law, or from a constant where the window is streamed."""
+    found = ", ".join(f"{window} {share:.2%}" for window, share in report["deviation"]["arena_bytes"].items())
+    return f"{report['bytes_per_token']:,} bytes a token; the arena is off by at most, K/V window {found}"
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
@@ -209,14 +187,19 @@ def plot(report: dict[str, Any], file: Path) -> None:
 
 
 def _measured(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
-    arguments = {"tokens": tokens, "depth": depth, "window": window, "document_tokens": document_tokens}
-    command = [sys.executable, "-m", "app.bench.memory", json_module.dumps(arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "USE_HUB_KERNELS": "0"} | _GIVE_BACK
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if process.returncode != 0:
-        raise UserError(f"bench memory failed at {arguments}:\n{process.stderr.strip()[-4000:]}")
-    row: dict[str, Any] = json_module.loads(process.stdout.splitlines()[-1])
+    what = f"bench memory, {tokens:,} tokens, {depth} layers, {window} window"
+    work = "app.bench.memory:measure_here"
+    row: dict[str, Any] = call(work, tokens, depth, window, document_tokens, more=_GIVE_BACK, what=what)
     return row
+
+
+def measure_here(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
+    """One row, in a process that does nothing else."""
+    from engine.runtime import views
+
+    vars(views)["INPUTS_CACHE_BYTES"] = 0  # else up to 64 MiB of rotary tables would be found in the process, too
+    with scratch() as folder:
+        return measure(tokens, depth, window, document_tokens, Path(folder))
 
 
 def _resident(field: str) -> int:
@@ -307,7 +290,7 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
         chunk_tokens=CHUNK_TOKENS,
         device="cpu",
         compile="off",
-        save="attention",
+        activation_checkpointing="selective",
         kv_window=window,  # type: ignore[arg-type]
     )
     shape = replace(SHAPE, layers=depth)
@@ -337,19 +320,3 @@ def _session(tokens: int, depth: int, window: str, document_tokens: int, folder:
     readers = select_readers("direct", device, [folder])
     setup = Setup(shape, spec, spec, least, least, recipe, device, readers)
     return open_case(setup, folder, short_steps=1, document_tokens=document_tokens)[1]
-
-
-def main() -> None:
-    """Measure one row in this process and print it as JSON."""
-    from engine.runtime import views
-
-    vars(views)["INPUTS_CACHE_BYTES"] = 0  # else up to 64 MiB of rotary tables would be found in the process, too
-    parser = argparse.ArgumentParser(prog="python -m app.bench.memory", description=main.__doc__)
-    parser.add_argument("arguments", type=json_module.loads)
-    arguments = parser.parse_args().arguments
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path.cwd()) as folder:
-        print(json_module.dumps(measure(**arguments, folder=Path(folder))))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from engine.config import TrainConfig
+
 
 @dataclass(frozen=True, slots=True)
 class PlainBatch:
@@ -23,57 +25,21 @@ class PlainBatch:
     """[tokens]: the next token, or -100; None: every token but a row's first is a target."""
 
 
-def plain_step_times(
-    config: PretrainedConfig,
-    *,
-    rows: int,
-    row_tokens: int,
-    steps: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip_norm: float,
-) -> list[float]:
-    """Seconds of each of `steps` optimizer steps on `rows` random sequences of `row_tokens` tokens: see plain_steps."""
-    torch.manual_seed(0)
-    batches = ([PlainBatch(torch.randint(0, config.vocab_size, (rows, row_tokens)))] for _ in range(steps))
-    found = plain_steps(
-        config,
-        batches,
-        device=device,
-        dtype=dtype,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        clip_norm=clip_norm,
-    )
-    return [seconds for _, _, seconds in found]
-
-
 def plain_steps(
     config: PretrainedConfig,
     batches: Iterable[Sequence[PlainBatch]],
-    *,
-    weights: Mapping[str, Tensor] | None = None,
+    train: TrainConfig,
     device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip_norm: float | None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[float, float, float]]:
     """(loss, gradient norm, seconds) of an optimizer step on each of `batches`, a sequence of micro-batches.
 
-    Weights and gradients of `dtype`, gradient checkpointing of every layer, fp32 master weights and moments in torch's
-    fused AdamW, exact clipping by the global norm, micro-batches' gradients summed in fp32. A bf16 gradient dies as
-    soon as its fp32 copy exists, so the peak holds no parameter's gradient twice; fp32 weights are their own masters.
-    `weights`: float32 values to start from, by parameter name; without them the model's own initialiser's.
+    Weights and gradients of the compute dtype, gradient checkpointing of every layer, fp32 master weights and moments
+    in torch's fused AdamW, exact clipping by the global norm, micro-batches' gradients summed in fp32. A bf16 gradient
+    dies as soon as its fp32 copy exists, so the peak holds no parameter's gradient twice; fp32 weights are their own
+    masters. `weights`: float32 values to start from, by parameter name; without them the model's own initialiser's.
     """
+    dtype = getattr(torch, train.compute_dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
     model.config.use_cache = False
     with warnings.catch_warnings():  # the older name of activation checkpointing, which every transformers 5 has
@@ -90,8 +56,9 @@ def plain_steps(
             param.data.copy_(master)
     decayed = [master for master in masters if master.ndim > 1]
     undecayed = [master for master in masters if master.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    betas = (train.beta1, train.beta2)
+    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
     for micro_batches in batches:
         start = time.perf_counter()
         targets = sum(_targets(batch) for batch in micro_batches)
@@ -104,7 +71,7 @@ def plain_steps(
                 assert param.grad is not None
                 master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
                 param.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(masters, clip_norm or float("inf"), foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(masters, train.clip_norm or float("inf"), foreach=True)
         adamw.step()
         adamw.zero_grad()
         if not own:

@@ -11,13 +11,11 @@ Without a GPU its tier is ordinary memory, of which only what was carved can be 
 
 from __future__ import annotations
 
-import argparse
 import json as json_module
 import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -26,49 +24,34 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
-from app.bench.process import run_limited
+from app.bench.process import CallFailed, call, require_folders, scratch, show
 from app.run_files import JsonLines
 from app.rundir import RunDir
 from engine.machine.limits import machine_memory
 from storage.errors import UserError
 from storage.units import bytes_text, seconds_text
-from storage.untrusted import real_path
 
 PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15
 LIMIT_S = 300.0
 """A case that takes longer is ended and counts as failed."""
-REFUSED = 3
-"""Exit code of a case's process where the recipe does not fit or cannot run here."""
-_REFUSAL = "refused: "
-"""Before the refusal's words; libraries may write after it."""
 TIERS = ("gpu", "ram", "nvme")
 
 RunCase = Callable[[PlanCase, Path], None]
 """Trains a case in a run directory; raises UserError when that fails."""
 
 
-class CaseFailed(UserError):
-    """A case's process broke, or met its limit (`ended`); `output` is the end of what it wrote."""
-
-    def __init__(self, reason: str, output: str, *, ended: bool = False) -> None:
-        super().__init__(reason)
-        self.output, self.ended = output, ended
-
-
 def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
     """Train a case in a process of its own. UserError of one line: a refusal's own words, or how the process ended."""
-    command = [sys.executable, "-m", "app.bench.plan", json_module.dumps(asdict(case)), str(run_dir)]
-    with tempfile.TemporaryFile("w+") as output:
-        code = run_limited(command, limit_s, stdout=output, stderr=output)
-        output.seek(0)
-        lines = output.read().strip().splitlines()
-    if code is None:
-        raise CaseFailed(f"not done after {limit_s:.0f} s", "\n".join(lines[-60:]), ended=True)
-    if code == REFUSED:
-        raise UserError(next(line for line in reversed(lines) if line.startswith(_REFUSAL)).removeprefix(_REFUSAL))
-    if code != 0:
-        raise CaseFailed(f"exit {code}: {lines[-1] if lines else 'it said nothing'}", "\n".join(lines[-60:]))
+    call("app.bench.plan:train_case", asdict(case), str(run_dir), limit_s=limit_s)
+
+
+def train_case(case: dict[str, Any], run_dir: str) -> None:
+    """Train one case in this process."""
+    from app.launch import run_training
+
+    with RunDir.create(PlanCase(**case).recipe(), Path(run_dir)) as run:
+        run_training(run, resume=False)
 
 
 def bench_plan(
@@ -80,17 +63,14 @@ def bench_plan(
     run: RunCase = run_case,
     time_limit_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Run every case that begins within `time_limit_s` and print a table (JSON with `json`); `save`: write the page.
+    """Run every case that begins within `time_limit_s`; print what kept its promise, or JSON; `save`: write the page.
 
     `cases` default to those of this machine: with CUDA, of its sizes. Returns the report.
 
     Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
     reason, and does not stop the others. Raises UserError for a folder that is not there.
     """
-    scratch_root = real_path(folder or Path.cwd())
-    for path in (scratch_root, save.parent if save is not None else None):
-        if path is not None and not path.is_dir():
-            raise UserError(f"{path}: no such folder; make it first")
+    require_folders(folder, None if save is None else save.parent)
     if cases is None:
         cases = cases_here()
     rows = []
@@ -98,24 +78,24 @@ def bench_plan(
     for number, case in enumerate(cases, start=1):
         if time.monotonic() - begun > time_limit_s:
             break
-        rows.append(row_of(case, scratch_root, run))
+        rows.append(row_of(case, folder, run))
         print(f"{number}/{len(cases)} {progress(rows[-1])}", file=sys.stderr, flush=True)
     report = report_of(rows)
     if save is not None:
         save.write_text(markdown(report))
-    print(json_module.dumps(report, indent=2) if json else table(report))
+    show(report, "; ".join(_verdict(report)), as_json=json)
     return report
 
 
-def row_of(case: PlanCase, scratch_root: Path, run: RunCase = run_case) -> dict[str, Any]:
+def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict[str, Any]:
     """One case, trained and compared; where it failed, `error` says why in one line."""
     started = time.monotonic()
     row: dict[str, Any] = {"case": case.name, "about": case.about}
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch_root) as scratch:
+    with scratch(folder) as path:
         try:
-            run(case, Path(scratch) / "run")
-            row |= compare(Path(scratch) / "run")
-        except CaseFailed as error:
+            run(case, Path(path) / "run")
+            row |= compare(Path(path) / "run")
+        except CallFailed as error:
             row |= {"error": str(error), "output": error.output, "ended": error.ended}
         except UserError as error:
             row["error"] = str(error)
@@ -206,25 +186,6 @@ def _machine() -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- one case, in a process of its own
-
-
-def _worker() -> None:
-    """Train one case in this process; a refusal is one line."""
-    from app.launch import run_training
-
-    parser = argparse.ArgumentParser(prog="python -m app.bench.plan", description=_worker.__doc__)
-    parser.add_argument("case", type=json_module.loads)
-    parser.add_argument("run_dir", type=Path)
-    arguments = parser.parse_args()
-    try:
-        with RunDir.create(PlanCase(**arguments.case).recipe(), arguments.run_dir) as run:
-            run_training(run, resume=False)
-    except UserError as error:
-        print(_REFUSAL + " ".join(str(error).split()), flush=True)
-        sys.exit(REFUSED)
-
-
 # ---------------------------------------------------------------------- for people
 
 
@@ -244,24 +205,6 @@ def progress(row: Mapping[str, Any]) -> str:
         f"{row['case']}: measured over planned: {peaks}, step {_ratio(step)} "
         f"({seconds_text(step['measured'])}); {row['process_s']:.0f} s for the case"
     )
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The report for people."""
-    lines = [
-        f"{'case':<20}{'params':>8}{'tokens':>8}{'GPU':>8}{'RAM':>8}{'NVMe':>8}{'planned s':>11}{'measured s':>12}"
-        f"{'step':>8}  bound by",
-    ]
-    for row in report["cases"]:
-        if "error" in row:
-            lines.append(f"{row['case']:<20}failed: {row['error']}")
-            continue
-        step, peaks = row["step_s"], "".join(f"{_ratio(row['tiers'][name]):>8}" for name in TIERS)
-        lines.append(
-            f"{row['case']:<20}{row['params'] / 1e6:>7.1f}M{row['tokens_per_step']:>8,}{peaks}{step['planned']:>11.3f}"
-            f"{step['measured']:>12.3f}{_ratio(step):>8}  {row['bound_by']}"
-        )
-    return "\n".join([*lines, "measured over planned; ! is beyond the tolerance", *_verdict(report)])
 
 
 def _verdict(report: Mapping[str, Any]) -> list[str]:
@@ -328,7 +271,3 @@ def _markdown_row(row: Mapping[str, Any]) -> str:
     step = row["step_s"]
     cells.append(f"{seconds_text(step['measured'])} of {seconds_text(step['planned'])}: {_ratio(step)}")
     return f"| {' | '.join([*cells, row['bound_by']])} |"
-
-
-if __name__ == "__main__":
-    _worker()

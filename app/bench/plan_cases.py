@@ -83,9 +83,9 @@ class PlanCase:
             name=self.name,
             model=ModelConfig(**self.model),
             data=DataConfig(source="random", sequence_length=self.context, max_documents=16),
-            train=TrainConfig(steps=STEPS, sequences_per_step=self.sequences, **train),
+            train=TrainConfig(steps=STEPS, global_batch_size=self.sequences, **train),
             budgets=BudgetConfig(gpu=self.gpu, ram=self.ram),
-            storage=StorageConfig(checkpoint_every=STEPS, chunk_bytes="8MiB"),
+            storage=StorageConfig(checkpoint_every=STEPS, part_bytes="8MiB"),
         )
 
 
@@ -108,7 +108,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="80MiB",
         ram="512MiB",
-        train={"chunk_tokens": 512, "compute_dtype": "float32", "save": "attention"},
+        train={"chunk_tokens": 512, "compute_dtype": "float32", "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="7m-nvme",
@@ -118,7 +118,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=4,
         gpu="64MiB",
         ram="80MiB",
-        train={"chunk_tokens": 512, "sequences_per_micro_batch": 2, "save": "attention"},
+        train={"chunk_tokens": 512, "micro_batch_size": 2, "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="29m-ram",
@@ -128,7 +128,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="144MiB",
         ram="1GiB",
-        train={"save": "attention"},
+        train={"activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="29m-input",
@@ -137,7 +137,7 @@ CASES: tuple[PlanCase, ...] = (
         context=2048,
         gpu="144MiB",
         ram="1GiB",
-        train={"chunk_tokens": 1024, "save": "input"},
+        train={"chunk_tokens": 1024, "activation_checkpointing": "full"},
     ),
     PlanCase(
         name="29m-everything",
@@ -147,7 +147,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="1GiB",
         ram="256MiB",
-        train={"chunk_tokens": 256, "save": "everything"},
+        train={"chunk_tokens": 256, "activation_checkpointing": "none"},
     ),
     PlanCase(
         name="29m-nvme-tied",
@@ -157,7 +157,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="144MiB",
         ram="112MiB",
-        train={"chunk_tokens": 1024, "save": "attention", "gradient_dtype": "bfloat16"},
+        train={"chunk_tokens": 1024, "activation_checkpointing": "selective", "gradient_dtype": "bfloat16"},
     ),
     PlanCase(
         name="10m-8k",
@@ -166,7 +166,7 @@ CASES: tuple[PlanCase, ...] = (
         context=8192,
         gpu="192MiB",
         ram="1GiB",
-        train={"chunk_tokens": 1024, "kv_window": "whole", "save": "attention"},
+        train={"chunk_tokens": 1024, "kv_window": "whole", "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="16m-4k-streamed",
@@ -175,7 +175,7 @@ CASES: tuple[PlanCase, ...] = (
         context=4096,
         gpu="112MiB",
         ram="104MiB",
-        train={"chunk_tokens": 512, "kv_window": "streamed", "save": "attention"},
+        train={"chunk_tokens": 512, "kv_window": "streamed", "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="22m-windowed",
@@ -194,7 +194,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="144MiB",
         ram="768MiB",
-        train={"chunk_tokens": 1024, "save": "attention"},
+        train={"chunk_tokens": 1024, "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="75m-mixed",
@@ -203,7 +203,7 @@ CASES: tuple[PlanCase, ...] = (
         context=1024,
         gpu="208MiB",
         ram="768MiB",
-        train={"chunk_tokens": 1024, "save": "attention"},
+        train={"chunk_tokens": 1024, "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="168m-ram-compiled",
@@ -213,7 +213,7 @@ CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="400MiB",
         ram="4GiB",
-        train={"chunk_tokens": 1024, "sequences_per_micro_batch": 2, "compile": "auto", "save": "attention"},
+        train={"chunk_tokens": 1024, "micro_batch_size": 2, "compile": "auto", "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="168m-nvme-compiled",
@@ -225,10 +225,10 @@ CASES: tuple[PlanCase, ...] = (
         ram="700MiB",
         train={
             "chunk_tokens": 1024,
-            "sequences_per_micro_batch": 2,
+            "micro_batch_size": 2,
             "compile": "auto",
             "gradient_dtype": "bfloat16",
-            "save": "attention",
+            "activation_checkpointing": "selective",
         },
     ),
 )
@@ -252,7 +252,7 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         sequences=4,
         gpu="3GiB",
         ram="8GiB",
-        train={"compile": "auto", "save": "attention"},
+        train={"compile": "auto", "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="268m-64k-streamed",
@@ -261,7 +261,12 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         context=65536,
         gpu="4160MiB",
         ram="10GiB",
-        train={"chunk_tokens": 8192, "kv_window": "streamed", "compile": "auto", "save": "attention"},
+        train={
+            "chunk_tokens": 8192,
+            "kv_window": "streamed",
+            "compile": "auto",
+            "activation_checkpointing": "selective",
+        },
     ),
     PlanCase(
         name="268m-nvme",
@@ -271,7 +276,12 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         sequences=4,
         gpu="3200MiB",
         ram="2GiB",
-        train={"chunk_tokens": 8192, "gradient_dtype": "bfloat16", "compile": "auto", "save": "attention"},
+        train={
+            "chunk_tokens": 8192,
+            "gradient_dtype": "bfloat16",
+            "compile": "auto",
+            "activation_checkpointing": "selective",
+        },
     ),
     PlanCase(
         name="268m-gpu",
@@ -281,7 +291,7 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         sequences=8,
         gpu="24GiB",
         ram="2GiB",
-        train={"chunk_tokens": 8192, "sequences_per_micro_batch": 2, "compile": "auto", "save": "everything"},
+        train={"chunk_tokens": 8192, "micro_batch_size": 2, "compile": "auto", "activation_checkpointing": "none"},
     ),
     PlanCase(
         name="268m-64k",
@@ -290,7 +300,7 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         context=65536,
         gpu="5GiB",
         ram="10GiB",
-        train={"chunk_tokens": 8192, "kv_window": "whole", "compile": "auto", "save": "input"},
+        train={"chunk_tokens": 8192, "kv_window": "whole", "compile": "auto", "activation_checkpointing": "full"},
     ),
     PlanCase(
         name="moe",
@@ -300,7 +310,7 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         sequences=4,
         gpu="4GiB",
         ram="8GiB",
-        train={"chunk_tokens": 4096, "compile": "auto", "save": "attention"},
+        train={"chunk_tokens": 4096, "compile": "auto", "activation_checkpointing": "selective"},
     ),
     PlanCase(
         name="218m-windowed",
@@ -320,6 +330,6 @@ CUDA_CASES: tuple[PlanCase, ...] = (
         sequences=2,
         gpu="4GiB",
         ram="8GiB",
-        train={"chunk_tokens": 4096, "compute_dtype": "float32", "save": "attention"},
+        train={"chunk_tokens": 4096, "compute_dtype": "float32", "activation_checkpointing": "selective"},
     ),
 )

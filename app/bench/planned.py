@@ -7,7 +7,6 @@ drawn by `app/bench/heatmap.py`).
 
 from __future__ import annotations
 
-import json as json_module
 import multiprocessing
 import os
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.heatmap import draw, require_matplotlib
+from app.bench.process import require_folders
 from app.bench.published import PUBLISHED, Published
 from app.recipe import load_recipe
 from engine.config import BudgetConfig, DataConfig, Recipe
@@ -62,7 +62,7 @@ class Job:
 def bench_planned(
     out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn | None = None, processes: int | None = None
 ) -> dict[str, Any]:
-    """Plan everything and write planned.md, planned.json and planned.png into `out`; returns the report.
+    """Plan everything and write planned.md and planned.png into `out`; returns the report.
 
     As many forecasts at once as there are cores, or as `processes` says.
 
@@ -70,8 +70,7 @@ def bench_planned(
     """
     from engine.machine.presets import PRESETS
 
-    if not out.is_dir():
-        raise UserError(f"--out {out}: no such folder; make it first")
+    require_folders(out)
     require_matplotlib()
     todo = list(jobs(load_recipes(recipes), list(PRESETS)))
     rows = []
@@ -80,9 +79,9 @@ def bench_planned(
         rows.append(row)
         print(f"{number}/{len(todo)} {_progress(row)}", file=sys.stderr, flush=True)
     report = report_of(rows)
-    (out / "planned.json").write_text(json_module.dumps(report, indent=1) + "\n")
     draw(report["grid"], list(PRESETS), out / "planned.png")
     (out / "planned.md").write_text(markdown(report))
+    print(f"{sum(row['fits'] for row in rows)} of {len(rows)} plans fit; written to {out / 'planned.md'}")
     return report
 
 
@@ -130,10 +129,10 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
         data=DataConfig(source="random", sequence_length=context),
         train=replace(
             free.train,
-            sequences_per_step=sequences,
-            sequences_per_micro_batch=1,
+            global_batch_size=sequences,
+            micro_batch_size=1,
             chunk_tokens=None,
-            save="auto",
+            activation_checkpointing="auto",
             kv_window="auto",
         ),
     )
@@ -159,7 +158,7 @@ def row_of(job: Job, forecast_fn: ForecastFn) -> dict[str, Any]:
         "machine": job.machine,
         "own": job.own,
         "context": job.recipe.data.sequence_length,
-        "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.sequences_per_step,
+        "tokens_per_step": job.recipe.data.sequence_length * job.recipe.train.global_batch_size,
     }
     if job.published is not None:
         figure = job.published
@@ -197,10 +196,9 @@ def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """planned.json."""
+    """What the page shows."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "note": "planned from data sheets, not measured",
         "grid_step_tokens": GRID_STEP_TOKENS,
         "recipes": [row for row in rows if row["kind"] == "recipe"],
         "published": [row for row in rows if row["kind"] == "published"],
@@ -225,7 +223,7 @@ what was then measured is in [planning.md](planning.md).
 ```
 penstock bench planned
 ```
-made this page, [planned.json](planned.json) and the heat map. Sizes are binary; NVMe holds two generations of the
+made this page and the heat map. Sizes are binary; NVMe holds two generations of the
 state. "Written per step" is what a step writes to all drives together.
 """
 _GRID = """

@@ -1,20 +1,85 @@
-"""A benchmark's child process: it ends at its time limit, with everything that it started, and with its parent."""
+"""What benchmarks share: work in a process of its own, folders for it, and what is printed at the end.
+
+A child process ends at its time limit, with everything that it started, and with its parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
+import json
+import math
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from storage.errors import UserError
+from storage.untrusted import real_path
 
 REPOSITORY = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
+_ANSWER = "answer: "
+"""Before what a child hands over, in a line of its own; libraries may write before and after it."""
+_OUTPUT_LINES = 60
+
+
+class CallFailed(UserError):
+    """A child broke, or met its limit (`ended`); the message is one line, `output` the end of what it wrote."""
+
+    def __init__(self, reason: str, output: str = "", *, ended: bool = False) -> None:
+        super().__init__(reason)
+        self.output, self.ended = output, ended
+
+
+def call(
+    work: str, *arguments: Any, limit_s: float = math.inf, more: dict[str, str] | None = None, what: str = ""
+) -> Any:
+    """What the function `work`, as module:name, returns for `arguments` in a process of its own; all of it is JSON.
+
+    `more`: variables of its environment; `what` names the work in messages. Raises UserError of one line with the words
+    of the function's own UserError, and CallFailed for any other end.
+    """
+    command = [sys.executable, "-m", "app.bench.process", work, json.dumps(arguments)]
+    with tempfile.TemporaryFile("w+") as output:
+        code = run_limited(command, limit_s, stdout=output, stderr=output, more=more)
+        output.seek(0)
+        lines = output.read().strip().splitlines()
+    said = what and f"{what}: "
+    text = "\n".join(lines[-_OUTPUT_LINES:])
+    if code is None:
+        raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was ended", text, ended=True)
+    handed = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
+    if code != 0 or not handed:
+        raise CallFailed(f"{said}exit {code}: {lines[-1] if lines else 'it said nothing'}", text)
+    answer = json.loads(handed[-1])
+    if "refusal" in answer:
+        raise UserError(f"{said}{answer['refusal']}")
+    return answer["result"]
+
+
+def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A folder below `folder` (the current one when none) that is removed with all that is in it."""
+    return tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd(), ignore_cleanup_errors=True)
+
+
+def require_folders(*folders: Path | None) -> None:
+    """UserError for the first that is named and not there."""
+    for folder in folders:
+        if folder is not None and not real_path(folder).is_dir():
+            raise UserError(f"{folder}: no such folder; make it first")
+
+
+def show(report: Any, line: str, *, as_json: bool) -> None:
+    """Print a benchmark's result: its line for people, or all of it as one JSON object."""
+    print(json.dumps(report, indent=2) if as_json else line)
 
 
 def environment() -> dict[str, str]:
@@ -66,3 +131,18 @@ def run_limited(
 def _end_with_parent() -> None:
     """A parent that is killed cannot end what it started: the kernel does, and the GPU is free again."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """The child: carry out the work and hand over what it returns, or the words of its refusal."""
+    module, _, name = sys.argv[1].partition(":")
+    work = getattr(importlib.import_module(module), name)
+    try:
+        answer = {"result": work(*json.loads(sys.argv[2]))}
+    except UserError as error:
+        answer = {"refusal": " ".join(str(error).split())}
+    print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
         raise Skip("needs CUDA, and torch sees no device")
     train = TrainConfig(
         steps=10**6,
-        sequences_per_step=case.rows,
+        global_batch_size=case.rows,
         chunk_tokens=case.chunk_tokens,
         lr=1e-5,
         lr_schedule="constant",

@@ -73,7 +73,6 @@ class DrawnStore:
         return getattr(self._store, name)
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
-        """See NvmeStore.read."""
         if kind in ("weights", "gradient") or (buffer, kind) in self._held:
             return self._store.read(buffer, kind, part, out)
         self._drawn.fill(buffer, kind, part, out)

@@ -6,33 +6,22 @@ change in the machine's load meets all of them.
 
 from __future__ import annotations
 
-import argparse
 import json as json_module
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from storage.errors import UserError
+from app.bench.process import call, scratch, show
+from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from engine.events import Observer, Span, StepMetrics, Want
 
-if TYPE_CHECKING:
-    from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 1024, 3072, 16, 8, 64, 8192
-ROWS, ROW_TOKENS = 2, 512
-LR, BETA1, BETA2, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
+ROWS, ROW_TOKENS, VOCAB = 2, 512, 8192
 WARMUP_STEPS = 2  # allocation, compilation, first touch of memory
 
-CASES = {
-    "plain": "plain PyTorch, everything in memory",
-    "ram": "Penstock, everything in memory",
-    "nvme": "Penstock, master weights and moments on NVMe",
-}
+CASES = ("plain", "ram", "nvme")
+"""Plain PyTorch, and Penstock, with everything in memory; Penstock with master weights and moments on NVMe."""
 BUDGETS: dict[str, dict[str, dict[str, str]]] = {
     "bfloat16": {"ram": {"gpu": "400MiB", "ram": "8GiB"}, "nvme": {"gpu": "400MiB", "ram": "700MiB"}},
     "float32": {"ram": {"gpu": "800MiB", "ram": "8GiB"}, "nvme": {"gpu": "800MiB", "ram": "1400MiB"}},
@@ -40,19 +29,8 @@ BUDGETS: dict[str, dict[str, dict[str, str]]] = {
 """By what is computed in."""
 
 
-@dataclass(frozen=True)
-class CaseResult:
-    """One case, all rounds together."""
-
-    step_s: float
-    """Median of a step's wall-clock time, warm-up excluded."""
-    peak_rss_bytes: int
-    """Highest resident set of its processes (VmHWM), Python and libraries included."""
-    step_times_s: list[float]
-
-
-def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: Path | None = None) -> dict[str, float]:
-    """Run every case `rounds` times, taking turns, `steps` timed steps each; print a table, or JSON with `json`.
+def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: Path | None = None) -> dict[str, Any]:
+    """Run every case `rounds` times, taking turns, `steps` timed steps each; print the ratios, or JSON with `json`.
 
     The NVMe case keeps its state below `folder` (the current directory when none) and removes it. Returns ratios
     `ram_ratio`, `nvme_ratio` (step time over plain PyTorch's) and `nvme_rss_ratio` (peak resident memory over it),
@@ -61,54 +39,30 @@ def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: P
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
     for _ in range(rounds):
         for case in CASES:
-            with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd()) as scratch:
-                runs[case].append(_run_case(case, steps, Path(scratch)))
-    results = {case: _summarise(outcomes) for case, outcomes in runs.items()}
-    plain, ram, nvme = results["plain"], results["ram"], results["nvme"]
-    dtype = runs["plain"][0]["dtype"]
-    figures = {
-        "ram_ratio": ram.step_s / plain.step_s,
-        "nvme_ratio": nvme.step_s / plain.step_s,
-        "nvme_rss_ratio": nvme.peak_rss_bytes / plain.peak_rss_bytes,
-    }
-    for case, result in results.items():
-        figures[f"{case}_step_s"] = result.step_s
-        figures[f"{case}_peak_rss_bytes"] = result.peak_rss_bytes
-    print(json_module.dumps(figures, indent=2) if json else _table(results, dtype))
+            with scratch(folder) as path:
+                runs[case].append(_run_case(case, steps, path))
+    figures: dict[str, Any] = {"dtype": runs["plain"][0]["dtype"]}
+    for case, outcomes in runs.items():
+        times = [seconds for outcome in outcomes for seconds in outcome["step_times_s"][WARMUP_STEPS:]]
+        figures[f"{case}_step_s"] = statistics.median(times)
+        figures[f"{case}_step_range_s"] = [min(times), max(times)]
+        figures[f"{case}_peak_rss_bytes"] = max(outcome["peak_rss_bytes"] for outcome in outcomes)
+    for case in ("ram", "nvme"):
+        figures[f"{case}_ratio"] = figures[f"{case}_step_s"] / figures["plain_step_s"]
+    figures["nvme_rss_ratio"] = figures["nvme_peak_rss_bytes"] / figures["plain_peak_rss_bytes"]
+    line = (
+        f"a step of {figures['plain_step_s']:.2f} s in plain PyTorch ({figures['dtype']}) takes Penstock "
+        f"{figures['ram_ratio']:.2f} x its time in RAM, and {figures['nvme_ratio']:.2f} x its time at "
+        f"{figures['nvme_rss_ratio']:.2f} x its peak memory with the state on NVMe"
+    )
+    show(figures, line, as_json=json)
     return figures
 
 
-def _run_case(case: str, steps: int, scratch: Path) -> dict[str, Any]:
-    """The JSON that a worker process prints as its last line."""
-    command = [sys.executable, "-m", "app.bench.step", case, "--steps", str(steps), "--scratch", str(scratch)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "USE_HUB_KERNELS": "0"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if process.returncode != 0:
-        raise UserError(f"bench case {case} failed (exit {process.returncode}):\n{process.stderr.strip()[-4000:]}")
-    outcome: dict[str, Any] = json_module.loads(process.stdout.strip().splitlines()[-1])
+def _run_case(case: str, steps: int, folder: str) -> dict[str, Any]:
+    """What `measure` returns in a process of its own."""
+    outcome: dict[str, Any] = call("app.bench.step:measure", case, steps, folder, what=f"bench case {case}")
     return outcome
-
-
-def _summarise(outcomes: list[dict[str, Any]]) -> CaseResult:
-    times = [seconds for outcome in outcomes for seconds in outcome["step_times_s"][WARMUP_STEPS:]]
-    peak = max(outcome["peak_rss_bytes"] for outcome in outcomes)
-    return CaseResult(step_s=statistics.median(times), peak_rss_bytes=peak, step_times_s=times)
-
-
-def _table(results: dict[str, CaseResult], dtype: str) -> str:
-    plain = results["plain"]
-    lines = [
-        f"Qwen3 shape, {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}, untied; "
-        f"{ROWS} x {ROW_TOKENS} tokens, {dtype}",
-        f"{'case':<46}{'step s':>9}{'min..max':>16}{'ratio':>8}{'peak RSS MiB':>14}{'ratio':>8}",
-    ]
-    for case, result in results.items():
-        spread = f"{min(result.step_times_s):.2f}..{max(result.step_times_s):.2f}"
-        lines.append(
-            f"{CASES[case]:<46}{result.step_s:>9.3f}{spread:>16}{result.step_s / plain.step_s:>8.2f}"
-            f"{result.peak_rss_bytes / 2**20:>14.0f}{result.peak_rss_bytes / plain.peak_rss_bytes:>8.2f}"
-        )
-    return "\n".join(lines)
 
 
 def _device_type() -> str:
@@ -138,61 +92,32 @@ def _compiles() -> bool:
 
 def _plain_times(steps: int) -> list[float]:
     import torch
-    from transformers import AutoConfig
 
-    from app.bench.plain import plain_step_times
+    from app.bench.plain import PlainBatch, plain_steps
+    from engine.hf.config import model_config
 
-    config = AutoConfig.for_model(
-        "qwen3",
-        num_hidden_layers=LAYERS,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=VOCAB,
-        max_position_embeddings=ROW_TOKENS,
-        tie_word_embeddings=False,
-    )
-    return plain_step_times(
-        config,
-        rows=ROWS,
-        row_tokens=ROW_TOKENS,
-        steps=steps,
-        device=torch.device(_device_type()),
-        dtype=getattr(torch, _dtype()),
-        lr=LR,
-        betas=(BETA1, BETA2),
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
-    )
+    recipe = _recipe("ram", steps)
+    torch.manual_seed(0)
+    batches = ([PlainBatch(torch.randint(0, VOCAB, (ROWS, ROW_TOKENS)))] for _ in range(steps))
+    found = plain_steps(model_config(recipe, None), batches, recipe.train, torch.device(_device_type()))
+    return [seconds for _, _, seconds in found]
 
 
-class _StepClock:
-    """Observer that keeps the wall-clock time between the ends of consecutive steps."""
+class _StepClock(Observer):
+    """Keeps the wall-clock time between the ends of consecutive steps."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
         self._last = time.perf_counter()
 
-    def on_prepare(self, item: Preparing) -> None:
-        pass
-
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         print(json_module.dumps(plan), file=sys.stderr)
         self._last = time.perf_counter()
-
-    def on_progress(self, progress: Progress) -> None:
-        pass
 
     def on_step(self, metrics: StepMetrics) -> None:
         now = time.perf_counter()
         self.times_s.append(now - self._last)
         self._last = now
-
-    def on_validation(self, metrics: ValidationMetrics) -> None:
-        pass
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         print(text, file=sys.stderr)
@@ -200,54 +125,51 @@ class _StepClock:
     def checkpoint_requests(self) -> list[str]:
         return []
 
-    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        pass
-
     def wanted(self) -> Want:
         return "run"
 
-    def on_pause(self, paused: bool) -> None:
-        pass
 
-
-def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
-    from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-    from engine.train import train
-
-    clock, dtype = _StepClock(), _dtype()
-    recipe = Recipe(
+def _recipe(case: str, steps: int) -> Recipe:
+    dtype = _dtype()
+    return Recipe(
         name="bench",
         model=ModelConfig(
             model_type="qwen3",
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            intermediate_size=INTERMEDIATE,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
+            num_layers=12,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=64,
             vocab_size=VOCAB,
         ),
         data=DataConfig(source="random", sequence_length=ROW_TOKENS),
         train=TrainConfig(
             steps=steps,
-            sequences_per_step=ROWS,
-            sequences_per_micro_batch=ROWS,
+            global_batch_size=ROWS,
+            micro_batch_size=ROWS,
             chunk_tokens=ROWS * ROW_TOKENS,
-            lr=LR,
+            lr=1e-4,
             lr_schedule="constant",
-            beta1=BETA1,
-            beta2=BETA2,
-            eps=EPS,
-            weight_decay=WEIGHT_DECAY,
-            clip_norm=CLIP_NORM,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            clip_norm=1.0,
             compute_dtype=dtype,
             compile="on" if _compiles() else "off",  # as in a run of many steps
             gradient_dtype=dtype,  # what plain PyTorch's backward leaves; ours is summed in float32 before
         ),
         budgets=BudgetConfig(**BUDGETS[dtype][case]),
-        storage=StorageConfig(checkpoint_every=steps, chunk_bytes="16MiB"),
+        storage=StorageConfig(checkpoint_every=steps, part_bytes="16MiB"),
     )
-    train(recipe, run_dir=scratch, observer=clock, resume=False)
+
+
+def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
+    from engine.train import train
+
+    clock = _StepClock()  # type: ignore[abstract]  # what it does not define does nothing
+    train(_recipe(case, steps), run_dir=scratch, observer=clock, resume=False)
     return clock.times_s
 
 
@@ -257,18 +179,8 @@ def _peak_rss_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _worker() -> None:
-    """Run one case in this process and print its step times and peak memory as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m app.bench.step", description=_worker.__doc__)
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args()
-    steps = arguments.steps + WARMUP_STEPS
-    plain = arguments.case == "plain"
-    times = _plain_times(steps) if plain else _penstock_times(arguments.case, steps, arguments.scratch)
-    print(json_module.dumps({"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": _peak_rss_bytes()}))
-
-
-if __name__ == "__main__":
-    _worker()
+def measure(case: str, steps: int, folder: str) -> dict[str, Any]:
+    """One case in this process: its step times after the warm-up's, and its peak memory."""
+    steps += WARMUP_STEPS
+    times = _plain_times(steps) if case == "plain" else _penstock_times(case, steps, Path(folder))
+    return {"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": _peak_rss_bytes()}

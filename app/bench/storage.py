@@ -12,12 +12,11 @@ what was written last.
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import os
 import shutil
 import signal
 import statistics
-import tempfile
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from app.bench.process import scratch, show
 from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from storage.arena import HostArena
 from storage.chunk import ChunkFormat
@@ -61,11 +61,11 @@ class _Plan:
     name: str
     folders: tuple[Path, ...]
     num_parts: int
-    chunk_bytes: int
+    part_bytes: int
 
     @property
     def spec(self) -> ArraySpec:
-        numel = self.chunk_bytes // 4
+        numel = self.part_bytes // 4
         return ArraySpec(_SPEC[0], _SPEC[1], self.num_parts * numel, _SPEC[2], numel)
 
 
@@ -87,42 +87,42 @@ def bench_storage(
     *,
     json: bool = False,
     size_bytes: int = SIZE_BYTES,
-    chunk_bytes: int = CHUNK_BYTES,
+    part_bytes: int = CHUNK_BYTES,
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
     """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
 
-    `size_bytes` is moved in each direction per measurement (less where room is short), in chunk files of `chunk_bytes`
-    of payload, `rounds` times. Prints a table, or JSON with `json`, and returns the figures: `read_ratio` and
+    `size_bytes` is moved in each direction per measurement (less where room is short), in chunk files of `part_bytes`
+    of payload, `rounds` times. Prints the ratios, or JSON with `json`, and returns the figures: `read_ratio` and
     `write_ratio` are store over raw, medians of the rounds' ratios, of all drives together. Everything is made in
     hidden folders below `paths` and removed, also when interrupted. UserError on a folder that cannot be used.
     """
-    if chunk_bytes <= 0 or chunk_bytes % (ALIGN_NUMEL * 4):
-        raise UserError(f"chunk size {chunk_bytes:,}: give a multiple of {ALIGN_NUMEL * 4:,} bytes, for example 32MiB")
+    if part_bytes <= 0 or part_bytes % (ALIGN_NUMEL * 4):
+        raise UserError(f"chunk size {part_bytes:,}: give a multiple of {ALIGN_NUMEL * 4:,} bytes, for example 32MiB")
     if rounds < 1:
         raise UserError(f"rounds {rounds}: give at least 1")
     folders = _checked(paths)
     warnings = [warning for folder in folders for warning in check_folder(folder)]
-    parts_per_drive, note = _parts_that_fit(folders, size_bytes, chunk_bytes)
+    parts_per_drive, note = _parts_that_fit(folders, size_bytes, part_bytes)
     if note:
         warnings.append(note)
     if len({os.stat(folder).st_dev for folder in folders}) < len(folders):
         warnings.append("several of the folders lie on one drive, whose speed they share")
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(_unwinding_signals())
-        scratch = {folder: cleanup.enter_context(_scratch(folder)) for folder in folders}
-        plans = [_Plan(str(folder), (folder,), parts_per_drive, chunk_bytes) for folder in folders]
+        places = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
+        plans = [_Plan(str(folder), (folder,), parts_per_drive, part_bytes) for folder in folders]
         if len(folders) > 1:
-            plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), chunk_bytes))
-        readers, skipped = _readers(list(scratch.values()))
-        fio = Fio.find(scratch[folders[0]])
+            plans.append(_Plan("all drives", tuple(folders), parts_per_drive * len(folders), part_bytes))
+        readers, skipped = _readers(list(places.values()))
+        fio = Fio.find(places[folders[0]])
         load_before = os.getloadavg()[0]
-        cases = [_run_case(plan, scratch, fio, readers, rounds) for plan in plans]
+        cases = [_run_case(plan, places, fio, readers, rounds) for plan in plans]
     figures: dict[str, Any] = {
         "read_ratio": cases[-1]["ratios"]["direct_read"],
         "write_ratio": cases[-1]["ratios"]["store_write"],
         "write_ratio_raw_synced": cases[-1]["ratios"]["store_write_raw_synced"],
-        "chunk_bytes": chunk_bytes,
+        "part_bytes": part_bytes,
         "rounds": rounds,
         "raw_tools": {tool.key: tool.name for tool in (fio, OwnLoop) if tool},
         "skipped_readers": skipped,
@@ -133,7 +133,14 @@ def bench_storage(
     }
     if len(folders) > 1:
         figures["sum_of_drives"] = _against_sum(cases)
-    print(json_module.dumps(figures, indent=2) if json else _table(figures))
+    for warning in warnings:
+        print(f"note: {warning}", file=sys.stderr)
+    reads, writes = (cases[-1]["measured"][name]["gbps"] for name in ("direct_read", "store_write"))
+    line = (
+        f"{cases[-1]['name']}: reads {figures['read_ratio']:.2f} of raw direct I/O ({reads:.2f} GB/s), durable writes "
+        f"{figures['write_ratio']:.2f} ({writes:.2f} GB/s)"
+    )
+    show(figures, line, as_json=json)
     return figures
 
 
@@ -153,24 +160,24 @@ def _checked(paths: Sequence[Path]) -> list[Path]:
     return folders
 
 
-def _parts_that_fit(folders: Sequence[Path], size_bytes: int, chunk_bytes: int) -> tuple[int, str | None]:
+def _parts_that_fit(folders: Sequence[Path], size_bytes: int, part_bytes: int) -> tuple[int, str | None]:
     """Parts on each drive, and a remark where they are fewer than asked for; UserError when too few fit."""
-    wanted = max(_MIN_PARTS, size_bytes // (len(folders) * chunk_bytes))
+    wanted = max(_MIN_PARTS, size_bytes // (len(folders) * part_bytes))
     fitting, where = wanted, folders[0]
     for folder in folders:
         sharing = sum(os.stat(other).st_dev == os.stat(folder).st_dev for other in folders)
-        parts = int(shutil.disk_usage(folder).free / (sharing * _ROOM * chunk_bytes))
+        parts = int(shutil.disk_usage(folder).free / (sharing * _ROOM * part_bytes))
         if parts < fitting:
             fitting, where = parts, folder
     if fitting < _MIN_PARTS:
-        need = int(_MIN_PARTS * _ROOM * chunk_bytes)
+        need = int(_MIN_PARTS * _ROOM * part_bytes)
         free = shutil.disk_usage(where).free
         raise UserError(
             f"{where}: the benchmark needs {need:,} bytes for each folder on this disk and {free:,} are free"
         )
     if fitting == wanted:
         return wanted, None
-    total = bytes_text(fitting * len(folders) * chunk_bytes)
+    total = bytes_text(fitting * len(folders) * part_bytes)
     return fitting, f"{where}: room is short, so {total} are moved per measurement"
 
 
@@ -192,15 +199,6 @@ def _unwinding_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=".penstock-bench-", dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:
     """Every reader that works here, and why the others do not."""
     readers: dict[str, Reader] = {"direct": DirectReader(), "tensorstore": TensorstoreReader()}
@@ -213,12 +211,12 @@ def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]
 
 
 def _run_case(
-    plan: _Plan, scratch: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
+    plan: _Plan, places: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
 ) -> dict[str, Any]:
     """Measure one set of drives; everything made for it is gone afterwards."""
     num_drives = len(plan.folders)
     raw = [
-        RawFiles(scratch[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.chunk_bytes).file_bytes)
+        RawFiles(places[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.part_bytes).file_bytes)
         for folder in plan.folders
     ]
     num_slots = num_drives * _SLOTS
@@ -226,15 +224,15 @@ def _run_case(
     memory = [arena.slot(f"slot {index}", raw[0].file_bytes) for index in range(num_slots)]
     for index, slot in enumerate(memory):  # real data is not compressible, and a drive might compress
         slot.random_(generator=torch.Generator().manual_seed(index))
-    slots = [slot[: plan.chunk_bytes] for slot in memory]
+    slots = [slot[: plan.part_bytes] for slot in memory]
     tools: list[RawTool] = [OwnLoop(memory), fio] if fio else [OwnLoop(memory)]
     switch, device = _Switch(readers["direct"]), readers.get("kvikio")
-    stores = [scratch[folder] / "store" for folder in plan.folders]
+    stores = [places[folder] / "store" for folder in plan.folders]
     try:
         for files in raw:
             files.create(memory[0])
         store = NvmeStore.create(
-            scratch[plan.folders[0]] / "root",
+            places[plan.folders[0]] / "root",
             [plan.spec],
             budget_bytes=None,
             drives=stores,
@@ -262,7 +260,7 @@ def _run_case(
     finally:
         arena.close()
         for folder in plan.folders:
-            for child in scratch[folder].iterdir():
+            for child in places[folder].iterdir():
                 shutil.rmtree(child, ignore_errors=True)
     for what in ("write", "write_synced", "read"):
         of_tools = (runs[f"{tool.key}_{what}"] for tool in tools)
@@ -270,7 +268,7 @@ def _run_case(
     return {
         "name": plan.name,
         "drives": [str(folder) for folder in plan.folders],
-        "moved_bytes": plan.num_parts * plan.chunk_bytes,
+        "moved_bytes": plan.num_parts * plan.part_bytes,
         "file_bytes_on_drive": spread,
         "measured": {name: _summary(timings) for name, timings in runs.items()},
         "ratios": _ratios(runs, readers),
@@ -288,7 +286,7 @@ def _jobs(
     chunk_files: Sequence[Path],
 ) -> dict[str, Callable[[], Timed]]:
     """What one round measures, by name, raw beside what it is compared with."""
-    payload_bytes = plan.num_parts * plan.chunk_bytes
+    payload_bytes = plan.num_parts * plan.part_bytes
     raw_paths = [path for files in raw for path in files.paths()]
 
     def raw_read(tool: RawTool) -> Timed:
@@ -367,50 +365,3 @@ def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
     *single, together = (case["measured"] for case in cases)
     names = [name for name in together if not name.startswith(("fio_", "loop_"))]
     return {name: together[name]["gbps"] / sum(case[name]["gbps"] for case in single) for name in names}
-
-
-_ROWS = {
-    "fio_write": "raw write, fio",
-    "loop_write": "raw write, own loop",
-    "raw_write": "raw write, faster of a round",
-    "raw_write_synced": "raw write and fsync",
-    "store_write": "store write and commit",
-    "fio_read": "raw read, fio",
-    "loop_read": "raw read, own loop",
-    "raw_read": "raw read, faster of a round",
-    "direct_read": "store read, direct",
-    "tensorstore_read": "store read, tensorstore",
-    "kvikio_read": "store read, kvikio to GPU",
-}
-
-
-def _table(figures: dict[str, Any]) -> str:
-    lines = [f"raw: {'; '.join(figures['raw_tools'].values())}; chunk files of {bytes_text(figures['chunk_bytes'])}"]
-    for case in figures["cases"]:
-        lines += ["", f"{case['name']}: {bytes_text(case['moved_bytes'])} a time, {figures['rounds']} rounds"]
-        lines.append(f"{'':<28}{'GB/s':>8}{'min..max':>14}{'of raw':>8}{'CPU s/GB':>10}")
-        for name, text in _ROWS.items():
-            if name not in case["measured"]:
-                continue
-            row = case["measured"][name]
-            ratio = case["ratios"].get(name)
-            spread = f"{min(row['gbps_rounds']):.2f}..{max(row['gbps_rounds']):.2f}"
-            lines.append(
-                f"{text:<28}{row['gbps']:>8.2f}{spread:>14}"
-                f"{'' if ratio is None else f'{ratio:.2f}':>8}{row['cpu_s_per_gb']:>10.3f}"
-            )
-        if len(case["drives"]) > 1:
-            shares = ", ".join(
-                f"{Path(drive).name} {bytes_text(size)}" for drive, size in case["file_bytes_on_drive"].items()
-            )
-            lines.append(f"chunk files of both generations: {shares}")
-    if "sum_of_drives" in figures:
-        added = figures["sum_of_drives"]
-        lines += [
-            "",
-            "all drives over the sum of each: " + ", ".join(f"{_ROWS[n]} {r:.2f}" for n, r in added.items()),
-        ]
-    lines += ["", *(f"{reader} not measured: {reason}" for reader, reason in figures["skipped_readers"].items())]
-    lines += [f"note: {warning}" for warning in figures["warnings"]]
-    lines.append(f"load average before and after: {figures['load_average'][0]:.2f}, {figures['load_average'][1]:.2f}")
-    return "\n".join(lines)

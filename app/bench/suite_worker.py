@@ -1,14 +1,12 @@
-"""One case of `penstock bench step --suite` in this process: plan, state, steps, then the kernels alone.
-
-Prints one JSON object as its last line: `status` "done" with the figures, or "skipped" with what the machine lacks.
-"""
+"""One case of `penstock bench step --suite` in this process: plan, state, steps, then the kernels alone."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
+import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +14,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 
-from app.bench.cases import Case, case_from_json
+from app.bench.cases import Case, case_of
 from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, shares
 from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
+from app.ops import STEP_END
 from app.trace import write_trace
 from engine.attention import chunk as attention
 from engine.data.loader import DataLoader, MicroBatch
@@ -32,8 +32,10 @@ from engine.machine.affinity import place_threads
 from engine.machine.budgets import free_budgets
 from engine.machine.compilers import find_compilation
 from engine.machine.device import configure, memory_use
+from engine.machine.limits import machine_memory
 from engine.machine.peaks import hfu, mfu, peak_flops
 from engine.machine.presets import this_machine
+from engine.machine.probe_compute import GPU_SIZES, matmul_flops
 from engine.model.spec import layouts
 from engine.opening import choose_kernels, typical_batch
 from engine.runtime.calibrate import calibrate
@@ -61,7 +63,6 @@ class WarmUpLoader:
         return getattr(self._loader, name)
 
     def next_step(self) -> list[MicroBatch]:
-        """See DataLoader.next_step."""
         batches = self._loader.next_step()
         if self._left == 0:
             return batches
@@ -359,28 +360,33 @@ def _whole(setup: Setup) -> dict[str, int]:
 
 def _write_step_trace(spans: Sequence[dict[str, Any]], step: int, folder: Path, out: Path) -> None:
     """A Perfetto trace of what was under way in one step's window."""
-    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == "clip"}
+    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == STEP_END}
     inside = [s for s in spans if s["end_s"] > ends[step - 1] and s["start_s"] < ends[step]]
     folder.mkdir()
     (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in inside))
     write_trace(folder, out)
 
 
-def main() -> None:
-    """Run one case in this process."""
-    parser = argparse.ArgumentParser(prog="python -m app.bench.suite_worker", description=main.__doc__)
-    parser.add_argument("case", type=case_from_json)
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--trace", type=Path)
-    arguments = parser.parse_args()
+def run(case: dict[str, Any], folder: str, trace: str | None) -> dict[str, Any]:
+    """A case's figures with `status` done, or skipped with what the machine lacks. Raises UserError."""
     try:
-        outcome = {"status": "done"} | measure(arguments.case, arguments.scratch, arguments.trace)
+        return {"status": "done"} | measure(case_of(case), Path(folder), None if trace is None else Path(trace))
     except Skip as reason:
-        outcome = {"status": "skipped", "reason": str(reason)}
-    except UserError as error:
-        outcome = {"status": "failed", "reason": str(error)}
-    print(json.dumps(outcome))
+        return {"status": "skipped", "reason": str(reason)}
 
 
-if __name__ == "__main__":
-    main()
+def machine() -> dict[str, Any]:
+    """What figures depend on: GPU, what products reach on it, versions, cores, RAM."""
+    cuda = torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(0) if cuda else None
+    return {
+        "gpu": properties.name if properties else None,
+        "gpu_bytes": properties.total_memory if properties else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": machine_memory(),
+        "matmul_flops": matmul_flops(torch.device("cuda"), GPU_SIZES, 0.5) if cuda else None,
+    }

@@ -63,7 +63,7 @@ class Smoke:
     ram: str
     lr: float
     part: str = "32MiB"
-    """storage.chunk_bytes."""
+    """storage.part_bytes."""
 
     @property
     def plain_bytes(self) -> int:
@@ -114,7 +114,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
     """Its plan on this machine. Raises BudgetError."""
     train = TrainConfig(
         steps=STEPS,
-        sequences_per_step=smoke.rows,
+        global_batch_size=smoke.rows,
         chunk_tokens=smoke.chunk_tokens,
         lr=smoke.lr,
         lr_schedule="constant",
@@ -125,7 +125,7 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
         name="smoke",
         data=DataConfig(source="random", sequence_length=smoke.row_tokens, max_documents=smoke.rows),
         train=train,
-        storage=StorageConfig(checkpoint_every=10**9, chunk_bytes=smoke.part),
+        storage=StorageConfig(checkpoint_every=10**9, part_bytes=smoke.part),
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
@@ -155,23 +155,12 @@ def penstock(setup: Setup, folder: Path) -> dict[str, Any]:
 
 def plain(setup: Setup, folder: Path) -> dict[str, Any]:
     """The same of plain PyTorch."""
-    train = setup.recipe.train
     loader = make_loader(prepare_data(setup.recipe, folder / "data").corpus, setup.spec, setup.recipe)
     batches = [[PlainBatch(batch.ids, batch.labels) for batch in loader.next_step()] for _ in range(STEPS)]
     steps = []
     # cuDNN's kernel is one of those that Penstock chooses among: not what it is compared with.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        for step in plain_steps(
-            setup.spec.config,
-            batches,
-            weights=drawn_weights(setup),
-            device=setup.device,
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-            clip_norm=train.clip_norm,
-        ):
+        for step in plain_steps(setup.spec.config, batches, setup.recipe.train, setup.device, drawn_weights(setup)):
             steps.append(step)
             tell({"plain": _columns(steps)})
     return _columns(steps)

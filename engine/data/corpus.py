@@ -26,7 +26,7 @@ from engine.data.tokenizer import (
     seal_trained,
     train_tokenizer,
 )
-from engine.folders import build_folder
+from storage.disk import build_folder
 from storage.errors import UserError
 from storage.untrusted import open_regular, parse_json, real_path
 
@@ -47,9 +47,11 @@ class Piece(NamedTuple):
 
 
 def source_files(config: DataConfig) -> list[Path]:
-    """The files that `config.source` reads, sorted. Raises UserError when the path is missing."""
+    """The files that `config.source` reads, sorted. Raises UserError when the path is missing or not there."""
     if config.source == "random":
         return []
+    if config.lacks_path:
+        raise UserError(f"data.path: data.source={config.source} needs it")
     if config.source == "python_stdlib":
         return sorted(_library_files(Path(sysconfig.get_paths()["stdlib"])))
     root = Path(str(config.path)).expanduser()

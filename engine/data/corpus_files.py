@@ -13,9 +13,9 @@ import io
 import json
 import os
 import weakref
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from storage.crc import checksum
 from storage.disk import atomic_write, disk_error
 from storage.errors import UserError
 from storage.sealed import hex_crc, seal, unseal
-from storage.untrusted import is_whole, open_regular, parse_object, printable, read_regular
+from storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
 
 BLOCK_BYTES = 1 << 16
 """Tokens under one checksum. Documents are drawn at random: a larger block would read much that is not wanted."""
@@ -44,14 +44,13 @@ class CorpusInfo:
     """Of the source and tokenizer that it was made from: equal means that it need not be made again."""
     content: str
     """SHA-256 of the token file: equal means the same tokens."""
-    dtype: str
-    """uint16 or uint32."""
-    num_tokens: int
-    num_documents: int
-    max_token_id: int
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: Size
+    num_documents: Size
+    max_token_id: Size
     max_token_document: str
     """The first document that holds max_token_id."""
-    eos_id: int
+    eos_id: Size
     sums_crc32c: str = ""
     """Of tokens.crc32c; empty where an earlier version made the corpus, without checksums."""
     documents_crc32c: str = ""
@@ -206,17 +205,7 @@ def read_info(folder: Path) -> CorpusInfo:
 
 def _info(values: dict[str, Any]) -> CorpusInfo:
     """ValueError for a missing field or one of a wrong type, and for numbers that no corpus has."""
-    known = {field.name: field for field in fields(CorpusInfo)}
-    for name, field in known.items():
-        if name not in values:
-            if field.default == "":
-                continue
-            raise ValueError(f"'{name}' is missing")
-        if not (isinstance(values[name], str) if field.type == "str" else is_whole(values[name])):
-            raise ValueError(f"'{name}' is {values[name]!r:.40}")
-    info = CorpusInfo(**{name: values[name] for name in known if name in values})
-    if info.dtype not in ("uint16", "uint32"):
-        raise ValueError(f"'dtype' is {info.dtype!r:.40}")
+    info = typed(values, CorpusInfo)
     if not 0 <= info.eos_id <= info.max_token_id <= np.iinfo(info.dtype).max:
         raise ValueError(f"token ids up to {info.max_token_id}, of which {info.eos_id} ends a text")
     if not (0 < info.num_tokens < _MOST_BYTES and 0 < info.num_documents <= info.num_tokens):
@@ -310,9 +299,9 @@ class _BlockSums:
 class CorpusWriter:
     """Makes the files of a corpus in `folder`: appends documents to tokens.bin and remembers their offsets."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: Literal["uint16", "uint32"]) -> None:
         self._folder = folder
-        self._dtype = dtype
+        self._dtype: Literal["uint16", "uint32"] = dtype
         self._stream = (folder / TOKENS).open("wb")
         self._digest, self._sums = hashlib.sha256(), _BlockSums()
         self._starts = [0]

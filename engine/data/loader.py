@@ -79,19 +79,19 @@ class DataLoader:
         *,
         vocab_size: int,
         sequence_length: int,
-        sequences_per_step: int,
-        sequences_per_micro_batch: int = 1,
+        global_batch_size: int,
+        micro_batch_size: int = 1,
         seed: int = 0,
         one_document_per_row: bool = False,
         documents: NDArray[np.int64] | None = None,
         endless: bool = True,
     ) -> None:
         corpus.require_vocabulary(vocab_size)
-        assert sequences_per_step % sequences_per_micro_batch == 0
+        assert global_batch_size % micro_batch_size == 0
         self._corpus = corpus
         self._sequence_length = sequence_length
-        self._rows = sequences_per_micro_batch
-        self._micro_batches = sequences_per_step // sequences_per_micro_batch
+        self._rows = micro_batch_size
+        self._micro_batches = global_batch_size // micro_batch_size
         self._seed = seed
         self._one_document_per_row = one_document_per_row
         self._endless = endless

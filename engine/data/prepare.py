@@ -10,7 +10,6 @@ from engine.data.corpus import prepare_text, random_corpus
 from engine.data.corpus_files import TokenCorpus
 from engine.data.loader import DataLoader, ValidationSet, split_documents
 from engine.data.tokenizer import TextTokenizer
-from engine.hf.config import read_config
 from engine.model.spec import ModelSpec
 from storage.errors import UserError
 
@@ -23,13 +22,14 @@ class Data:
     tokenizer: TextTokenizer | None
 
 
-def prepare_data(recipe: Recipe, folder: Path) -> Data:
-    """Tokenizer and tokenised corpus in `folder`, made unless they are there already."""
+def prepare_data(recipe: Recipe, folder: Path, vocab_size: int | None = None) -> Data:
+    """Tokenizer and tokenised corpus in `folder`, made unless they are there already.
+
+    `vocab_size`: the model's, which random tokens need; None takes the recipe's.
+    """
     model, data = recipe.model, recipe.data
     if data.source == "random":
-        vocabulary = model.vocab_size
-        if vocabulary is None and model.path is not None:
-            vocabulary = read_config(Path(model.path).expanduser()).get_text_config(decoder=True).vocab_size
+        vocabulary = vocab_size or model.vocab_size
         if vocabulary is None:
             raise UserError("model.vocab_size: data.source=random needs it; set it")
         return Data(random_corpus(data, vocabulary, folder / "corpus"), None)
@@ -50,8 +50,8 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
         corpus,
         vocab_size=spec.vocab_size,
         sequence_length=data.sequence_length,
-        sequences_per_step=train.sequences_per_step,
-        sequences_per_micro_batch=train.sequences_per_micro_batch,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         seed=data.seed,
         one_document_per_row=spec.recurrent,
         documents=documents,
@@ -67,10 +67,10 @@ def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> Val
     data, train = recipe.data, recipe.train
     if train.validate_every is None or data.validation_documents is None:
         return None
-    rows = train.sequences_per_micro_batch
+    rows = train.micro_batch_size
     return ValidationSet(
         make_loader(corpus, spec, recipe, validation=True),
         num_documents=data.validation_documents,
-        most=(train.validation_sequences or train.sequences_per_step) // rows,
-        per_pass=train.sequences_per_step // rows,
+        most=(train.validation_sequences or train.global_batch_size) // rows,
+        per_pass=train.global_batch_size // rows,
     )

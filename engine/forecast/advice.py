@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from engine.config import parse_bytes
 from engine.forecast.request import PlanRequest
 from engine.forecast.search import SearchResult
@@ -69,23 +71,23 @@ def _single(task: PlanRequest) -> Iterator[Change]:
     recipe, train, storage = task.recipe, task.recipe.train, task.recipe.storage
     if train.kv_window != "auto":
         yield Change({"train.kv_window": "auto"}, "let the plan decide whether keys and values stream")
-    if train.save not in ("auto", "input"):
-        yield Change({"train.save": "auto"}, "let the plan decide what is saved for backward")
+    if train.activation_checkpointing not in ("auto", "full"):
+        yield Change({"train.activation_checkpointing": "auto"}, "let the plan decide what is saved for backward")
     if train.gradient_dtype == "float32":
         yield Change({"train.gradient_dtype": "bfloat16"}, "gradients wait in bfloat16, rounded once after their sum")
     if storage.keep_last > 1:
         yield Change({"storage.keep_last": 1}, "keep the newest generation only")
     if train.chunk_tokens is not None:
         yield from _least(task, "train.chunk_tokens", _halves(train.chunk_tokens, 16), "shorter chunks")
-    micro = train.sequences_per_micro_batch
-    smaller = [n for n in _halves(micro, 1) if train.sequences_per_step % n == 0]
-    yield from _least(task, "train.sequences_per_micro_batch", smaller, "fewer sequences in one stream")
-    fewer = [n for n in _halves(train.sequences_per_step, 1) if n % micro == 0]
-    yield from _least(task, "train.sequences_per_step", fewer, "fewer sequences in a step")
+    micro = train.micro_batch_size
+    smaller = [n for n in _halves(micro, 1) if train.global_batch_size % n == 0]
+    yield from _least(task, "train.micro_batch_size", smaller, "fewer sequences in one stream")
+    fewer = [n for n in _halves(train.global_batch_size, 1) if n % micro == 0]
+    yield from _least(task, "train.global_batch_size", fewer, "fewer sequences in a step")
     yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
-    size = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
+    size = parse_bytes(storage.part_bytes, "storage.part_bytes")
     smaller = [n for n in _halves(size, 8192) if n % 8192 == 0]
-    yield from _least(task, "storage.chunk_bytes", smaller, "smaller chunk files, and so smaller stages")
+    yield from _least(task, "storage.part_bytes", smaller, "smaller chunk files, and so smaller stages")
 
 
 def _halves(value: int, least: int) -> list[int]:
@@ -138,7 +140,7 @@ def best_change(
             tried = other.search(on, only=(found.best.chunk_tokens, found.best.choice))
         except BudgetError:
             continue
-        scale = other.recipe.train.sequences_per_step / task.recipe.train.sequences_per_step
+        scale = other.recipe.train.global_batch_size / task.recipe.train.global_batch_size
         rate = tokens_per_step * scale / tried.best.step_s
         if rate >= now * MIN_GAIN and (best is None or rate > best[0]):
             gains = {"step_s": tried.best.step_s, "tokens_per_s": rate, "gain": rate / now}
@@ -147,16 +149,15 @@ def best_change(
 
 
 def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change, PlanRequest, Machine]]:
-    """(change, task with it, machine with it)."""
     train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":
         values = {"train.gradient_dtype": "bfloat16"}
         yield Change(values, "gradients wait in bfloat16"), applied(task, values), machine
-    doubled = {"train.sequences_per_step": 2 * train.sequences_per_step}
+    doubled = {"train.global_batch_size": 2 * train.global_batch_size}
     yield Change(doubled, "twice as many sequences in a step"), applied(task, doubled), machine
     ram = replace(budgets, ram=2 * budgets.ram)
     yield Change({}, f"twice the RAM, {gib(2 * budgets.ram)}"), replace(task, budgets=ram), machine
     gpu = replace(budgets, gpu=2 * budgets.gpu)
     yield Change({}, f"twice the GPU memory, {gib(2 * budgets.gpu)}"), replace(task, budgets=gpu), machine
-    drives = replace(machine, drives=machine.drives * 2)
+    drives = structs.replace(machine, drives=machine.drives * 2)
     yield Change({}, f"{len(drives.drives)} drives instead of {len(machine.drives)}"), task, drives

@@ -54,16 +54,16 @@ def make_problem(
     """
     data, train, storage = recipe.data, recipe.train, recipe.storage
     flat = layouts(spec)
-    part_bytes = parse_bytes(storage.chunk_bytes, "storage.chunk_bytes")
+    part_bytes = parse_bytes(storage.part_bytes, "storage.part_bytes")
     gpu_budget, ram_budget, nvme_budget = tiers
     optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
     tokens = data.sequence_length if spec.recurrent else chunk_tokens
     temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device_type])
     if device_type == "cuda":
-        stream_tokens = train.sequences_per_micro_batch * data.sequence_length
+        stream_tokens = train.micro_batch_size * data.sequence_length
         temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
         temporaries += min(temporaries // 8, HOLES_BYTES)
-        temporaries += overhead_bytes(train.sequences_per_step * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
+        temporaries += overhead_bytes(train.global_batch_size * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
     return PlanInput(
         blocks=_learned(block_shapes(spec, train.compute_dtype), graph_bytes or {}),
         buffers=tuple(
@@ -79,8 +79,8 @@ def make_problem(
         hidden_size=spec.hidden_size,
         compute_bytes=compute_bytes,
         gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
-        micro_batches=train.sequences_per_step // train.sequences_per_micro_batch,
-        rows=train.sequences_per_micro_batch,
+        micro_batches=train.global_batch_size // train.micro_batch_size,
+        rows=train.micro_batch_size,
         row_tokens=data.sequence_length,
         chunk_tokens=chunk_tokens,
         chunk_per_row=spec.recurrent,
@@ -89,7 +89,7 @@ def make_problem(
         ram_budget=ram_budget,
         device_reads=device_reads,
         reader_bytes=reader_bytes,
-        save=train.save,
+        activation_checkpointing=train.activation_checkpointing,
         kv_window=train.kv_window,
         nvme_budget=nvme_budget,
         state_kinds=optimizer.state_kinds,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.data.loader import MicroBatch
 from engine.forecast.costs import Calibration
 from engine.forecast.extrapolate import estimate, estimate_evaluation, num_ops
 from engine.forecast.flops import active_params, executed_flops, model_flops
@@ -20,6 +19,9 @@ from engine.plan.problem import FP32, PlanOptions
 from engine.schedule.actions import LANES
 from storage.chunk import ChunkFormat
 from storage.errors import BudgetError
+
+if TYPE_CHECKING:
+    from engine.data.loader import MicroBatch
 
 WHOLE_OPS = 30_000
 """Steps of up to so many ops are simulated whole for the forecast."""
@@ -99,7 +101,7 @@ def validation_seconds(
     train = task.recipe.train
     if train.validate_every is None:
         return 0.0
-    passes = -(-(train.validation_sequences or train.sequences_per_step) // train.sequences_per_step)
+    passes = -(-(train.validation_sequences or train.global_batch_size) // train.global_batch_size)
     return passes * estimate_evaluation(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
 
 
@@ -127,7 +129,7 @@ def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str
 
 def rows(task: PlanRequest) -> list[int]:
     """Lengths of a step's documents when each row is one."""
-    return [task.recipe.data.sequence_length] * task.recipe.train.sequences_per_step
+    return [task.recipe.data.sequence_length] * task.recipe.train.global_batch_size
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
@@ -240,14 +242,14 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, found: SearchResul
     per_row = task.recipe.data.sequence_length
 
     def bound(sequences: int) -> bool | None:
-        changed = replace(train, sequences_per_step=sequences, chunk_tokens=found.best.chunk_tokens)
+        changed = replace(train, global_batch_size=sequences, chunk_tokens=found.best.chunk_tokens)
         try:
             plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
         except BudgetError:
             return None
         return estimate(plan, machine).bound_by == "compute"
 
-    sequences, micro = train.sequences_per_step, train.sequences_per_micro_batch
+    sequences, micro = train.global_batch_size, train.micro_batch_size
     if bound(sequences):
         while sequences % (2 * micro) == 0 and bound(sequences // 2):
             sequences //= 2

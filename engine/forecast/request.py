@@ -55,7 +55,7 @@ class PlanRequest:
             return [data.sequence_length]
         if train.chunk_tokens is not None:
             return [train.chunk_tokens]
-        return chunk_options(train.sequences_per_micro_batch * data.sequence_length)
+        return chunk_options(train.micro_batch_size * data.sequence_length)
 
     def plan(self, choice: PlanOptions) -> Plan:
         """The plan of one choice, with the longest chunk there is. Raises BudgetError."""

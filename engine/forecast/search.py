@@ -92,14 +92,14 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
     attends = any(block.attends for block in problem.blocks)
     useful = attends and num_chunks > KV_SLOTS
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
-    recompute: dict[str, list[Any]] = {"input": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
+    recompute: dict[str, list[Any]] = {"full": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
     gpu_first = ["graphs", "blocks", "half", "graphs only", "records"]
-    if problem.save != "auto":
+    if problem.activation_checkpointing != "auto":
         gpu_first = ["blocks", "graphs only", "records"]
     return {
         "streamed": streamed[problem.kv_window],
         "gpu_first": gpu_first,
-        "recompute": recompute.get(problem.save, ["none"]),
+        "recompute": recompute.get(problem.activation_checkpointing, ["none"]),
         "ram_first": ["activations", "weights", "state"],
         "stages": [4, 2],
         "spare_slots": [1, 2],

@@ -132,6 +132,17 @@ def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
     return make_config(values | model.overrides, "model")
 
 
+def random_vocabulary(recipe: Recipe) -> int | None:
+    """Ids that random tokens may have: as many as the recipe says, or its model folder; None for data that is text."""
+    model = recipe.model
+    if recipe.data.source != "random":
+        return None
+    if model.vocab_size is None and model.path is not None:
+        size: int = read_config(Path(model.path).expanduser()).get_text_config(decoder=True).vocab_size
+        return size
+    return model.vocab_size
+
+
 def _require_agreement(model: ModelConfig, config: PretrainedConfig, folder: Path) -> None:
     """UserError unless the shape that a recipe gives beside a folder is that of the folder's `config`."""
     text = config.get_text_config(decoder=True)

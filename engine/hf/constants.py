@@ -13,6 +13,9 @@ from storage.errors import UserError
 from storage.sealed import hex_crc
 from storage.untrusted import printable, read_regular
 
+CONSTANTS_FILE = "constants.safetensors"
+"""Beside the generations."""
+
 
 def write_constants(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write the constants, durably; the CRC-32C of the file, for `read_constants_file`."""

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from msgspec import structs
 
 from engine.machine.peaks import peak_flops
 from engine.machine.profile import AttentionRate, Drive, Machine, load_machine
 from storage.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 GIB, GB, TB, TERA = 2**30, 10**9, 10**12, 10**12
 
@@ -283,7 +286,7 @@ GENERIC = Machine(
 def generic_gpu(name: str) -> Machine:
     """Assumed rates of a machine whose GPU the driver calls `name`: its peak's shares, or those of 100 TFLOP/s."""
     peak = peak_flops(name) or 100 * TERA
-    return replace(
+    return structs.replace(
         GENERIC,
         name="generic-gpu",
         source=f"assumed: {name} behind PCIe 4; run `penstock probe` for this machine's own rates",

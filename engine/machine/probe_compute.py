@@ -6,9 +6,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from engine.attention import chunk as attention
@@ -116,7 +117,7 @@ def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple
     cases = [(head_dim, chunk) for head_dim in sizes.head_dims for chunk in sizes.chunks]
     passes = [[_attention_rate(device, sizes, *case, seconds / (2 * len(cases))) for case in cases] for _ in range(2)]
     return tuple(
-        replace(
+        structs.replace(
             one,
             forward_flops=max(one.forward_flops, two.forward_flops),
             backward_flops=max(one.backward_flops, two.backward_flops),
@@ -139,16 +140,14 @@ def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: in
         random(chunk, sizes.heads),
     )
     dq, dk, dv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
-    call = attention.AttentionCall(scale=head_dim**-0.5, window=None, softcap=None, sinks=None)
-    out, lse = attention.attend(q, k, v, start=start, key_start=0, documents=[0], call=call)
+    x = attention.Operands(q, k, v, attention.AttentionCall(head_dim**-0.5), start)
+    given = attention.Gradients(dout, *attention.attend(x))
 
     def forward() -> None:
-        attention.attend(q, k, v, start=start, key_start=0, documents=[0], call=call)
+        attention.attend(x)
 
     def backward() -> None:
-        attention.attend_backward(
-            dout, q, k, v, out, lse, start=start, key_start=0, documents=[0], call=call, dq=dq, dk=dk, dv=dv
-        )
+        attention.attend_backward(x, given, dq, dk, dv)
 
     pairs = chunk * start + chunk * (chunk + 1) // 2
     flops = head_dim * sizes.heads * pairs

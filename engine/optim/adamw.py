@@ -111,7 +111,6 @@ class AdamW:
             self._update["cuda"] = torch.compile(adamw, dynamic=True)
 
     def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
-        """See Optimizer."""
         return scalars(train, step, clip, device)
 
     @torch.no_grad()

@@ -145,15 +145,15 @@ class _Planner:
             listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set()).items() if v)
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
-                f"give at least {need} bytes, or lower train.chunk_tokens, train.sequences_per_micro_batch or "
+                f"give at least {need} bytes, or lower train.chunk_tokens, train.micro_batch_size or "
                 "data.sequence_length",
                 tier="gpu",
                 need_bytes=need,
                 budget_bytes=p.gpu_budget,
             )
-        if p.save == "everything":
+        if p.activation_checkpointing == "none":
             self.keep_all()
-        left = p.gpu_budget - need if p.save != "everything" else p.gpu_budget - self.gpu_need(set())
+        left = p.gpu_budget - need if p.activation_checkpointing != "none" else p.gpu_budget - self.gpu_need(set())
         match self.choice.gpu_first:
             case "graphs":
                 self.keep(left) and self.reside(p.gpu_budget)
@@ -181,13 +181,14 @@ class _Planner:
         unknown = [p.blocks[i].name for i in self.layers if p.blocks[i].graph_bytes_per_token is None]
         if unknown:
             raise BudgetError(
-                f"train.save: what {unknown[0]} would have to keep is not known, so 'everything' is not possible; use "
-                "auto, attention or input"
+                f"train.activation_checkpointing: what {unknown[0]} would have to keep is not known, so 'none' is not "
+                "possible; use auto, selective or full"
             )
         if need > p.gpu_budget:
             raise BudgetError(
-                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations (train.save=everything needs "
-                f"{gib(need)}); give at least {need} bytes, or use train.save=auto",
+                f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations "
+                f"(train.activation_checkpointing=none needs {gib(need)}); give at least {need} bytes, or use "
+                "train.activation_checkpointing=auto",
                 tier="gpu",
                 need_bytes=need,
                 budget_bytes=p.gpu_budget,
@@ -206,7 +207,7 @@ class _Planner:
 
     def keep(self, left: int) -> bool:
         """Keep graphs, backward's first ones first, while `left` bytes last; whether all that may be are."""
-        may = self.problem.save == "auto" and self.choice.ram_first == "activations"
+        may = self.problem.activation_checkpointing == "auto" and self.choice.ram_first == "activations"
         for key in self.keepable() if may else ():
             size = self.graph_bytes(*key)
             if size > left:
@@ -348,7 +349,7 @@ class _Planner:
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
                 f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
                 f"staging {gib(staged + own * widest)}); give at least {need} bytes, or lower "
-                "train.sequences_per_step, data.sequence_length or storage.chunk_bytes",
+                "train.global_batch_size, data.sequence_length or storage.part_bytes",
                 tier="ram",
                 need_bytes=need,
                 budget_bytes=p.ram_budget,

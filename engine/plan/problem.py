@@ -8,7 +8,7 @@ from typing import Literal
 Tier = Literal["gpu", "ram", "nvme"]
 Pool = Literal["layer", "embedding and head"]
 Role = Literal["embed", "layer", "head"]
-Save = Literal["auto", "input", "attention", "everything"]
+Checkpointing = Literal["auto", "full", "selective", "none"]
 """What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
 that autograd wants, so that nothing is recomputed."""
 Window = Literal["auto", "whole", "streamed"]
@@ -130,7 +130,7 @@ class PlanInput:
     """Weights on NVMe are read straight into their slot on the compute device, not through a stage in RAM."""
     reader_bytes: int = 0
     """Pinned RAM that the reader takes for itself."""
-    save: Save = "auto"
+    activation_checkpointing: Checkpointing = "auto"
     kv_window: Window = "auto"
     nvme_budget: int | None = None
     """Bytes of disk; None: as much as there is."""

@@ -213,7 +213,7 @@ def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
     So the plan learns what they take, which can be less than is computed when layers are compiled.
     """
     tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
-    if plan.saved_graphs or plan.streamed or plan.problem.save != "auto":
+    if plan.saved_graphs or plan.streamed or plan.problem.activation_checkpointing != "auto":
         return []
     found: dict[str, _Unit] = {}
     room = tier.budget_bytes - tier.peak_bytes

@@ -21,7 +21,7 @@ from typing import Any
 from bad_model_files import CODE_1, CONFIG, damaged_configs, damaged_headers, damaged_indexes, damaged_tokenizers
 from bad_run_files import damaged_manifests, damaged_run_files, make_run
 
-from app.recipe import fields
+from app.recipe_fields import fields
 
 RECIPE = """
 from app.recipe import Recipe
@@ -33,7 +33,7 @@ recipe = Recipe(
     data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
     train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu", calibrate=False),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB"),
+    storage=StorageConfig(part_bytes="64KiB"),
 )
 """
 DEEP = 100_000
@@ -285,7 +285,7 @@ def _settings() -> Iterator[Bad]:
     """Every field with values that its type or its meaning does not take."""
     for field in fields():
         hint, values = str(field.type), []
-        if field.key in ("budgets.gpu", "budgets.ram", "budgets.nvme", "storage.chunk_bytes"):
+        if field.key in ("budgets.gpu", "budgets.ram", "budgets.nvme", "storage.part_bytes"):
             values = ["0", "-1", "12 apples", "1e3GiB", "9" * 40, "nan"]
         elif "bool" in hint:
             values = ["maybe", "2"]
@@ -331,7 +331,7 @@ def _settings() -> Iterator[Bad]:
         "a tokenizer too small": "data.tokenizer_vocab_size=256",
         "more validation than data": "data.validation_documents=10",
         "validation without documents": "train.validate_every=1",
-        "a chunk of odd bytes": "storage.chunk_bytes=4097",
+        "a chunk of odd bytes": "storage.part_bytes=4097",
     }
     for name, value in others.items():
         extra = ["--set", "data.max_documents=5"] if name == "more validation than data" else []

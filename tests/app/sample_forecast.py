@@ -99,7 +99,7 @@ def fitting() -> dict[str, Any]:
         },
         "compute_bound_tokens": 306_500,
         "best_change": {
-            "set": ["train.sequences_per_step=16", "train.gradient_dtype=bfloat16"],
+            "set": ["train.global_batch_size=16", "train.gradient_dtype=bfloat16"],
             "text": "twice as many sequences in a step",
             "step_s": 1065.0,
             "tokens_per_s": 492.3,

@@ -25,7 +25,7 @@ recipe = Recipe(
     data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
     train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu"),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB"),
+    storage=StorageConfig(part_bytes="64KiB"),
 )
 """
 
@@ -90,6 +90,8 @@ def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"odd\.jsonl:1: no `text` field"):
         require_text(DataConfig(source="jsonl", path=str(tmp_path / "odd.jsonl")))
     assert "nowhere does not exist" in refused("data.path=nowhere")
+    with pytest.raises(UserError, match=r"data\.path: data\.source=jsonl needs it"):
+        require_text(DataConfig(source="jsonl"))
     assert "data.max_documents: 0 must be at least 1" in refused("data.max_documents=0")
 
 

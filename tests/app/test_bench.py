@@ -1,13 +1,20 @@
-"""The step benchmark's bookkeeping; its figures come from running it."""
+"""The step benchmark's bookkeeping, whose figures come from running it, and the processes that benchmarks work in."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from app.bench import process
 from app.bench import step as bench
+from app.bench.memory import bench_memory
 from app.bench.plain import PlainBatch, plain_steps
+from app.bench.plan import bench_plan
+from app.bench.planned import bench_planned
+from app.bench.suites import bench_suites
+from engine.config import TrainConfig
 from storage.errors import UserError
 
 
@@ -17,7 +24,7 @@ def outcomes(monkeypatch):
     order = []
 
     def run_case(case, steps, scratch):
-        assert scratch.is_dir()
+        assert Path(scratch).is_dir()
         order.append(case)
         step_s = {"plain": 4.0, "ram": 3.0, "nvme": 5.0}[case] + order.count(case)
         peak = {"plain": 1000, "ram": 900, "nvme": 400}[case] + order.count(case)
@@ -36,17 +43,17 @@ def test_ratios_are_medians_without_warm_up_and_highest_peaks(tmp_path, outcomes
     assert outcomes == ["plain", "ram", "nvme"] * 3
     assert json.loads(capsys.readouterr().out) == figures
     assert figures["plain_step_s"] == 6.0
+    assert figures["plain_step_range_s"] == [5.0, 7.0]
     assert figures["ram_ratio"] == pytest.approx(5 / 6)
     assert figures["nvme_ratio"] == pytest.approx(7 / 6)
     assert figures["nvme_rss_ratio"] == pytest.approx(403 / 1003)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_table_has_a_row_for_each_case(tmp_path, outcomes, capsys):
+def test_the_result_is_one_line(tmp_path, outcomes, capsys):
     bench.bench_step(rounds=1, steps=1, folder=tmp_path)
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in bench.CASES.values())
-    assert "1.20" in printed  # (5 + 1) / (4 + 1)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "a step of 5.00 s in plain PyTorch (float32) takes Penstock 0.80 x its time in RAM, and 1.20 x" in line
 
 
 def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
@@ -71,19 +78,14 @@ def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
             for loss, norm, _ in plain_steps(
                 config,
                 [[batch, half]] * 5,
-                weights=weights,
-                device=torch.device("cpu"),
-                dtype=dtype,
-                lr=1e-2,
-                betas=(0.9, 0.95),
-                eps=1e-8,
-                weight_decay=0.1,
-                clip_norm=1.0,
+                TrainConfig(lr=1e-2, compute_dtype=dtype),
+                torch.device("cpu"),
+                weights,
             )
         ]
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in ("float32", "bfloat16")
     }
-    losses = [loss for loss, _ in found[torch.float32]]
+    losses = [loss for loss, _ in found["float32"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.2
     for (loss, norm), (rounded_loss, rounded_norm) in zip(*found.values(), strict=True):
@@ -92,6 +94,22 @@ def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
 
 
 def test_failed_case_shows_its_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    with pytest.raises(UserError, match="bench case plain failed"):
+    monkeypatch.setattr(process.sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="bench case plain: exit 1"):
         bench.bench_step(rounds=1, steps=1, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda folder: bench_memory(save=folder / "law"),
+        lambda folder: bench_plan(cases=[], folder=folder),
+        lambda folder: bench_plan(cases=[], save=folder / "planning.md"),
+        lambda folder: bench_planned(folder),
+        lambda folder: bench_suites("cpu", folder=folder),
+        lambda folder: bench_suites("cpu", trace_dir=folder),
+    ],
+)
+def test_folders_are_looked_for_before_anything_runs(tmp_path, begin):
+    with pytest.raises(UserError, match="missing: no such folder"):
+        begin(tmp_path / "missing")

@@ -29,7 +29,7 @@ recipe = Recipe(
     data=DataConfig(source="random", sequence_length=64, max_documents=40),
     train=TrainConfig(steps=100_000, chunk_tokens=24, lr=1e-3, compile="off"),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB", checkpoint_every=5, keep_good=None),
+    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=5, keep_good=None),
 )
 """
 

@@ -38,6 +38,7 @@ COMMANDS = [
     "bench planned",
 ]
 SLOW = {"FAKE_STEP_S": "0.2"}
+OWN_BENCHMARKS = {"memory", "attention", "plan", "planned"}
 
 
 def status(run: Path) -> dict[str, object]:
@@ -51,6 +52,15 @@ def status(run: Path) -> dict[str, object]:
 
 def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_bench_lists_what_users_need_and_with_all_the_rest(cli: Cli) -> None:
+    def listed(option: str) -> set[str]:
+        lines = cli.run("bench", option).stdout.splitlines()
+        return {words[1] for line in lines if len(words := line.split()) > 1} & (OWN_BENCHMARKS | {"step", "storage"})
+
+    assert listed("--help") == {"step", "storage"}
+    assert listed("--all") == {"step", "storage"} | OWN_BENCHMARKS
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

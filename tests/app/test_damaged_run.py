@@ -28,7 +28,7 @@ recipe = Recipe(
     data=DataConfig(source="text", path="texts", tokenizer_vocab_size=300, sequence_length=64),
     train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu", calibrate=False),
     budgets=BudgetConfig(gpu="1MiB", ram="2MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB"),
+    storage=StorageConfig(part_bytes="64KiB"),
 )
 """
 

@@ -25,7 +25,7 @@ recipe = Recipe(
                     validation_documents=1),
     train=TrainConfig(steps=30, chunk_tokens=24, lr=1e-2, compile="off", validate_every=5, validation_sequences=3),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB", checkpoint_every=5),
+    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=5),
     after=AfterConfig(export=True, sample_prompt="def ", sample_tokens=8),
 )
 """

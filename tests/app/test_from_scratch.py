@@ -157,7 +157,7 @@ def test_the_command_line_says_it_once(
     assert capsys.readouterr().err.startswith(f"error: model.path: {folder} holds no *.safetensors; put")
     assert not (tmp_path / "runs").exists()
     small = ["data.sequence_length=32", "data.source=random", "train.steps=1", "train.compile=off", "train.device=cpu"]
-    small += ["budgets.gpu=8MiB", "budgets.ram=8MiB", "storage.chunk_bytes=64KiB", "train.chunk_tokens=16"]
+    small += ["budgets.gpu=8MiB", "budgets.ram=8MiB", "storage.part_bytes=64KiB", "train.chunk_tokens=16"]
     sets = [part for item in small for part in ("--set", item)]
     assert main(["train", "r.py", "--from-scratch", *sets]) == 0, capsys.readouterr().err
     assert "trained to step 1, " in capsys.readouterr().out

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from app.machines import machine_infos, profile_info, this_machine_info
 from engine.machine.presets import GENERIC, PRESETS, profile_path

@@ -25,7 +25,7 @@ recipe = Recipe(
     model=ModelConfig(num_layers=4, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
                       vocab_size=1000),
     data=DataConfig(source="random", sequence_length=2048),
-    train=TrainConfig(sequences_per_step=2),
+    train=TrainConfig(global_batch_size=2),
     budgets=BudgetConfig(gpu="256MiB", ram="256MiB", nvme="4GiB"),
 )
 """

@@ -72,7 +72,7 @@ BOTH = (
 def test_every_number_is_there(width: int) -> None:
     text = shown(fitting(), width)
     assert_one_screen(text, width)
-    for part in (*BOTH, "--set train.sequences_per_step=16 --set train.gradient_dtype=bfloat16"):
+    for part in (*BOTH, "--set train.global_batch_size=16 --set train.gradient_dtype=bfloat16"):
         assert part in flat(text), part
     # Layers 0 to 87 appear once each, whatever the grouping.
     assert re.search(r"layers\.0\b", text)
@@ -82,7 +82,7 @@ def test_every_number_is_there(width: int) -> None:
     for part in (
         *BOTH,
         saved,
-        "train.sequences_per_step=16",
+        "train.global_batch_size=16",
         "b applies it",
         "chunk tokens: 8,192",
         "kv window: whole",

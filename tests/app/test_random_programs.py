@@ -36,10 +36,8 @@ from hypothesis.stateful import (
 from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
 from app.recipe import to_json
 from app.rundir import RunDir, read_recipe
-from engine.config import Recipe, StorageConfig
-from engine.folders import drive_folders, state_folder
-from engine.hf.constants import write_constants
-from engine.session import CONSTANTS_FILE
+from engine.config import Recipe, StorageConfig, drive_folders, state_folder
+from engine.hf.constants import CONSTANTS_FILE, write_constants
 from storage.checkpoints import checkpoint_folder, checkpoint_names
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest

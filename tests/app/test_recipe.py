@@ -4,14 +4,18 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.recipe import apply_overrides, change_run, fields, from_json, load_recipe, resolve_paths, to_dict, to_json
-from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
+from app.recipe import apply_overrides, change_run, from_json, load_recipe, resolve_paths, save_recipe, to_dict, to_json
+from app.recipe_fields import fields
+from engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
 from storage.errors import UserError
+
+RECIPES = sorted(Path(__file__).parents[2].glob("recipes/*.py"))
 
 
 def test_the_machine_is_a_field_that_old_runs_lack() -> None:
@@ -51,15 +55,43 @@ def test_json_is_exact(lr: float, steps: int, prompt: str | None, overrides: dic
     )
     again = from_json(to_json(recipe))
     assert again == recipe
-    assert config_digest(again.model, again.train) == config_digest(recipe.model, recipe.train)
+    assert config_digest(again) == config_digest(recipe)
 
 
 def test_digest_depends_on_values_not_on_spelling() -> None:
     def digest(override: str) -> str:
-        return config_digest(apply_overrides(Recipe(name="x"), [override]).train)
+        return config_digest(apply_overrides(Recipe(name="x"), [override]))
 
     assert digest("train.lr=1") == digest("train.lr=1.0")
     assert digest("train.seed=1") != digest("train.seed=2")
+
+
+def test_old_names_of_fields_are_read_and_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["train.activation_checkpointing=full", "train.global_batch_size=6", "train.micro_batch_size=3"]
+    today = apply_overrides(Recipe(name="x"), [*settings, "storage.part_bytes=16KiB"])
+    assert capsys.readouterr().err == ""
+    path, old = tmp_path / "old.json", {"save": "input", "sequences_per_step": 6, "sequences_per_micro_batch": 3}
+    path.write_text(json.dumps({"name": "x", "train": old, "storage": {"chunk_bytes": "16KiB"}}))
+    told = (
+        "read under old names: train.save is train.activation_checkpointing now, train.sequences_per_step is "
+        "train.global_batch_size now, train.sequences_per_micro_batch is train.micro_batch_size now, "
+        "storage.chunk_bytes is storage.part_bytes now\n"
+    )
+    assert load_recipe(path) == today
+    assert capsys.readouterr().err == f"recipe {path}: {told}"
+    texts = [f"train.{name}={value}" for name, value in old.items()]
+    assert apply_overrides(Recipe(name="x"), [*texts, "storage.chunk_bytes=16KiB"]) == today
+    assert capsys.readouterr().err == f"--set: {told}"
+    with pytest.raises(UserError, match=r"train\.save and train\.activation_checkpointing are the same field"):
+        from_json('{"name": "x", "train": {"save": "input", "activation_checkpointing": "full"}}')
+
+
+def test_every_old_name_leads_to_a_field() -> None:
+    keys = {item.key: item for item in fields()}
+    for item in RENAMED:
+        assert item.new in keys
+        assert item.old not in keys
+        assert set(item.values.values()) <= set(get_args(keys[item.new].type))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +208,10 @@ def test_overrides_are_validated_together() -> None:
         ("from engine.config import TrainConfig\nTrainConfig(steps=0)", ["line 2", "train.steps", "at least 1"]),
         ("from app.recipe import Recipe\nrecipe = Recipe(name='x', train=3)", ["'train'"]),
         (
+            "from engine.config import TrainConfig\nTrainConfig(save='input')",
+            ["line 2", "no field 'save' any more: it is train.activation_checkpointing now"],
+        ),
+        (
             "from app.recipe import *\nfrom engine.config import *\n"
             "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))",
             ["line 3", "TypeError"],
@@ -287,3 +323,42 @@ def test_a_recipe_file_that_is_none(tmp_path: Path, name: str, content: bytes) -
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"recipe .*{name}"):
         load_recipe(tmp_path / name)
+
+
+def test_a_saved_recipe_says_what_differs_and_is_loaded_again(tmp_path: Path) -> None:
+    recipe = apply_overrides(Recipe(name="mine"), ["train.steps=20", "model.overrides.rope_theta=1e6", "machine=m"])
+    save_recipe(tmp_path / "mine.json", recipe)
+    assert json.loads((tmp_path / "mine.json").read_text()) == {
+        "name": "mine",
+        "machine": "m",
+        "model": {"overrides": {"rope_theta": 1e6}},
+        "train": {"steps": 20},
+    }
+    assert load_recipe(tmp_path / "mine.json") == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_survive_being_saved(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    save_recipe(tmp_path / "saved.json", recipe)
+    assert repr(load_recipe(tmp_path / "saved.json")) == repr(recipe)
+
+
+def test_saving_replaces_nothing_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "mine.json"
+    save_recipe(path, Recipe(name="first"))
+    with pytest.raises(UserError, match="exists"):
+        save_recipe(path, Recipe(name="second"))
+    assert load_recipe(path).name == "first"
+    save_recipe(path, Recipe(name="second"), overwrite=True)
+    assert load_recipe(path).name == "second"
+    assert [file.name for file in path.parent.iterdir()] == ["mine.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("mine.py", r"let its name end in \.json"), ("file/mine.json", "cannot be written")]
+)
+def test_a_place_that_takes_no_saved_recipe_is_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        save_recipe(tmp_path / name, Recipe(name="x"))

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from app.plan import recipe_task
 from app.recipe import load_recipe
 from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, AttentionState
+from engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
 from engine.config import TrainConfig
 from engine.data.loader import MicroBatch
 from engine.forecast.problem import LOGITS_BYTES
@@ -241,37 +241,24 @@ class Arithmetic:
 
         return handle
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        self._cuda.use(q, k, v, write=False)
-        n, heads, _ = q.shape
-        size = (n, heads, v.shape[-1])
-        return self._cuda.scratch(*size, dtype=q.dtype), self._cuda.scratch(heads, n, dtype=torch.float32)
+    def attend(self, x: Operands) -> tuple[Tensor, Tensor]:
+        self._cuda.use(x.q, x.k, x.v, write=False)
+        n, heads, _ = x.q.shape
+        size = (n, heads, x.v.shape[-1])
+        return self._cuda.scratch(*size, dtype=x.q.dtype), self._cuda.scratch(heads, n, dtype=torch.float32)
 
     def merge(self, total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         self._cuda.use(total, total_lse, write=True)
 
-    def attend_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        **where: Any,
-    ) -> None:
-        self._cuda.use(dout, q, k, v, out, lse, write=False)
+    def attend_backward(self, x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self._cuda.use(given.dout, x.q, x.k, x.v, given.out, given.lse, write=False)
         self._cuda.use(dq, dk, dv, write=True)
 
     def _result(self, tokens: int) -> Tensor:
         return self._cuda.scratch(tokens, self.spec.hidden_size, dtype=self.dtype)
 
 
-_CALL = AttentionCall(scale=1.0, window=None, softcap=None, sinks=None)
+_CALL = AttentionCall(softmax_scale=1.0)
 
 
 class Graph:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.forecast.search import dimensions
 from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
-from engine.plan.problem import BlockShape, BufferShape, PlanInput, PlanOptions, Save, Window
+from engine.plan.problem import BlockShape, BufferShape, Checkpointing, PlanInput, PlanOptions, Window
 from storage.errors import BudgetError
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
@@ -37,7 +37,7 @@ def problem(
     kept_generations: int = 0,
     device_reads: bool = True,
     reader_bytes: int = 0,
-    save: Save = "attention",
+    activation_checkpointing: Checkpointing = "selective",
     kv_window: Window = "whole",
     sliding: frozenset[int] = frozenset(),
     graph_bytes: int | None = 700,
@@ -89,7 +89,7 @@ def problem(
         kept_generations=kept_generations,
         device_reads=device_reads,
         reader_bytes=reader_bytes,
-        save=save,
+        activation_checkpointing=activation_checkpointing,
         kv_window=kv_window,
         state_kinds=STATE_KINDS,
     )
@@ -113,7 +113,7 @@ general = st.builds(
     kept_generations=st.integers(0, 2),
     device_reads=st.booleans(),
     reader_bytes=st.sampled_from([0, 70_000]),
-    save=st.sampled_from(["auto", "input", "attention"]),
+    activation_checkpointing=st.sampled_from(["auto", "full", "selective"]),
     kv_window=st.sampled_from(["auto", "whole", "streamed"]),
     sliding=st.frozensets(st.integers(0, 4), max_size=2),
     graph_bytes=st.sampled_from([None, 300, 3000]),
@@ -130,7 +130,7 @@ streaming = st.builds(
     without_attention=st.frozensets(st.integers(0, 2), max_size=1),
     gpu_budget=st.integers(150_000, 600_000),
     ram_budget=st.integers(100_000, 1_000_000),
-    save=st.sampled_from(["auto", "input", "attention"]),
+    activation_checkpointing=st.sampled_from(["auto", "full", "selective"]),
     kv_window=st.just("streamed"),
     sliding=st.frozensets(st.integers(0, 2), max_size=2),
     graph_bytes=st.sampled_from([None, 300, 3000]),

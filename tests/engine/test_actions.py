@@ -25,7 +25,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "in RAM": ({"gpu_budget": 1}, PlanOptions()),
     "on NVMe": (SCARCE, PlanOptions()),
     "on NVMe, read through RAM": (SCARCE | {"device_reads": False}, PlanOptions()),
-    "on NVMe, recomputed": (SCARCE | {"save": "input"}, PlanOptions(recompute="all")),
+    "on NVMe, recomputed": (SCARCE | {"activation_checkpointing": "full"}, PlanOptions(recompute="all")),
     "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
     "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
 }

@@ -19,7 +19,7 @@ from storage.errors import BudgetError, UserError
 LONG: dict[str, Any] = {
     "m": tiny.model(num_layers=12),
     "d": tiny.data(sequence_length=512),
-    "t": tiny.training(steps=2, sequences_per_step=1, chunk_tokens=64),
+    "t": tiny.training(steps=2, global_batch_size=1, chunk_tokens=64),
 }
 
 
@@ -79,7 +79,7 @@ def test_any_share_of_activations_on_nvme_changes_no_bit(
     settings_: dict[str, Any] = {
         "m": tiny.model(num_layers=layers),
         "d": tiny.data(sequence_length=96),
-        "t": tiny.training(steps=2, sequences_per_step=sequences, chunk_tokens=chunk_tokens),
+        "t": tiny.training(steps=2, global_batch_size=sequences, chunk_tokens=chunk_tokens),
         "gpu": tiny.FLOOR,
     }
     folder = tmp_path_factory.mktemp("spill")

@@ -31,16 +31,16 @@ tasks = st.builds(
     d=st.builds(tiny.data, sequence_length=st.sampled_from([32, 48, 200])),
     t=st.builds(
         tiny.training,
-        sequences_per_step=st.sampled_from([2, 4]),
-        sequences_per_micro_batch=st.sampled_from([1, 2]),
+        global_batch_size=st.sampled_from([2, 4]),
+        micro_batch_size=st.sampled_from([1, 2]),
         chunk_tokens=st.sampled_from([None, 16, 40]),
-        save=st.sampled_from(["auto", "input", "attention", "everything"]),
+        activation_checkpointing=st.sampled_from(["auto", "full", "selective", "none"]),
         kv_window=st.sampled_from(["auto", "whole", "streamed"]),
         gradient_dtype=st.sampled_from(["float32", "bfloat16"]),
     ),
     s=st.builds(
         tiny.storage,
-        chunk_bytes=st.sampled_from(["16KiB", "64KiB"]),
+        part_bytes=st.sampled_from(["16KiB", "64KiB"]),
         keep_last=st.sampled_from([1, 3]),
         checkpoint_every=st.just(1),
     ),
@@ -91,7 +91,7 @@ def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
 
 def test_the_least_change_of_a_field_is_suggested() -> None:
     budgets = Budgets(1 << 30, 1 << 30, None, {})
-    d, t = tiny.data(sequence_length=256), tiny.training(chunk_tokens=256, sequences_per_step=1)
+    d, t = tiny.data(sequence_length=256), tiny.training(chunk_tokens=256, global_batch_size=1)
     roomy = a_task(d, t, tiny.storage(), budgets)
     need = [applied(roomy, {"train.chunk_tokens": n, "budgets.gpu": 1}).refusal() for n in (256, 128, 64)]
     assert all(error is not None for error in need)
@@ -105,13 +105,15 @@ def test_changes_are_checked_as_recipes_are() -> None:
     task = a_task(tiny.data(), tiny.training(), tiny.storage(), Budgets(1, 1, 1, {}))
     assert applied(task, {"budgets.ram": "2KiB"}).budgets.ram == 2048
     assert applied(task, {"train.lr": 0.5, "data.sequence_length": 9}).recipe.data.sequence_length == 9
-    with pytest.raises((UserError, ValueError), match=r"train\.sequences_per_step: 0"):
-        applied(task, {"train.sequences_per_step": 0})
+    with pytest.raises((UserError, ValueError), match=r"train\.global_batch_size: 0"):
+        applied(task, {"train.global_batch_size": 0})
 
 
 def test_the_best_change_is_faster_per_token() -> None:
     budgets = Budgets(600_000, 800_000, 1 << 30, {})
-    task = a_task(tiny.data(), tiny.training(save="auto", kv_window="auto"), tiny.storage(), budgets)
+    task = a_task(
+        tiny.data(), tiny.training(activation_checkpointing="auto", kv_window="auto"), tiny.storage(), budgets
+    )
     found, tokens = task.search(GENERIC), 96
     best = best_change(task, GENERIC, found, tokens)
     assert best is not None

@@ -85,7 +85,7 @@ def test_by_hand() -> None:
 def planned(rows: int, row_tokens: int, chunk: int, *, deterministic: bool = False) -> int:
     """Workspace of a small model's problem on a GPU, whose steps all have 4,096 tokens."""
     d = tiny.data(sequence_length=row_tokens)
-    t = tiny.training(sequences_per_step=rows, sequences_per_micro_batch=rows, deterministic=deterministic)
+    t = tiny.training(global_batch_size=rows, micro_batch_size=rows, deterministic=deterministic)
     run = tiny.recipe(data=d, train=t)
     spec = tiny.spec_of(model_config(run, None))
     tiers = (1 << 34, 1 << 34, None)

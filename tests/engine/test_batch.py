@@ -95,7 +95,7 @@ def test_tensors_laid_end_to_end_come_back() -> None:
 
 
 def test_a_batch_knows_its_longest_position(tmp_path: Path) -> None:
-    with tiny.session(tmp_path, t=tiny.training(sequences_per_step=4, sequences_per_micro_batch=2)) as session:
+    with tiny.session(tmp_path, t=tiny.training(global_batch_size=4, micro_batch_size=2)) as session:
         for _ in range(5):
             for batch in session.fetch().micro_batches:
                 assert batch.max_position == int(batch.positions.max())

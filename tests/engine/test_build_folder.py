@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.folders import build_folder
+from storage.disk import build_folder
 from storage.errors import UserError
 
 

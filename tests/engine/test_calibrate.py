@@ -39,21 +39,21 @@ MOE: dict[str, Any] = {
 }
 CASES: dict[str, tuple[ModelConfig, TrainConfig, str]] = {
     "whole window": (tiny.model(), tiny.training(), tiny.FLOOR),
-    "attention recomputed": (tiny.model(), tiny.training(save="input"), tiny.FLOOR),
-    "saved graphs": (tiny.model(), tiny.training(save="everything"), "1GiB"),
+    "attention recomputed": (tiny.model(), tiny.training(activation_checkpointing="full"), tiny.FLOOR),
+    "saved graphs": (tiny.model(), tiny.training(activation_checkpointing="none"), "1GiB"),
     "streamed": (tiny.model(), tiny.training(kv_window="streamed", chunk_tokens=7), tiny.FLOOR),
     "streamed, attention recomputed": (
         tiny.model(),
-        tiny.training(kv_window="streamed", chunk_tokens=7, save="input"),
+        tiny.training(kv_window="streamed", chunk_tokens=7, activation_checkpointing="full"),
         tiny.FLOOR,
     ),
     "streamed, saved graphs": (
         tiny.model(),
-        tiny.training(kv_window="streamed", chunk_tokens=7, save="everything"),
+        tiny.training(kv_window="streamed", chunk_tokens=7, activation_checkpointing="none"),
         "1GiB",
     ),
     "experts": (tiny.model(**MOE), tiny.training(), tiny.FLOOR),
-    "automatic": (tiny.model(), tiny.training(save="auto"), "1GiB"),
+    "automatic": (tiny.model(), tiny.training(activation_checkpointing="auto"), "1GiB"),
     "bfloat16": (tiny.model(), tiny.training(compute_dtype="bfloat16"), tiny.FLOOR),
 }
 
@@ -114,7 +114,7 @@ def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Pat
 
 def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
     """A plan that may save graphs and saves none, as it fills the GPU with blocks first, learns what they take."""
-    m, t = tiny.model(), tiny.training(save="auto")
+    m, t = tiny.model(), tiny.training(activation_checkpointing="auto")
     plan, _, found = measured(tmp_path, m, t, "4MiB", gpu_first="records")
     assert not plan.saved_graphs
     assert set(found.graph_bytes_per_token) == {"layers.0"}
@@ -125,7 +125,7 @@ def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
 
 def run(folder: Path, *, steps: int = 3, gpu: str = "1GiB", stop_after: int | None = None, **changes: Any) -> Any:
     """A run, or the rest of one; (its observer, digest of its last generation, what that records)."""
-    settings = {"steps": steps, "save": "auto", "kv_window": "auto"} | changes
+    settings = {"steps": steps, "activation_checkpointing": "auto", "kv_window": "auto"} | changes
     observer = tiny.Silent(stop_after)
     train(
         tiny.recipe(train=tiny.training(**settings), budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB")),
@@ -185,7 +185,7 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     with tiny.session(
-        tmp_path, t=tiny.training(compile="on", save="attention"), ram="16MiB", gpu=tiny.FLOOR
+        tmp_path, t=tiny.training(compile="on", activation_checkpointing="selective"), ram="16MiB", gpu=tiny.FLOOR
     ) as session:
         plan, runtime, loader = session.plan, session.runtime, session.loader
         cursor = loader.cursor

@@ -104,7 +104,7 @@ def test_a_block_is_checked_before_its_first_token_is_handed_out_and_others_are_
     for span in (slice(2 * half, 2 * half + 1), slice(2 * half - 1, 2 * half + 1), slice(0, 100_000)):
         with pytest.raises(UserError, match=r"tokens\.bin: damaged: block 2 \(bytes 131,072 to 196,608\) has CRC-32C"):
             tokens[span]
-    loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, sequences_per_step=1)
+    loader = DataLoader(TokenCorpus.open(folder), vocab_size=500, sequence_length=1000, global_batch_size=1)
     with pytest.raises(UserError, match="block 2"):
         [loader.next_step() for _ in range(100)]
 
@@ -144,14 +144,14 @@ def test_a_description_that_is_none(corpus: Path, content: bytes | None) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "object"}, "'dtype' is"),
-        ({"num_tokens": 10**30}, "'num_tokens' is"),
+        ({"dtype": "object"}, "dtype: Invalid enum value 'object'"),
+        ({"num_tokens": 10**30}, "num_tokens: Expected `int` <= "),
         ({"num_tokens": 2**62}, "documents of"),
-        ({"num_tokens": "48"}, "'num_tokens' is"),
-        ({"num_tokens": True}, "'num_tokens' is"),
-        ({"num_documents": -1}, "documents of"),
+        ({"num_tokens": "48"}, "num_tokens: Expected `int`, got `str`"),
+        ({"num_tokens": True}, "num_tokens: Expected `int`, got `bool`"),
+        ({"num_documents": -1}, "num_documents: Expected `int` >= 0"),
         ({"num_documents": 0}, "documents of"),
-        ({"eos_id": -5}, "token ids up to"),
+        ({"eos_id": -5}, "eos_id: Expected `int` >= 0"),
         ({"eos_id": 70_000}, "token ids up to"),
         ({"max_token_id": 2**40}, "token ids up to"),
         ({"sums_crc32c": ""}, "one of two"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from machines import ROUND
+from msgspec import structs
 from small_problems import problem, some_plan
 from some_ops import an_op
 
@@ -56,7 +57,7 @@ def op_of(action: str, index: int = 0, **changes: Any) -> Op:
 
 
 def seconds(op: Op, plan: Plan | None = None, calibration: Calibration | None = None, **changes: Any) -> float:
-    return Costs(plan or a_plan(), replace(ROUND, **changes), calibration).seconds(op)
+    return Costs(plan or a_plan(), structs.replace(ROUND, **changes), calibration).seconds(op)
 
 
 def test_a_layer_forward() -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.retention import automatic_name
 from engine.schedule.ops import Op
 from engine.train import train_step
 from storage.checkpoints import good_name, list_checkpoints
 from storage.nvme import NvmeStore
+from storage.retention import automatic_name
 
 STEPS = 5
 KILLS = 18
@@ -49,7 +49,7 @@ def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str 
     delay_s = chance.random() * 3e-3
     if seed is not None and phase == "opening":
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
-    settings = tiny.training(steps=STEPS, sequences_per_step=1)
+    settings = tiny.training(steps=STEPS, global_batch_size=1)
     kept = tiny.storage(checkpoint_every=2, keep_last=2)
     drives = [folder / "state", folder / "second"][:num_drives]
     with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives) as session:

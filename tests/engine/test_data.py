@@ -266,7 +266,7 @@ def test_what_is_wrong_with_text_made_ahead_is_said_when_it_is_asked_for(tmp_pat
 def test_token_id_beyond_the_vocabulary_names_document_and_id(tmp_path):
     corpus = make_corpus(tmp_path, [[1, 2, 0], [3, 777, 0]])
     with pytest.raises(UserError, match=r"document 1: token id 777 is beyond the model's vocabulary of 700"):
-        DataLoader(corpus, vocab_size=700, sequence_length=8, sequences_per_step=1)
+        DataLoader(corpus, vocab_size=700, sequence_length=8, global_batch_size=1)
 
 
 def unique_documents(lengths: list[int]) -> list[list[int]]:
@@ -290,8 +290,8 @@ def test_an_epoch_gives_every_token_and_target_once(tmp_path_factory, lengths, l
         corpus,
         vocab_size=1000,
         sequence_length=length,
-        sequences_per_step=2 * rows,
-        sequences_per_micro_batch=rows,
+        global_batch_size=2 * rows,
+        micro_batch_size=rows,
         seed=seed,
         one_document_per_row=alone,
     )
@@ -325,7 +325,7 @@ def test_order_differs_by_seed_and_epoch(tmp_path):
     corpus = make_corpus(tmp_path, unique_documents([4] * 16))
 
     def epochs(seed: int) -> list[list[int]]:
-        loader = DataLoader(corpus, vocab_size=99, sequence_length=64, sequences_per_step=1, seed=seed)
+        loader = DataLoader(corpus, vocab_size=99, sequence_length=64, global_batch_size=1, seed=seed)
         return [loader.next_step()[0].ids.tolist() for _ in range(2)]
 
     first, second = epochs(0), epochs(1)
@@ -338,7 +338,7 @@ def test_seek_continues_exactly(tmp_path):
     corpus = make_corpus(tmp_path / "one", unique_documents([5, 17, 1, 9, 30]))
 
     def loader(seed: int = 3) -> DataLoader:
-        return DataLoader(corpus, vocab_size=99, sequence_length=7, sequences_per_step=2, seed=seed)
+        return DataLoader(corpus, vocab_size=99, sequence_length=7, global_batch_size=2, seed=seed)
 
     whole = loader()
     steps, cursors = [], []
@@ -353,7 +353,7 @@ def test_seek_continues_exactly(tmp_path):
         loader(seed=4).seek(cursors[0])
     other = make_corpus(tmp_path / "two", unique_documents([5, 6]))
     with pytest.raises(UserError, match="not the tokens that the run was trained on"):
-        DataLoader(other, vocab_size=99, sequence_length=7, sequences_per_step=1, seed=3).seek(cursors[0])
+        DataLoader(other, vocab_size=99, sequence_length=7, global_batch_size=1, seed=3).seek(cursors[0])
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), alone=st.booleans(), data=st.data())
@@ -372,8 +372,8 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
             corpus,
             vocab_size=10_000,
             sequence_length=length,
-            sequences_per_step=rows * per_pass,
-            sequences_per_micro_batch=rows,
+            global_batch_size=rows * per_pass,
+            micro_batch_size=rows,
             seed=seed,
             one_document_per_row=alone,
             documents=chosen,
@@ -414,7 +414,7 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
 def test_a_loader_that_holds_nothing_out_is_the_one_of_before(tmp_path):
     """The rows of a seed were written down before documents could be held out."""
     corpus = make_corpus(tmp_path, unique_documents([5, 17, 1, 9, 30]))
-    loader = DataLoader(corpus, vocab_size=99, sequence_length=7, sequences_per_step=2, seed=3)
+    loader = DataLoader(corpus, vocab_size=99, sequence_length=7, global_batch_size=2, seed=3)
     rows = [batch.ids.tolist() for _ in range(2) for batch in loader.next_step()]
     assert rows == [
         [1, 2, 3, 4, 5, 23, 47],
@@ -434,7 +434,7 @@ def test_what_is_held_out_depends_on_the_seed_alone():
 
 def test_a_cursor_that_is_no_place_in_the_corpus(tmp_path):
     loader = DataLoader(
-        make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), vocab_size=9, sequence_length=4, sequences_per_step=1
+        make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), vocab_size=9, sequence_length=4, global_batch_size=1
     )
     good = loader.cursor
     for bad in (

@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Patch, str]] = {
 
 
 def open_run(folder: Path, gpu: str | int, ram: str | int) -> Session:
-    training, storage = tiny.training(steps=STEPS, sequences_per_step=1), tiny.storage(checkpoint_every=1)
+    training, storage = tiny.training(steps=STEPS, global_batch_size=1), tiny.storage(checkpoint_every=1)
     return tiny.session(folder, t=training, s=storage, gpu=gpu, ram=ram, drives=[folder / "drive"])
 
 

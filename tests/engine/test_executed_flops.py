@@ -52,9 +52,9 @@ def counted_step(session: Session) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("kv_window", ["whole", "streamed"])
-@pytest.mark.parametrize("save", ["input", "attention", "everything"])
-def test_a_step_computes_what_the_formula_says(tmp_path: Path, save: str, kv_window: str) -> None:
-    t = tiny.training(steps=1, chunk_tokens=20, save=save, kv_window=kv_window)
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
+def test_a_step_computes_what_the_formula_says(tmp_path: Path, checkpointing: str, kv_window: str) -> None:
+    t = tiny.training(steps=1, chunk_tokens=20, activation_checkpointing=checkpointing, kv_window=kv_window)
     with tiny.session(tmp_path, d=tiny.data(sequence_length=192), t=t) as session:
         attention.COUNTS.reset()
         products, lengths = counted_step(session)
@@ -64,8 +64,8 @@ def test_a_step_computes_what_the_formula_says(tmp_path: Path, save: str, kv_win
     head = expected.head_matmul * (sum(lengths) - len(lengths)) // sum(lengths)
     assert products == pytest.approx(expected.layer_matmul + head, rel=0.01)
     counts, forward = attention.COUNTS, attention_flops(spec, lengths)
-    assert counts.forward_flops == forward * (2 if save == "input" else 1) == expected.attention_forward
+    assert counts.forward_flops == forward * (2 if checkpointing == "full" else 1) == expected.attention_forward
     assert counts.backward_flops == expected.attention_backward == forward * 5 // 2
-    if save == "everything" and kv_window == "whole":
+    if checkpointing == "none" and kv_window == "whole":
         whole = model_flops(spec, lengths) + forward // 2  # a flash backward computes q.k again
         assert products + counts.forward_flops + counts.backward_flops == pytest.approx(whole, rel=0.02)

@@ -175,7 +175,7 @@ recipe = Recipe(
     data=DataConfig(source="random", sequence_length=48, max_documents=40),
     train=TrainConfig(steps=3, chunk_tokens=16, compile="off", device="cpu"),
     budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
-    storage=StorageConfig(checkpoint_every=1, chunk_bytes="16KiB"),
+    storage=StorageConfig(checkpoint_every=1, part_bytes="16KiB"),
 )
 """
 

@@ -12,9 +12,9 @@ from test_train import train_run
 from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig
+from engine.export import export
 from engine.hf.config import model_config
 from engine.model.spec import layouts
-from engine.train import export
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 

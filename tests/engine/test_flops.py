@@ -48,7 +48,7 @@ def test_a_qwen3_by_hand() -> None:
 
 def plan_of(model: ModelSpec, **changes: Any) -> Plan:
     """Two chunks of 4 tokens, and what the test says about what is saved."""
-    t = tiny.training(sequences_per_step=1, chunk_tokens=4)
+    t = tiny.training(global_batch_size=1, chunk_tokens=4)
     plan = tiny.plan_of(model, tiny.recipe(data=tiny.data(sequence_length=8), train=t), "1GiB", "1GiB")
     return replace(plan, **({"recomputed": frozenset(), "saved_graphs": frozenset()} | changes))
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.plan.problem import LAST_GOOD
-from engine.retention import Retention
 from engine.runtime.failures import DivergedError
 from engine.runtime.health import LARGEST, LossWatch, require_usable
 from engine.train import train_step
@@ -23,6 +22,7 @@ from storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_che
 from storage.drives import Locks
 from storage.errors import UserError
 from storage.nvme import NvmeStore
+from storage.retention import Retention
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "gpu": {},

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from engine import opening
 from engine.config import ModelConfig
+from engine.export import export
 from engine.hf import weights
 from engine.hf.config import model_config
-from engine.train import export
 from storage.nvme import NvmeStore
 
 KILLS = 3

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.retention import automatic_name
 from engine.session import Session
 from engine.train import train_step
 from storage.checkpoints import list_checkpoints
 from storage.errors import UserError
 from storage.nvme import NvmeStore
+from storage.retention import automatic_name
 
 BUDGETS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
 
@@ -146,8 +146,8 @@ def test_a_checkpoint_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
 
 def test_what_a_resumed_run_cannot_change_is_named(tmp_path: Path) -> None:
     run_recipe(tmp_path, tiny.Silent(stop_after=2), False)
-    with pytest.raises(UserError, match=r"storage\.chunk_bytes: .*16,384 bytes"):
-        run_recipe(tmp_path, tiny.Silent(), True, storage=tiny.storage(chunk_bytes="8KiB"))
+    with pytest.raises(UserError, match=r"storage\.part_bytes: .*16,384 bytes"):
+        run_recipe(tmp_path, tiny.Silent(), True, storage=tiny.storage(part_bytes="8KiB"))
     with pytest.raises(UserError, match="another model"):
         run_recipe(tmp_path, tiny.Silent(), True, model=tiny.model(num_layers=4))
     with pytest.raises(UserError, match="has no checkpoint 'x'; it has good-000001"):

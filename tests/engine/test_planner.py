@@ -111,7 +111,7 @@ def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Pla
 
 
 def test_the_gpu_goes_to_what_the_choice_says() -> None:
-    shape = {"save": "auto", "edge": 16, "row_tokens": 512, "chunk_tokens": 64}
+    shape = {"activation_checkpointing": "auto", "edge": 16, "row_tokens": 512, "chunk_tokens": 64}
     budget = floor("gpu", **shape) + 1_100_000
     plans: dict[str, Plan] = {
         first: make_plan(problem(gpu_budget=budget, **shape), PlanOptions(gpu_first=first, ram_first="activations"))
@@ -128,16 +128,22 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
     held = plans["records"]
     assert held.tiers["gpu"].parts["saved activations"] == sum(held.record_bytes(*key) for key in held.saved_on_gpu)
     for first in ("graphs", "blocks", "half"):
-        roomy = make_plan(problem(save="auto"), PlanOptions(gpu_first=first, ram_first="activations"))  # type: ignore[arg-type]
+        roomy = make_plan(
+            problem(activation_checkpointing="auto"), PlanOptions(gpu_first=first, ram_first="activations")
+        )  # type: ignore[arg-type]
         assert roomy.saved_graphs == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
         assert {b.state for b in roomy.buffers.values()} == {"gpu"}
-    assert not make_plan(problem(save="auto"), PlanOptions(gpu_first="graphs", ram_first="weights")).saved_graphs
+    assert not make_plan(
+        problem(activation_checkpointing="auto"), PlanOptions(gpu_first="graphs", ram_first="weights")
+    ).saved_graphs
 
 
 def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
     gpu = floor("gpu")
     ram = floor("ram", PlanOptions(ram_first="weights"), gpu_budget=gpu) + 400_000
-    shape = problem(layers=5, gpu_budget=gpu, ram_budget=ram, save="auto", without_attention=frozenset({1}))
+    shape = problem(
+        layers=5, gpu_budget=gpu, ram_budget=ram, activation_checkpointing="auto", without_attention=frozenset({1})
+    )
     none, half, every = (make_plan(shape, PlanOptions(recompute=r)) for r in ("none", "half", "all"))  # type: ignore[arg-type]
     assert not none.recomputed
     assert half.recomputed == {1, 3}, "of those with attention the ones whose records wait longest"
@@ -188,22 +194,24 @@ def test_only_what_can_differ_is_tried() -> None:
     assert dimensions(problem(kv_window="auto"), KV_SLOTS + 1)["streamed"] == [False, True]
     assert dimensions(problem(kv_window="streamed"), KV_SLOTS + 1)["streamed"] == [True]
     assert dimensions(problem(kv_window="whole"), KV_SLOTS + 1)["streamed"] == [False]
-    bare = problem(kv_window="auto", save="auto", without_attention=frozenset(range(3)))
+    bare = problem(kv_window="auto", activation_checkpointing="auto", without_attention=frozenset(range(3)))
     assert dimensions(bare, 100)["streamed"] == [False]
     assert dimensions(bare, 100)["recompute"] == ["none"]
-    assert dimensions(problem(save="input"), 4)["recompute"] == ["all"]
-    assert dimensions(problem(save="attention"), 4)["recompute"] == ["none"]
-    assert set(dimensions(problem(save="auto"), 4)["recompute"]) == {"none", "half", "all"}
+    assert dimensions(problem(activation_checkpointing="full"), 4)["recompute"] == ["all"]
+    assert dimensions(problem(activation_checkpointing="selective"), 4)["recompute"] == ["none"]
+    assert set(dimensions(problem(activation_checkpointing="auto"), 4)["recompute"]) == {"none", "half", "all"}
 
 
 def test_everything_is_kept_or_refused_with_the_need() -> None:
-    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*train\.save=everything needs") as e:
-        make_plan(problem(save="everything", gpu_budget=400_000), PlanOptions())
+    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*train\.activation_checkpointing=none needs") as e:
+        make_plan(problem(activation_checkpointing="none", gpu_budget=400_000), PlanOptions())
     assert e.value.tier == "gpu"
-    plan = make_plan(problem(save="everything", gpu_budget=e.value.need_bytes), PlanOptions())
+    plan = make_plan(problem(activation_checkpointing="none", gpu_budget=e.value.need_bytes), PlanOptions())
     assert len(plan.saved_graphs) == 3 * len(plan.chunks)
-    with pytest.raises(BudgetError, match=r"train\.save: what layers\.0 would have to keep is not known"):
-        make_plan(problem(save="everything", graph_bytes=None), PlanOptions())
+    with pytest.raises(
+        BudgetError, match=r"train\.activation_checkpointing: what layers\.0 would have to keep is not known"
+    ):
+        make_plan(problem(activation_checkpointing="none", graph_bytes=None), PlanOptions())
 
 
 def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:

@@ -20,7 +20,7 @@ DATA = tiny.data(sequence_length=96)
 
 
 def training(**changes: Any) -> Any:
-    return tiny.training(**({"steps": 2, "sequences_per_step": 2, "chunk_tokens": 13} | changes))
+    return tiny.training(**({"steps": 2, "global_batch_size": 2, "chunk_tokens": 13} | changes))
 
 
 def run(session: Session) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -55,16 +55,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dic
 
 
 @pytest.mark.parametrize("ram", ["1GiB", tiny.FLOOR])
-@pytest.mark.parametrize("save", ["input", "everything"])
-def test_saving_less_or_more_changes_no_bit(tmp_path: Path, expected: Any, save: str, ram: str) -> None:
-    gpu = "1GiB" if save == "everything" else tiny.FLOOR
-    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(save=save), gpu=gpu, ram=ram) as session:
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_saving_less_or_more_changes_no_bit(tmp_path: Path, expected: Any, checkpointing: str, ram: str) -> None:
+    gpu = "1GiB" if checkpointing == "none" else tiny.FLOOR
+    with tiny.session(
+        tmp_path, m=MODEL, d=DATA, t=training(activation_checkpointing=checkpointing), gpu=gpu, ram=ram
+    ) as session:
         layers, chunks = 3, len(session.plan.chunks)
-        assert len(session.plan.recomputed) == (layers if save == "input" else 0)
-        assert len(session.plan.saved_graphs) == (layers * chunks if save == "everything" else 0)
+        assert len(session.plan.recomputed) == (layers if checkpointing == "full" else 0)
+        assert len(session.plan.saved_graphs) == (layers * chunks if checkpointing == "none" else 0)
         assert same(run(session), expected)
         ops = {span.op for span in session.executor.take_spans()}
-        assert ("layer_recompute" in ops) == (save == "input")
+        assert ("layer_recompute" in ops) == (checkpointing == "full")
         assert session.runtime.layer_ops.graphs_bytes == 0
 
 
@@ -83,10 +85,12 @@ def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ram", ["1GiB", tiny.FLOOR])
-@pytest.mark.parametrize("save", ["input", "attention", "everything"])
-def test_a_streamed_window_gives_the_same_gradients(tmp_path: Path, expected: Any, save: str, ram: str) -> None:
-    t = training(save=save, kv_window="streamed")
-    gpu = "1GiB" if save == "everything" else tiny.FLOOR
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
+def test_a_streamed_window_gives_the_same_gradients(
+    tmp_path: Path, expected: Any, checkpointing: str, ram: str
+) -> None:
+    t = training(activation_checkpointing=checkpointing, kv_window="streamed")
+    gpu = "1GiB" if checkpointing == "none" else tiny.FLOOR
     with tiny.session(tmp_path, m=MODEL, d=DATA, t=t, gpu=gpu, ram=ram) as session:
         assert session.plan.streamed
         close(run(session), expected)
@@ -96,7 +100,7 @@ def test_a_streamed_window_gives_the_same_gradients(tmp_path: Path, expected: An
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    save=st.sampled_from(["auto", "input", "attention", "everything"]),
+    activation_checkpointing=st.sampled_from(["auto", "full", "selective", "none"]),
     kv_window=st.sampled_from(["whole", "streamed", "auto"]),
     chunk_tokens=st.integers(5, 70),
     sequences=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
@@ -108,7 +112,7 @@ def test_a_streamed_window_gives_the_same_gradients(tmp_path: Path, expected: An
 )
 def test_gradients_are_those_of_plain_pytorch(
     tmp_path_factory: pytest.TempPathFactory,
-    save: str,
+    checkpointing: str,
     kv_window: str,
     chunk_tokens: int,
     sequences: tuple[int, int],
@@ -121,11 +125,11 @@ def test_gradients_are_those_of_plain_pytorch(
     per_step, per_micro_batch = sequences
     t = training(
         steps=1,
-        save=save,
+        activation_checkpointing=checkpointing,
         kv_window=kv_window,
         chunk_tokens=chunk_tokens,
-        sequences_per_step=per_step,
-        sequences_per_micro_batch=per_micro_batch,
+        global_batch_size=per_step,
+        micro_batch_size=per_micro_batch,
         clip_norm=None,
     )
     overrides = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
@@ -133,8 +137,8 @@ def test_gradients_are_those_of_plain_pytorch(
         "m": tiny.model(num_layers=2, overrides=overrides),
         "d": tiny.data(sequence_length=64, max_documents=documents, seed=seed),
         "t": t,
-        "gpu": "1GiB" if save == "everything" else gpu,
-        "ram": ram if save != "everything" else "1GiB",
+        "gpu": "1GiB" if checkpointing == "none" else gpu,
+        "ram": ram if checkpointing != "none" else "1GiB",
     }
     folder = tmp_path_factory.mktemp("any")
     with tiny.session(folder / "plain", **options) as reference:
@@ -149,7 +153,9 @@ def test_gradients_are_those_of_plain_pytorch(
 
 
 def test_the_saved_graphs_are_as_large_as_planned(tmp_path: Path) -> None:
-    with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(save="everything", chunk_tokens=48)) as session:
+    with tiny.session(
+        tmp_path, m=MODEL, d=DATA, t=training(activation_checkpointing="none", chunk_tokens=48)
+    ) as session:
         run(session)
         planned = session.plan.tiers["gpu"].parts["saved graphs"]
         measured = session.runtime.layer_ops.graphs_peak_bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.machine.peaks import peak_flops
 from engine.machine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
@@ -104,7 +104,7 @@ def test_unified_memory_is_counted_once() -> None:
 
 def test_finds_a_preset_and_a_profile(tmp_path: Path) -> None:
     assert find_machine("gh200-480") is PRESETS["gh200-480"]
-    mine = dataclasses.replace(GENERIC, name="mine", source="measured")
+    mine = structs.replace(GENERIC, name="mine", source="measured")
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(mine.to_json()))
     assert find_machine(str(file)) == mine
@@ -139,7 +139,7 @@ def test_any_other_content_is_refused(tmp_path_factory: pytest.TempPathFactory, 
 
 
 @given(
-    st.sampled_from([field.name for field in dataclasses.fields(Machine) if field.name.endswith(("_s", "_flops"))]),
+    st.sampled_from([field.name for field in structs.fields(Machine) if field.name.endswith(("_s", "_flops"))]),
     st.sampled_from([0, -1.0, float("nan"), float("inf"), "fast", None]),
 )
 def test_a_figure_that_is_no_rate_is_refused(name: str, value: object) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from machines import ROUND, machines
+from msgspec import structs
 from small_problems import TIERS, problem, window_chunks, with_need
 
 from engine.forecast.costs import Costs
@@ -64,7 +65,7 @@ small = st.builds(
     ram_budget=st.integers(100_000, 1_500_000),
     nvme_budget=st.none() | st.integers(500_000, 5_000_000),
     device_reads=st.booleans(),
-    save=st.sampled_from(["auto", "auto", "attention"]),
+    activation_checkpointing=st.sampled_from(["auto", "auto", "selective"]),
     kv_window=st.sampled_from(["auto", "whole"]),
     graph_bytes=st.sampled_from([None, 300, 3000]),
 )
@@ -94,7 +95,7 @@ def test_more_budget_never_promises_a_clearly_slower_step(
 def test_a_place_on_the_gpu_can_cost_time() -> None:
     """The exception that is known: a block on the GPU is updated between the layers' ops, one in RAM beside them. How
     many blocks are there is what budgets decide, so that more of them can be there than is best: by a little."""
-    machine = replace(
+    machine = structs.replace(
         ROUND,
         matmul_flops=1.57e12,
         attention=(AttentionRate(head_dim=8, chunk_tokens=64, forward_flops=7.2e8, backward_flops=7.7e10),),
@@ -115,7 +116,7 @@ def test_a_place_on_the_gpu_can_cost_time() -> None:
         chunk_tokens=28,
         gpu_budget=406_938,
         ram_budget=1_245_935,
-        save="auto",
+        activation_checkpointing="auto",
         kv_window="auto",
         graph_bytes=300,
     )
@@ -168,7 +169,9 @@ def test_nothing_is_refused_that_some_choice_fits(shape: PlanInput, gpu: float, 
 
 def test_the_best_of_all_choices_is_found() -> None:
     """A small step is searched exhaustively."""
-    shape = problem(gpu_budget=500_000, ram_budget=600_000, save="auto", kv_window="auto", micro_batches=1)
+    shape = problem(
+        gpu_budget=500_000, ram_budget=600_000, activation_checkpointing="auto", kv_window="auto", micro_batches=1
+    )
     best = found(shape, ROUND)
     steps = []
     for choice in choices(shape):
@@ -183,7 +186,9 @@ def test_the_best_of_all_choices_is_found() -> None:
 
 
 def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
-    shape = problem(layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, save="auto", kv_window="auto")
+    shape = problem(
+        layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, activation_checkpointing="auto", kv_window="auto"
+    )
     best = found(shape, ROUND, (32, 64, 128))
     assert len(best.tried) < 60
     assert rank(best.best) == min(map(rank, best.tried))
@@ -196,17 +201,19 @@ def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
 
 
 def test_a_link_that_is_slow_keeps_blocks_on_the_gpu_and_slow_matmuls_keep_graphs() -> None:
-    shape = problem(gpu_budget=900_000, save="auto", micro_batches=1)
-    slow_link = replace(ROUND, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5, matmul_flops=1e12)
-    slow_products = replace(ROUND, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, matmul_flops=1e7)
+    shape = problem(gpu_budget=900_000, activation_checkpointing="auto", micro_batches=1)
+    slow_link = structs.replace(ROUND, h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e5, matmul_flops=1e12)
+    slow_products = structs.replace(ROUND, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10, matmul_flops=1e7)
     linked = found(shape, slow_link).plan
     assert not linked.saved_graphs or linked.tiers["gpu"].parts["resident blocks"]
     assert found(shape, slow_products).plan.saved_graphs
-    assert not found(replace(shape, save="attention"), slow_products).plan.saved_graphs
+    assert not found(replace(shape, activation_checkpointing="selective"), slow_products).plan.saved_graphs
 
 
 def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
-    shape = problem(gpu_budget=500_000, ram_budget=600_000, save="auto", kv_window="auto", micro_batches=1)
+    shape = problem(
+        gpu_budget=500_000, ram_budget=600_000, activation_checkpointing="auto", kv_window="auto", micro_batches=1
+    )
     free = found(shape, ROUND)
     ranked = sorted(free.tried, key=lambda c: c.step_s)
     near = next(c for c in ranked if c.choice != free.best.choice and c.step_s < free.best.step_s * 1.02)
@@ -234,7 +241,7 @@ def test_a_second_search_looks_again_at_what_other_times_may_favour(
     shape, _ = fitting(shape, machine)
     first = found(shape, machine, rough=True)
     up, down, products = factors
-    measured = replace(
+    measured = structs.replace(
         machine,
         h2d_bytes_per_s=machine.h2d_bytes_per_s * up,
         d2h_bytes_per_s=machine.d2h_bytes_per_s * down,
@@ -246,7 +253,7 @@ def test_a_second_search_looks_again_at_what_other_times_may_favour(
 
 
 def test_plans_that_run_other_schedules_are_simulated_apart() -> None:
-    shape = problem(layers=4, gpu_budget=700_000, ram_budget=600_000, save="auto")
+    shape = problem(layers=4, gpu_budget=700_000, ram_budget=600_000, activation_checkpointing="auto")
     one = make_plan(shape, PlanOptions(gpu_first="records", spare_slots=1))
     two = make_plan(shape, PlanOptions(gpu_first="records", spare_slots=2))
     assert one.weight_slots != two.weight_slots

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from machines import ROUND, machines
+from msgspec import structs
 from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
@@ -25,7 +25,7 @@ from engine.schedule.builder import ScheduleBuilder, stays_aside
 from engine.schedule.ops import Op
 
 B, D = BUILD_S, DISPATCH_S
-CPU = replace(ROUND, gpu=None)
+CPU = structs.replace(ROUND, gpu=None)
 
 
 class Given:
@@ -89,7 +89,7 @@ def test_both_directions_of_a_link_share_it() -> None:
     ops = [an_op(0, "h2d"), an_op(1, "d2h")]
     # Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s are left, at full speed.
     assert times(ops, [2, 1]) == near([(0, 3), (B, 2 + B)])
-    assert times(ops, [2, 1], replace(ROUND, duplex_share=1.0)) == near([(0, 2), (B, 1 + B)])
+    assert times(ops, [2, 1], structs.replace(ROUND, duplex_share=1.0)) == near([(0, 2), (B, 1 + B)])
 
 
 def test_reads_and_writes_share_the_drives() -> None:
@@ -188,7 +188,7 @@ DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "all on the GPU": ({"layers": 32}, PlanOptions(gpu_first="blocks")),
     "all in RAM": ({"layers": 32, "gpu_budget": 1}, PlanOptions()),
     "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, PlanOptions(gpu_first="blocks")),
-    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "save": "auto"}, PlanOptions()),
+    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "activation_checkpointing": "auto"}, PlanOptions()),
     "records on the GPU": (
         {"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000},
         PlanOptions(gpu_first="records"),
@@ -199,7 +199,10 @@ DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
         {"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000},
         PlanOptions(ram_first="activations"),
     ),
-    "attention recomputed": ({"layers": 36, "gpu_budget": 1, "save": "input"}, PlanOptions(recompute="all")),
+    "attention recomputed": (
+        {"layers": 36, "gpu_budget": 1, "activation_checkpointing": "full"},
+        PlanOptions(recompute="all"),
+    ),
     "streamed": ({"layers": 24, "gpu_budget": 1, "micro_batches": 1, "row_tokens": 512}, PlanOptions(streamed=True)),
     "streamed, tight": (
         {"layers": 26, "gpu_budget": 1, "ram_budget": 1, "micro_batches": 1, "row_tokens": 512},
@@ -222,9 +225,11 @@ DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
 }
 RATES = {
     "computing": ROUND,
-    "link": replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, drives_share=1000.0),
-    "drives": replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9),
-    "no GPU": replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
+    "link": structs.replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, drives_share=1000.0),
+    "drives": structs.replace(
+        ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9
+    ),
+    "no GPU": structs.replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
 }
 
 

@@ -37,12 +37,12 @@ def run(session: Session, steps: int) -> list[float]:
     [
         (False, {}, tiny.FLOOR),
         (True, {}, tiny.FLOOR),
-        (False, {"save": "input"}, tiny.FLOOR),
-        (True, {"save": "everything"}, "1GiB"),
+        (False, {"activation_checkpointing": "full"}, tiny.FLOOR),
+        (True, {"activation_checkpointing": "none"}, "1GiB"),
         (False, {"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR),
-        (True, {"kv_window": "streamed", "chunk_tokens": 7, "save": "input"}, tiny.FLOOR),
-        (False, {"kv_window": "streamed", "chunk_tokens": 7, "save": "everything"}, "1GiB"),
-        (False, {"kv_window": "auto", "save": "auto"}, 1_100_000),
+        (True, {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "full"}, tiny.FLOOR),
+        (False, {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "none"}, "1GiB"),
+        (False, {"kv_window": "auto", "activation_checkpointing": "auto"}, 1_100_000),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -94,10 +94,10 @@ def test_random_delays_change_no_bit(tmp_path: Path, gpu: str | int, ram: str | 
 
 POLICIES: list[tuple[dict[str, Any], str]] = [
     ({"kv_window": "streamed"}, tiny.FLOOR),
-    ({"kv_window": "streamed", "save": "input"}, tiny.FLOOR),
-    ({"kv_window": "streamed", "save": "everything"}, "1GiB"),
-    ({"save": "input"}, tiny.FLOOR),
-    ({"save": "everything"}, "1GiB"),
+    ({"kv_window": "streamed", "activation_checkpointing": "full"}, tiny.FLOOR),
+    ({"kv_window": "streamed", "activation_checkpointing": "none"}, "1GiB"),
+    ({"activation_checkpointing": "full"}, tiny.FLOOR),
+    ({"activation_checkpointing": "none"}, "1GiB"),
 ]
 
 
@@ -135,12 +135,12 @@ def _delay(session: Session, chance: random.Random) -> None:
         {"chunk_tokens": 24},
         {"chunk_tokens": 6},
         {"chunk_tokens": 13},
-        {"sequences_per_micro_batch": 1, "chunk_tokens": 13},
+        {"micro_batch_size": 1, "chunk_tokens": 13},
     ],
 )
 def test_chunking_is_exact_through_the_engine(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Loss and gradient norm of a step do not depend on how it is cut."""
-    batch = {"sequences_per_step": 2, "sequences_per_micro_batch": 2}
+    batch = {"global_batch_size": 2, "micro_batch_size": 2}
     with tiny.session(tmp_path / "whole", t=tiny.training(**batch, chunk_tokens=96)) as session:
         whole = train_step(session)
     with tiny.session(tmp_path / "cut", t=tiny.training(**(batch | changes))) as session:

@@ -33,16 +33,16 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpu": ({}, {}),
     "ram": ({}, {"gpu": tiny.FLOOR}),
     "nvme-spilled": ({}, FLOORS),
-    "ram-two-rows": ({"chunk_tokens": 7, "sequences_per_micro_batch": 2}, {"gpu": tiny.FLOOR}),
+    "ram-two-rows": ({"chunk_tokens": 7, "micro_batch_size": 2}, {"gpu": tiny.FLOOR}),
     "nvme-aside": ({}, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
-    "nvme-recomputed": ({"save": "input"}, FLOORS),
-    "gpu-graphs": ({"save": "everything"}, {}),
-    "mixed": ({"save": "auto", "kv_window": "auto"}, FLOORS | {"gpu": 1_100_000}),
+    "nvme-recomputed": ({"activation_checkpointing": "full"}, FLOORS),
+    "gpu-graphs": ({"activation_checkpointing": "none"}, {}),
+    "mixed": ({"activation_checkpointing": "auto", "kv_window": "auto"}, FLOORS | {"gpu": 1_100_000}),
     "ram-streamed": (STREAMED, {"gpu": tiny.FLOOR}),
     "nvme-streamed-spilled": (STREAMED, FLOORS),
     "nvme-streamed-aside": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
-    "nvme-streamed-recomputed": (STREAMED | {"save": "input"}, FLOORS),
-    "gpu-streamed-graphs": (STREAMED | {"save": "everything"}, {}),
+    "nvme-streamed-recomputed": (STREAMED | {"activation_checkpointing": "full"}, FLOORS),
+    "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
 }
 """Settings and budgets by what they come to: every way to save activations, the state on every tier."""
 
@@ -169,7 +169,7 @@ def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
     assert [len(found) for found in digests.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("policy", [{}, STREAMED, {"sequences_per_micro_batch": 2}], ids=["", "streamed", "two-rows"])
+@pytest.mark.parametrize("policy", [{}, STREAMED, {"micro_batch_size": 2}], ids=["", "streamed", "two-rows"])
 def test_documents_that_fill_less_than_was_asked_for_count_once(tmp_path: Path, policy: dict[str, Any]) -> None:
     t = tiny.training(steps=1, validate_every=1, validation_sequences=8, **policy)
     d = tiny.data(validation_documents=3, sequence_length=48)
@@ -182,7 +182,7 @@ def test_documents_that_fill_less_than_was_asked_for_count_once(tmp_path: Path, 
 
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3_text": ({"sliding_window": 8, "sliding_window_pattern": 2}, STREAMED),
-    "mixtral": ({"num_local_experts": 4}, {"save": "input"}),
+    "mixtral": ({"num_local_experts": 4}, {"activation_checkpointing": "full"}),
     "qwen3_next": (
         {
             "num_experts": 4,
@@ -336,8 +336,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes
         (lambda: tiny.training(validate_every=0), r"train\.validate_every: 0 must be at least 1"),
         (lambda: tiny.training(validation_sequences=2), r"train\.validation_sequences: 2 is never used"),
         (
-            lambda: tiny.training(validate_every=1, validation_sequences=3, sequences_per_micro_batch=2),
-            r"train\.validation_sequences: 3 is not a multiple of train\.sequences_per_micro_batch 2",
+            lambda: tiny.training(validate_every=1, validation_sequences=3, micro_batch_size=2),
+            r"train\.validation_sequences: 3 is not a multiple of train\.micro_batch_size 2",
         ),
         (lambda: tiny.data(validation_documents=0), r"data\.validation_documents: 0 must be at least 1"),
         (lambda: tiny.data(validation_documents=40), r"40 leaves nothing of data\.max_documents 40"),

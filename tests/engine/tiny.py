@@ -106,11 +106,11 @@ def training(**changes: Any) -> TrainConfig:
     """Eager float32 steps with one way to save activations, so that every difference counts."""
     settings: dict[str, Any] = {
         "steps": 4,
-        "sequences_per_step": 2,
+        "global_batch_size": 2,
         "chunk_tokens": 16,
         "compute_dtype": "float32",
         "compile": "off",
-        "save": "attention",
+        "activation_checkpointing": "selective",
         "kv_window": "whole",
         "calibrate": False,
         "lr": 1e-2,
@@ -121,7 +121,7 @@ def training(**changes: Any) -> TrainConfig:
 
 def storage(**changes: Any) -> StorageConfig:
     """Parts of two pages, so that even a tiny buffer has several."""
-    return StorageConfig(**({"chunk_bytes": "16KiB", "checkpoint_every": 1000} | changes))
+    return StorageConfig(**({"part_bytes": "16KiB", "checkpoint_every": 1000} | changes))
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -177,7 +177,7 @@ def plan_of(
         task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
         chunk = task.chunks[-1]
         values = dimensions(
-            task.problem(chunk), -(-recipe.train.sequences_per_micro_batch * recipe.data.sequence_length // chunk)
+            task.problem(chunk), -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
         )
         refusals: list[BudgetError] = []
         ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))

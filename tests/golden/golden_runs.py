@@ -55,7 +55,7 @@ def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
     from app.launch import run_training
     from app.recipe import apply_overrides, load_recipe, resolve_paths
     from app.rundir import RunDir
-    from engine.folders import drive_folders
+    from engine.config import drive_folders
 
     recipe = resolve_paths(load_recipe(recipe_file), folder)
     path = folder / recipe_file.stem

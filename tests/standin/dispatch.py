@@ -105,14 +105,14 @@ def measure(layers: int, vocab: int, width: int, tokens: int, chunks: int, threa
     instructions = Instructions()  # counts threads that are made from now on
     shape = {"num_layers": layers, "hidden_size": width, "intermediate_size": width * 7 // 2, "vocab_size": vocab}
     heads = {"num_heads": width // 128, "num_kv_heads": width // 512, "head_dim": 128}
-    train = {"sequences_per_step": 1, "chunk_tokens": tokens, "compute_dtype": "bfloat16", "compile": "on"}
+    train = {"global_batch_size": 1, "chunk_tokens": tokens, "compute_dtype": "bfloat16", "compile": "on"}
     with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as folder:
         session = tiny.session(
             Path(folder),
             m=tiny.model(**shape, **heads),
             d=tiny.data(sequence_length=tokens * chunks),
             t=tiny.training(**train, steps=100),
-            s=tiny.storage(chunk_bytes="32MiB"),
+            s=tiny.storage(part_bytes="32MiB"),
             gpu=tiny.FLOOR,
             ram="64GiB",
             device=torch.device("cuda", 0),

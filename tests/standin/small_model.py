@@ -29,7 +29,7 @@ def training(**changes: Any) -> TrainConfig:
         "compute_dtype": "bfloat16",
         "compile": "on",
         "chunk_tokens": 256,
-        "sequences_per_step": 2,
+        "global_batch_size": 2,
         "steps": 6,
     }
     return tiny.training(**(settings | changes))

@@ -35,7 +35,7 @@ def cut(path: Path) -> dict[str, object]:
         "data.validation_documents": 2,
         "train.steps": 2,
         "train.warmup_steps": 0,
-        "train.sequences_per_step": 2,
+        "train.global_batch_size": 2,
         "train.validate_every": 2,
         "train.validation_sequences": "none",
         "train.device": "cuda",

@@ -53,7 +53,13 @@ def test_a_compiled_run_keeps_to_its_plan(tmp_path: Path) -> None:
     wanted = {
         "model": {"num_layers": 6, "hidden_size": 768, "intermediate_size": 2304, "num_heads": 12, "num_kv_heads": 4},
         "data": {"sequence_length": 2048, "validation_documents": 2},
-        "train": {"steps": 4, "chunk_tokens": 1024, "validate_every": 2, "save": "auto", "kv_window": "auto"},
+        "train": {
+            "steps": 4,
+            "chunk_tokens": 1024,
+            "validate_every": 2,
+            "activation_checkpointing": "auto",
+            "kv_window": "auto",
+        },
         "budgets": {"gpu": "1100MiB", "ram": "3GiB", "nvme": "8GiB"},
     }
     run = trained(tmp_path / "run", wanted)
@@ -66,7 +72,7 @@ def test_a_compiled_run_keeps_to_its_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reader", READERS)
 def test_delays_change_no_bit_of_the_state(tmp_path: Path, reader: str) -> None:
     """Through all three tiers with spilled activations; whichever stream comes late."""
-    wanted = with_train(STREAMED, calibrate=False, save="attention")
+    wanted = with_train(STREAMED, calibrate=False, activation_checkpointing="selective")
     wanted |= {"budgets": STREAMED["budgets"] | {"ram": READERS[reader]}, "storage": {"reader": reader}}
     runs = [trained(tmp_path / us, wanted, STANDIN_DELAY_US=us) for us in ("0", "500")]
     assert set(runs[0]["lanes"]) >= {"nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"}

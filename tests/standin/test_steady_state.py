@@ -43,7 +43,7 @@ def test_no_step_after_the_second_stops_for_anything(tmp_path: Path, gpu: str | 
     """
     kinds = ("pageable_copy", "stream_sync", "device_sync", "event_sync", *ALLOCATIONS)
     d = tiny.data(sequence_length=512)
-    storage = tiny.storage(chunk_bytes="256KiB")
+    storage = tiny.storage(part_bytes="256KiB")
     session = tiny.session(
         tmp_path, m=small_model.model(), d=d, t=small_model.training(), s=storage, gpu=gpu, ram=ram, device=CUDA
     )

@@ -19,8 +19,7 @@ import small_model
 import standin
 import tiny
 
-from engine.config import BudgetConfig
-from engine.folders import state_folder
+from engine.config import BudgetConfig, state_folder
 from engine.train import train
 from storage.nvme import NvmeStore
 
@@ -32,7 +31,7 @@ def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None
         data=tiny.data(**({"sequence_length": 512} | wanted.get("data", {}))),
         train=replace(small_model.training(device="cuda", calibrate=True), **wanted.get("train", {})),
         budgets=BudgetConfig(**wanted.get("budgets", {})),
-        storage=tiny.storage(**({"chunk_bytes": "256KiB", "checkpoint_every": 2} | wanted.get("storage", {}))),
+        storage=tiny.storage(**({"part_bytes": "256KiB", "checkpoint_every": 2} | wanted.get("storage", {}))),
     )
     resume = (state_folder(folder) / "manifest.json").exists()
     result = train(recipe, run_dir=folder, observer=observer, resume=resume)

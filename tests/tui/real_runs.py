@@ -28,7 +28,7 @@ recipe = Recipe(
     data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
     train=TrainConfig(steps=12, chunk_tokens=24, lr=1e-2, compile="off"),
     budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(chunk_bytes="64KiB", checkpoint_every=5),
+    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=5),
 )
 
 if __name__ == "__main__":

@@ -263,10 +263,10 @@ async def test_save_as_and_no_unasked_overwriting(place: Path, quick_planner: Pa
         assert ui.configure.is_unsaved
         await pilot.press("ctrl+s")
         dialog = await ui.dialog(TextDialog)
-        assert dialog.query_one(Input).value == "recipes/mine_20.py"
+        assert dialog.query_one(Input).value == "recipes/mine_20.json"
         await pilot.press("enter")
         await ui.closed()
-        saved = load_recipe(place / "recipes" / "mine_20.py")
+        saved = load_recipe(place / "recipes" / "mine_20.json")
         assert ui.configure.draft is not None
         assert saved == ui.configure.draft.recipe
         assert saved.train.steps == 20
@@ -280,13 +280,13 @@ async def test_save_as_and_no_unasked_overwriting(place: Path, quick_planner: Pa
             await ui.dialog(ConfirmDialog)
             await pilot.press(answer)
             await ui.closed()
-            assert load_recipe(place / "recipes" / "mine_20.py").train.steps == steps
+            assert load_recipe(place / "recipes" / "mine_20.json").train.steps == steps
         await pilot.press("ctrl+s")
         dialog = await ui.dialog(TextDialog)
-        dialog.query_one(Input).value = "recipes/no_python.txt"
+        dialog.query_one(Input).value = "recipes/mine.py"
         await pilot.press("enter")
         await ui.closed()
-        assert "let its name end in .py" in ui.notes
+        assert "let its name end in .json" in ui.notes
 
 
 async def test_leaving_with_unsaved_edits_asks(place: Path, quick_planner: Path) -> None:

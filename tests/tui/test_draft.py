@@ -108,19 +108,14 @@ def test_what_does_not_go_together_stands_at_the_named_field_and_the_edited_one(
     assert set(draft.errors) == {"model.num_heads", "model.num_kv_heads"}
     draft.set("model.num_heads", "6")
     assert draft.errors == {}
-    draft.set("data.source", "text")
-    assert "needs it" in draft.errors["data.path"]
-    assert "data.source" in draft.errors
-    draft.set("data.path", "/texts")
-    assert draft.errors == {}
     draft.set("after.export", "false")
     assert "set after.export=true" in draft.errors["after.sample_prompt"]
 
 
 def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
-    draft.apply(["train.sequences_per_step=16", "train.gradient_dtype=bfloat16", 'storage.nvme=["/mnt/a b"]'])
+    draft.apply(["train.global_batch_size=16", "train.gradient_dtype=bfloat16", 'storage.nvme=["/mnt/a b"]'])
     assert draft.recipe is not None
-    assert draft.recipe.train.sequences_per_step == 16
+    assert draft.recipe.train.global_batch_size == 16
     assert draft.recipe.storage.nvme == ["/mnt/a b"]
     draft.apply(["model.overrides.rope_theta=5", "train.chunk_tokens=none"])
     assert draft.recipe.model.overrides == {"rope_theta": 5}
@@ -157,7 +152,7 @@ def test_kinds() -> None:
         "train.deterministic",
         "after.export",
     }
-    assert kinds["data.source"] == kinds["train.save"] == "choice"
+    assert kinds["data.source"] == kinds["train.activation_checkpointing"] == "choice"
     assert kinds["budgets.gpu"] == kinds["name"] == kinds["train.clip_norm"] == "text"
 
 
@@ -209,3 +204,11 @@ def test_a_text_field_keeps_every_character(text: str) -> None:
     draft.set("after.sample_prompt", value_text("after.sample_prompt", text))
     if text.strip() and text.strip().lower() not in ("none", "null"):
         assert draft.recipe == base, json.dumps(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3e-5, "3e-5"), (1e6, "1e6"), (0.1, "0.1"), (0.95, "0.95"), (1234567.0, "1234567.0"), (2.5e-8, "2.5e-8")],
+)
+def test_numbers_are_shown_short(value: float, text: str) -> None:
+    assert value_text("train.lr", value) == text

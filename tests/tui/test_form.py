@@ -8,7 +8,8 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.widgets import Input, Static
 
-from app.recipe import fields, load_recipe
+from app.recipe import load_recipe
+from app.recipe_fields import fields
 from app.rows import ASCII, UNICODE
 from tui.data.draft import Draft
 from tui.theme import THEMES
@@ -131,7 +132,7 @@ async def test_escape_takes_back_and_arrows_take_over() -> None:
         await pilot.press("9", "down")
         await pilot.pause()
         assert app.draft.text("train.steps") == "9"
-        assert app.form.current.key == "train.sequences_per_step"
+        assert app.form.current.key == "train.global_batch_size"
         assert not app.row("train.steps").is_editing
         assert isinstance(app.focused, FieldList)
 

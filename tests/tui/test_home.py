@@ -11,8 +11,10 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
+from app.recipe import save_recipe
+from engine.config import Recipe
 from tui.app import PenstockApp
-from tui.data.catalog import RunCatalog, find_recipes, matches, plan_lines, read_recipe_entry, read_run_entry
+from tui.data.catalog import RunCatalog, describe, find_recipes, matches, plan_lines, read_recipe_entry, read_run_entry
 from tui.screens.home import HomeScreen
 
 SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
@@ -213,9 +215,14 @@ def test_recipes_that_are_broken_say_where(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "broken.py").write_text("x = (\n")
     (tmp_path / "recipes" / "bytes.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "recipes" / "torn.json").write_text('{"name": ')
+    save_recipe(tmp_path / "recipes" / "mine.json", Recipe(name="mine"))
     found = {entry.name: entry for entry in find_recipes(tmp_path)}
     assert "line 1" in str(found["broken"].problem)
     assert found["bytes"].problem is not None
+    assert "torn.json cannot be read" in str(found["torn"].problem)
+    assert (found["mine"].problem, found["mine"].title) == (None, "a saved recipe")
+    assert describe(found["mine"])["machine"] == "any"
     assert found["quickstart"].problem is None
     assert not found["quickstart"].own
 

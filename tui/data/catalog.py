@@ -17,13 +17,15 @@ from app.progress import WARMUP_STEPS
 from app.run_files import number, read_object, read_tail
 from app.rundir import ATTENDED_STATES, read_info
 from storage.units import params_text
-from storage.untrusted import printable, read_regular
+from storage.untrusted import parse_object, printable, read_regular
 from tui.data.fields import get, text
 
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
 
 _NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
 _RECIPE_BYTES = 1 << 20
+_SAVED = "a saved recipe"
+"""Title of a JSON file, which has no docstring."""
 _PLAN_BYTES = 64 << 20
 _RECENT = 20
 """Steps from which the time that is left is estimated."""
@@ -36,7 +38,7 @@ class RecipeEntry:
     path: Path
     name: str
     title: str
-    """The first line of its docstring."""
+    """The first paragraph of its docstring, in one line."""
     needs: dict[str, str]
     """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
     text: str
@@ -79,13 +81,13 @@ def find_recipes(root: Path) -> list[RecipeEntry]:
     """The user's recipes below `root`, then the shipped ones, the quickstart first."""
     folders = [root / "recipes"] if (root / "recipes").resolve() == SHIPPED else [root / "recipes", SHIPPED]
     return [
-        read_recipe_entry(path, own=folder.resolve() != SHIPPED) for folder in folders for path in _python_files(folder)
+        read_recipe_entry(path, own=folder.resolve() != SHIPPED) for folder in folders for path in _recipe_files(folder)
     ]
 
 
-def _python_files(folder: Path) -> list[Path]:
+def _recipe_files(folder: Path) -> list[Path]:
     try:
-        found = [path for path in folder.iterdir() if path.suffix == ".py" and not path.name.startswith((".", "_"))]
+        found = [path for path in folder.iterdir() if path.suffix in (".py", ".json") and path.name[0] not in "._"]
     except OSError:
         return []
     return sorted(found, key=lambda path: (path.stem != "quickstart", _natural(path.stem)))
@@ -97,10 +99,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
-    """A recipe file's entry from its docstring; `problem` says why where it cannot be read."""
+    """A recipe file's entry from its docstring, if it is Python; `problem` says why where it cannot be read."""
     name = printable(path.stem)
     try:
-        tree = ast.parse(read_regular(path.resolve(), most_bytes=_RECIPE_BYTES).decode())
+        content = read_regular(path.resolve(), most_bytes=_RECIPE_BYTES).decode()
+        if path.suffix == ".json":
+            parse_object(content)
+            return RecipeEntry(path, name, _SAVED, {}, _SAVED, own)
+        tree = ast.parse(content)
     except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError) as error:
         reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         return RecipeEntry(path, name, "", {}, "", own, printable(f"{path.name} cannot be read: {reason}"))
@@ -120,7 +126,7 @@ def describe(entry: RecipeEntry) -> dict[str, Any]:
     recipe = load_recipe(entry.path)
     model, train, data = recipe.model, recipe.train, recipe.data
     shape = f"{model.num_layers} layers, width {model.hidden_size:,}" if model.has_shape else "shape of the folder"
-    tokens = data.sequence_length * train.sequences_per_step
+    tokens = data.sequence_length * train.global_batch_size
     return {
         "model": f"{model.path or model.model_type}, {shape}",
         "context": f"{data.sequence_length:,} tokens",

@@ -7,12 +7,12 @@ import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from typing import Any, Literal
 
-from app.recipe import RecipeField, apply_overrides, field_type, fields, from_dict, parse_value, to_dict
-from app.recipe_file import number_text
-from engine.config import Recipe
+from app.recipe import Recipe, apply_overrides, from_dict, to_dict
+from app.recipe_fields import RecipeField, field_type, fields, parse_value
 from storage.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]
@@ -48,6 +48,18 @@ def choices_of(key: str) -> tuple[str, ...]:
 def may_be_none(key: str) -> bool:
     """Whether an empty text stands for none."""
     return type(None) in typing.get_args(field_type(key))
+
+
+def number_text(value: float) -> str:
+    """3e-4 and 1e6 where that is shorter, else as Python writes it; either way the very same value."""
+    sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    power = exponent + len(digits) - 1
+    if not any(digits) or -3 < power < 5:
+        return repr(value)
+    first, rest = str(digits[0]), "".join(map(str, digits[1:]))
+    short = f"{'-' if sign else ''}{first}{'.' + rest if rest else ''}e{power}"
+    return min(repr(value), short, key=len)
 
 
 def value_text(key: str, value: Any) -> str:

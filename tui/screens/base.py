@@ -88,5 +88,4 @@ class PenstockScreen(Screen[None]):
             self._feed_stop.set()
 
     def on_unmount(self) -> None:
-        """Textual's hook."""
         self.stop_feed()

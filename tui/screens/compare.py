@@ -104,7 +104,6 @@ class CompareScreen(PenstockScreen):
         self._all_fields = False
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         yield Static(id="legend", markup=False)
         with Vertical(id="body"):
             with Vertical(id="charts"):
@@ -118,7 +117,6 @@ class CompareScreen(PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.query_one("#speed").border_title = "tokens/s"
         self.query_one("#figures-pane").border_title = "figures"
         self._draw_titles()

@@ -16,11 +16,8 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
 from app.plan_view import fixes
-from app.recipe import from_dict, from_json, load_recipe, resolve_paths
-from app.recipe_file import save_recipe
-from engine.config import Recipe
+from app.recipe import Recipe, from_dict, load_recipe, resolve_paths, save_recipe
 from storage.errors import UserError
-from storage.untrusted import read_regular
 from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of
 from tui.data.plan_client import PlanClient, PlanState
@@ -67,12 +64,11 @@ class ConfigureScreen(PenstockScreen):
         self._broken = ""
         self._saved: list[Any] = []
         try:
-            self.draft = Draft(_read(recipe_path))
+            self.draft = Draft(load_recipe(recipe_path))
         except UserError as error:
             self._broken = str(error)
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         if self.draft is None:
             yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
         else:
@@ -83,7 +79,6 @@ class ConfigureScreen(PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         if self.draft is None:
             return
         self.client = PlanClient(self.penstock.root, self._show_plan)
@@ -99,7 +94,6 @@ class ConfigureScreen(PenstockScreen):
 
     @property
     def form(self) -> Form:
-        """The form."""
         return self.query_one(Form)
 
     @property
@@ -148,7 +142,6 @@ class ConfigureScreen(PenstockScreen):
             self.form.update_rows()
 
     def on_form_edited(self, event: Form.Edited) -> None:
-        """Textual's hook."""
         event.stop()
         self._titles()
         self._ask_plan()
@@ -169,7 +162,6 @@ class ConfigureScreen(PenstockScreen):
         return resolve_paths(_without_machine(recipe) if self.machine == "" else recipe, self.penstock.root)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Textual's hook."""
         if self.draft is None:
             return action in ("back", "quit") or not hasattr(self, f"action_{action}")
         return True
@@ -319,8 +311,8 @@ class ConfigureScreen(PenstockScreen):
         recipe = self._valid()
         if recipe is None or self.draft is None:
             return False
-        default = f"recipes/{recipe.name.replace('-', '_')}.py"
-        answer = await self.penstock.ask_text("Save as", "A Python file, run by `penstock train FILE`:", default)
+        default = f"recipes/{recipe.name.replace('-', '_')}.json"
+        answer = await self.penstock.ask_text("Save as", "A JSON file, trained by `penstock train FILE`:", default)
         if answer is None:
             return False
         try:
@@ -331,10 +323,8 @@ class ConfigureScreen(PenstockScreen):
         overwrite = os.path.lexists(path)
         if overwrite and not await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it"):
             return False
-        keys = [item.key for item in self.draft.differences]
-        doc = f"{self._base_name}, {'with other ' + ', '.join(keys) if keys else 'unchanged'}."
         try:
-            save_recipe(path, recipe, doc, overwrite=overwrite)
+            save_recipe(path, recipe, overwrite=overwrite)
         except UserError as error:
             self.notify(str(error), severity="error")
             return False
@@ -430,21 +420,6 @@ class ConfigureScreen(PenstockScreen):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Textual's hook: nothing of a field's input goes further."""
         event.stop()
-
-
-def _read(path: Path) -> Recipe:
-    """The recipe of a Python file, or of a run's recipe.json. Raises UserError."""
-    if path.suffix == ".json":
-        try:
-            return from_json(read_regular(path).decode(), str(path))
-        except UserError:
-            raise
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path}: cannot be read ({error})") from None
-    try:
-        return load_recipe(path)
-    except (SystemExit, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
 
 
 def _without_machine(recipe: Recipe) -> Recipe:

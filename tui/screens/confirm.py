@@ -24,7 +24,6 @@ class ConfirmDialog(ModalScreen[bool]):
         self._title, self._text, self._yes, self._no = title, text, yes, no
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical(classes="box") as box:
             box.border_title = Text(self._title)
             yield Label(self._text, markup=False)
@@ -33,7 +32,6 @@ class ConfirmDialog(ModalScreen[bool]):
                 yield Button(f"{self._no} (n)", id="no")
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Textual's hook."""
         event.stop()
         self.dismiss(event.button.id == "yes")
 
@@ -52,7 +50,6 @@ class TextDialog(ModalScreen[str | None]):
         self._title, self._text, self._value = title, text, value
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical(classes="box") as box:
             box.border_title = Text(self._title)
             yield Label(self._text, markup=False)
@@ -60,7 +57,6 @@ class TextDialog(ModalScreen[str | None]):
             yield Label("enter takes it, esc cancels", classes="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's hook."""
         event.stop()
         self.dismiss(event.value.strip() or None)
 

@@ -21,7 +21,6 @@ class HelpScreen(ModalScreen[None]):
         self._scope, self._found = scope, found
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with VerticalScroll(classes="box help") as box:
             box.border_title = f"keys: {self._scope}"
             box.border_subtitle = "esc closes"

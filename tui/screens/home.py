@@ -74,7 +74,6 @@ class HomeScreen(PenstockScreen):
         self._drawn: tuple[Any, ...] = ()
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         yield Static(id="title")
         yield Input(placeholder="words that a run or a recipe shows; esc ends the search", id="search")
         with Horizontal():
@@ -86,7 +85,6 @@ class HomeScreen(PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.query_one("#runs").border_title = "runs"
         self.query_one("#recipes").border_title = "recipes"
         self._catalog = RunCatalog(self.penstock.root)
@@ -184,12 +182,10 @@ class HomeScreen(PenstockScreen):
         return chosen if isinstance(chosen, RunEntry) else None
 
     def on_data_table_row_highlighted(self) -> None:
-        """Textual's hook."""
         self._draw_detail()
         self.refresh_bindings()
 
     def on_descendant_focus(self) -> None:
-        """Textual's hook."""
         self._draw_detail()
         self.refresh_bindings()
 
@@ -198,7 +194,6 @@ class HomeScreen(PenstockScreen):
         self.action_open()
 
     def on_resize(self) -> None:
-        """Textual's hook."""
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -289,7 +284,6 @@ class HomeScreen(PenstockScreen):
         search.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Textual's hook."""
         self._words = event.value
         self._draw()
 

@@ -53,7 +53,6 @@ class MachinePicker(ModalScreen[str | None]):
         self._infos = machine_infos()
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical(classes="box") as box:
             box.border_title = "plan for which machine"
             yield Input(placeholder="filter, or the file of a profile that `penstock probe --save` made", compact=True)
@@ -62,7 +61,6 @@ class MachinePicker(ModalScreen[str | None]):
             yield Label("enter chooses, esc leaves it as it is; a run always starts on this machine", classes="hint")
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self._fill("")
         names = [info.name for info in self._infos]
         if self._current in names:
@@ -87,7 +85,6 @@ class MachinePicker(ModalScreen[str | None]):
         self.query_one("#source", Static).update(source)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Textual's hook."""
         event.stop()
         self._fill(event.value)
 
@@ -105,7 +102,6 @@ class MachinePicker(ModalScreen[str | None]):
             self.notify(str(error), severity="error")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Textual's hook."""
         event.stop()
         self.dismiss("" if event.option.id == "this" else event.option.id)
 
@@ -163,7 +159,6 @@ class _Tree(DirectoryTree):
         return kept
 
     def render_label(self, node: TreeNode[DirEntry], base_style: Style, style: Style) -> Text:
-        """Textual's hook."""
         label = super().render_label(node, base_style, style)
         note = self._notes.get(node.data.path, "") if node.data is not None else ""
         return label.append(f"  {note}", self._note_style) if note else label
@@ -193,7 +188,6 @@ class PathPicker(ModalScreen[str | None]):
         self._title, self._value, self._start, self._folders_only = title, value, start, folders_only
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical(classes="box") as box:
             box.border_title = Text(self._title)
             yield Input(self._value, placeholder="a path; empty for none", compact=True)
@@ -202,16 +196,13 @@ class PathPicker(ModalScreen[str | None]):
             yield Label("space chooses, enter opens, u goes up, tab: the text, esc cancels", classes="hint")
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.query_one(_Tree).focus()
 
     def on_directory_tree_file_selected(self, event: DirectoryTree.FileSelected) -> None:
-        """Textual's hook."""
         event.stop()
         self.dismiss(self._written(event.path))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's hook."""
         event.stop()
         self.dismiss(event.value.strip())
 
@@ -261,7 +252,6 @@ class ChangesDialog(ModalScreen[None]):
         self._base, self._differences = base, differences
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical(classes="box") as box:
             box.border_title = Text(f"changes to {self._base}")
             box.border_subtitle = "esc closes"

@@ -76,7 +76,6 @@ class RunScreen(PenstockScreen):
         self._offered: dict[str, bool] = {}
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         yield KpiBar(self.data, id="kpi")
         yield AlertBar(self.data, id="alerts")
         with Container(id="body"):
@@ -92,7 +91,6 @@ class RunScreen(PenstockScreen):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.data.clock = self.penstock.clock
         for number, name in enumerate(PANES, start=1):
             self.pane(name).border_title = f"{number} {name}"
@@ -103,7 +101,6 @@ class RunScreen(PenstockScreen):
     # ------------------------------------------------------------------ parts
 
     def pane(self, name: str) -> LineWidget:
-        """A pane by its name."""
         return self.query_one(f"#{name}", LineWidget)
 
     @property
@@ -118,11 +115,9 @@ class RunScreen(PenstockScreen):
 
     @property
     def log_pane(self) -> LogPane:
-        """The log pane."""
         return self.query_one("#log", LogPane)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Textual's hook."""
         self._arrange()
 
     def _arrange(self) -> None:
@@ -301,50 +296,40 @@ class RunScreen(PenstockScreen):
         return self.loss if self.loss.has_focus else self.lanes
 
     def action_zoom_in(self) -> None:
-        """See the action table."""
         self._zoomed().zoom_in()
         self._titles()
 
     def action_zoom_out(self) -> None:
-        """See the action table."""
         self._zoomed().zoom_out()
         self._titles()
 
     def action_pan_left(self) -> None:
-        """See the action table."""
         self._zoomed().pan_left()
 
     def action_pan_right(self) -> None:
-        """See the action table."""
         self._zoomed().pan_right()
 
     def action_fit(self) -> None:
-        """See the action table."""
         self._zoomed().fit()
         self._titles()
 
     def action_lane_up(self) -> None:
-        """See the action table."""
         self.lanes.lane_up()
 
     def action_lane_down(self) -> None:
-        """See the action table."""
         self.lanes.lane_down()
 
     def action_next_span(self) -> None:
-        """See the action table."""
         self._zoomed().next_span()
         self._titles()
 
     def action_previous_span(self) -> None:
-        """See the action table."""
         self._zoomed().previous_span()
         self._titles()
 
     # ------------------------------------------------------------------ display
 
     def action_freeze(self) -> None:
-        """See the action table."""
         self.frozen = not self.frozen
         self.lanes.freeze(self.frozen)
         kpi = self.query_one("#kpi", KpiBar)
@@ -354,31 +339,25 @@ class RunScreen(PenstockScreen):
             self.redraw_all()
 
     def action_log_scale(self) -> None:
-        """See the action table."""
         self.loss.toggle_log()
         self._titles()
 
     def action_outliers(self) -> None:
-        """See the action table."""
         self.loss.toggle_clip()
         self._titles()
 
     def action_axis(self) -> None:
-        """See the action table."""
         self.loss.next_axis()
         self._titles()
 
     def action_predicted(self) -> None:
-        """See the action table."""
         self.data.want_predicted = True
         self.lanes.toggle_predicted()
 
     def action_timeline(self) -> None:
-        """See the action table."""
         self.penstock.open_timeline(self.data.path, self.loss.cursor_step())
 
     def action_filter_log(self) -> None:
-        """See the action table."""
         if not self.log_pane.display:
             self._go_to("log")
         field = self.query_one("#filter", FilterInput)
@@ -398,25 +377,20 @@ class RunScreen(PenstockScreen):
     # ------------------------------------------------------------------ actions on the run
 
     def action_save_checkpoint(self) -> None:
-        """See the action table."""
         self._begin(self._save_checkpoint())
 
     def action_pause(self) -> None:
-        """See the action table."""
         text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
         self._begin(self._ask_and_run("Pause the run?", text, "Pause", ["pause", str(self.data.path)]))
 
     def action_stop(self) -> None:
-        """See the action table."""
         text = "The run finishes its step, commits it and ends. It can be resumed from there."
         self._begin(self._ask_and_run("Stop the run?", text, "Stop", ["stop", str(self.data.path)]))
 
     def action_resume(self) -> None:
-        """See the action table."""
         self._begin(self._resume())
 
     def action_export(self) -> None:
-        """See the action table."""
         self._begin(self._export())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

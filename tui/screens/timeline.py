@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
+from app.ops import STEP_END
 from app.rows import Row
 from app.run_files import JsonLines, read_object
 from app.trace import write_trace
@@ -20,7 +21,7 @@ from storage.units import seconds_text
 from storage.untrusted import printable
 from tui.data.critical import Blockers, StepAnalysis, analyse
 from tui.data.fields import number
-from tui.data.spans import STEP_END, Ints, SpanStore
+from tui.data.spans import Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from tui.screens.base import PenstockScreen
@@ -132,7 +133,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._loading: int | None = None
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         with Vertical():
             yield self.lane_view
             yield IdlePane(self)
@@ -142,7 +142,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.query_one("#idle").border_title = "idle time"
         self.query_one("#inspector").border_title = "op"
         self._draw_titles()
@@ -245,7 +244,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         return rows[view.lane[rows] == view.lanes.index(lane)] if lane in view.lanes else rows
 
     def on_lane_view_selected(self) -> None:
-        """Textual's hook."""
         self._redraw()
 
     # ------------------------------------------------------------------ actions
@@ -255,7 +253,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._go(-1)
 
     def action_next_step(self) -> None:
-        """The next step."""
         self._go(1)
 
     def _go(self, by: int) -> None:

@@ -119,7 +119,6 @@ class FieldRow(Widget):
     # ------------------------------------------------------------------ drawing
 
     def get_content_width(self, container: Size, viewport: Size) -> int:
-        """Textual's hook."""
         return container.width
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -130,7 +129,6 @@ class FieldRow(Widget):
         return textwrap.wrap(self.error, max(20, width - MARK_CELLS - 2)) if self.error else []
 
     def render(self) -> Text:
-        """Textual's hook."""
         glyphs = host_of(self).glyphs
         dark = self.app.current_theme.dark
         text, base, changed, error = self._shown
@@ -210,14 +208,12 @@ class FieldRow(Widget):
             self.parent.focus(scroll_visible=False)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Textual's hook."""
         event.stop()
         if event.value != self._typed and not self._undone:  # what is shown may lag behind fast typing
             self._typed = event.value
             self.post_message(self.Changed(self, event.value))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's hook."""
         event.stop()
         self.end_edit()
 
@@ -292,7 +288,6 @@ class Form(Vertical):
         self._current = next(iter(self.rows))
 
     def compose(self) -> ComposeResult:
-        """Textual's hook."""
         yield Input(placeholder="words of a field's name or help", id="filter", compact=True)
         with FieldList(id="fields"):
             last = ""
@@ -305,7 +300,6 @@ class Form(Vertical):
         yield Static(id="hint", markup=False)
 
     def on_mount(self) -> None:
-        """Textual's hook."""
         self.update_rows()
         self.current.is_current = True
         self.query_one(FieldList).focus()
@@ -404,7 +398,6 @@ class Form(Vertical):
         self.query_one(FieldList).focus()
 
     def on_field_row_pointed(self, event: FieldRow.Pointed) -> None:
-        """Textual's hook."""
         event.stop()
         if event.row is not self.current:
             self.go(event.row.key)
@@ -412,7 +405,6 @@ class Form(Vertical):
     # ------------------------------------------------------------------ editing
 
     def on_field_row_changed(self, event: FieldRow.Changed) -> None:
-        """Textual's hook."""
         event.stop()
         self.set_text(event.row.key, event.text)
 
@@ -469,7 +461,6 @@ class Form(Vertical):
             self.query_one(f"#section-{section}").display = section in shown
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Textual's hook."""
         if event.input.id == "filter":
             event.stop()
             self.filter(event.value)

@@ -54,7 +54,6 @@ class KpiBar(LineWidget):
         self.frozen = False
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row."""
         found = figures(self._data, frozen=self.frozen)
         return [kpi_row(width, self._data.name, self._data.state, found, self.glyphs)]
 

@@ -42,7 +42,6 @@ class LaneView(LineWidget, can_focus=True):
 
         @property
         def control(self) -> LaneView:
-            """Textual's hook."""
             return self.lane_view
 
     def __init__(
@@ -518,9 +517,7 @@ class LaneView(LineWidget, can_focus=True):
         self.select(self.view.span(rows[(rows.index(before) + 1) % len(rows)] if before in rows else rows[0]))
 
     def on_focus(self) -> None:
-        """Textual's hook."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Textual's hook."""
         self.redraw()

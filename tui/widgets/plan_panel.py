@@ -61,11 +61,9 @@ class PlanPanel(LineWidget, can_focus=True):
         self.redraw()
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Textual's hook."""
         self.action_scroll(2)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Textual's hook."""
         self.action_scroll(-2)
 
 
@@ -83,5 +81,4 @@ class PlanSummary(LineWidget):
         self.redraw()
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row."""
         return [summary_row(self._state, self._machine, width, self.glyphs)]

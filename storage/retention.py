@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from engine.config import StorageConfig
 from storage.checkpoints import LAST_GOOD, checkpoint_names, delete_checkpoint, good_name, read_checkpoint
 from storage.errors import UserError
 from storage.nvme import NvmeStore
@@ -25,10 +24,24 @@ def automatic_name(step: int) -> str:
 class Retention:
     """Makes and deletes checkpoints of a store around its commits; use from one thread."""
 
-    def __init__(self, store: NvmeStore, storage: StorageConfig, *, room_for_good: bool, report: Report) -> None:
-        """`room_for_good`: whether the plan has room for the last good generation."""
-        self._store, self._storage, self._report = store, storage, report
-        self._keeps_good = storage.keep_good is not None
+    def __init__(
+        self,
+        store: NvmeStore,
+        *,
+        checkpoint_every: int,
+        keep_last: int,
+        keep_every: int | None,
+        keep_good: bool,
+        room_for_good: bool,
+        report: Report,
+    ) -> None:
+        """The fields of a recipe's `storage`; `room_for_good`: whether the plan has room for the last good generation.
+
+        Steps that are no multiple of `checkpoint_every` are committed for another reason, and not kept.
+        """
+        self._store, self._report = store, report
+        self._checkpoint_every, self._keep_last, self._keep_every = checkpoint_every, keep_last, keep_every
+        self._keeps_good = keep_good
         if self._keeps_good and not room_for_good:
             self._give_up_good("the disk or budgets.nvme has no room for one more generation")
 
@@ -65,15 +78,15 @@ class Retention:
 
     def after_commit(self, step: int) -> None:
         """Keep the generation of `step` if the recipe says so, and delete those that need not be kept any more."""
-        every, root = self._storage.keep_every, self._store.root
+        every, root = self._keep_every, self._store.root
         kept_for_good = every is not None and step % every == 0
-        if step % self._storage.checkpoint_every or not (kept_for_good or self._storage.keep_last > 1):
+        if step % self._checkpoint_every or not (kept_for_good or self._keep_last > 1):
             return
         error = self.checkpoint(name := automatic_name(step))
         if error is not None:
             self._report(name, step, error)
         steps = sorted(int(match[1]) for name in checkpoint_names(root) if (match := AUTOMATIC.fullmatch(name)))
-        for old in steps[: -self._storage.keep_last]:
+        for old in steps[: -self._keep_last]:
             if every is None or old % every:
                 self._delete(automatic_name(old))
 

@@ -1,0 +1,109 @@
+"""The pages for users: their commands exist, the first three lines train a model, planned figures are the plan's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import tui.commands  # noqa: F401  # the commands that the terminal application adds
+from app.cli import cli
+from engine.data.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/guide.md", "CONTRIBUTING.md")
+LINE = re.compile(r"^(?:\$ )?penstock (.+)$|`penstock ([^`\n]+)`", re.M)
+SMALL = ["train.steps=1", "data.sequence_length=64", "train.chunk_tokens=32", "train.compile=off", "train.device=cpu"]
+SMALL += ["budgets.gpu=8MiB", "budgets.ram=16MiB", "budgets.nvme=1GiB", "storage.part_bytes=64KiB"]
+
+
+def found(page: str) -> list[str]:
+    """What stands behind `penstock` in the page's code, comments behind two spaces left out."""
+    lines = ("".join(groups) for groups in LINE.findall((ROOT / page).read_text()))
+    return [line.split("  ")[0] for line in lines]
+
+
+def block(page: str, containing: str) -> list[str]:
+    """The lines of the fenced block that holds a text."""
+    blocks = (ROOT / page).read_text().split("```")[1::2]
+    return next(lines for text in blocks if containing in text for lines in [text.strip().splitlines()])
+
+
+@pytest.mark.parametrize(("page", "least"), [(PAGES[0], 5), (PAGES[1], 25), (PAGES[2], 0)])
+def test_commands_and_their_options_exist(page: str, least: int) -> None:
+    lines = found(page)
+    assert len(lines) >= least
+    for line in lines:
+        command: Any = typer.main.get_command(cli)
+        for word in line.split():
+            if word[0].isalpha() and hasattr(command, "commands"):
+                assert word in command.commands, f"{page}: penstock {line}"
+                command = command.commands[word]
+        options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", line):
+            assert option in options, f"{page}: penstock {line}"
+
+
+@pytest.mark.parametrize("page", PAGES[:2])
+def test_targets_and_pages_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert len(links) >= 5
+    for link in links:
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_three_lines_fine_tune_a_model_on_a_file(tmp_path: Path) -> None:
+    write, plan, train = block("README.md", "mine.json")
+    folder = tmp_path / "models" / "Qwen3-8B"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=4096,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    text = (ROOT / "README.md").read_text()
+    train_tokenizer([text], 300, folder)
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
+    settings = " ".join(f"--set {item}" for item in SMALL)
+    for line in (write, plan, f"{train} --run-dir run {settings}"):
+        done = subprocess.run(
+            line.replace("penstock", f"{sys.executable} -m app.cli"),
+            shell=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
+
+
+def test_planned_figures_are_those_of_the_plan() -> None:
+    planned = {}
+    for line in (ROOT / "docs/results/planned.md").read_text().split("## Each on its own machine")[1].splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 13 and cells[1] not in planned:
+            planned[cells[1]] = cells[5]
+    rows = [line.split("|") for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| `\w+` \|", line)]
+    assert len(rows) == 10
+    for _, recipe, _, _, _, rate, hours, _ in rows:
+        assert rate.strip() == planned[recipe.strip(" `")]
+        assert hours.strip() == f"{1e7 / float(rate.replace(',', '')) / 3600:.1f} h"
