@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.ops import STEP_END
 from app.run_files import JsonLines
+from engine.schedule import actions
 from storage.errors import UserError
 from storage.untrusted import one_line
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-LANES = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+LANES: tuple[str, ...] = actions.LANES
 DRIVE = ("nvme_read", "nvme_write")
 
 Interval = tuple[float, float]
@@ -99,7 +101,7 @@ class LaneTimes:
 
     def add(self, lane: str, op: str, step: int, start_s: float, end_s: float, size: int) -> None:
         """Count an op."""
-        if op == "clip":
+        if op == STEP_END:
             self.ends[step] = end_s
         if lane in self._lanes:
             self._lanes[lane].add(start_s, end_s, size)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.lanes import LANES
+from app.ops import STEP_END, action_of
 from app.run_files import JsonLines
 from engine.events import Span
 from storage.disk import prepare_file, publish
@@ -57,7 +58,8 @@ class _Tracks:
 
 def _event(span: Span, track: int) -> dict[str, Any]:
     """A complete event; the format counts in microseconds."""
-    chunk = f" [{span.chunk}]" if span.chunk >= 0 else ""
+    chunk, action = f" [{span.chunk}]" if span.chunk >= 0 else "", action_of(span.op)
+    args = {"block": span.block, "chunk": span.chunk, "step": span.step, "bytes": span.bytes}
     return {
         "name": f"{span.op} {span.block}{chunk}",
         "cat": span.lane,
@@ -66,7 +68,7 @@ def _event(span: Span, track: int) -> dict[str, Any]:
         "tid": track,
         "ts": round(span.start_s * 1e6, 1),
         "dur": round((span.end_s - span.start_s) * 1e6, 1),
-        "args": {"block": span.block, "chunk": span.chunk, "step": span.step, "bytes": span.bytes},
+        "args": args if action is None else args | {"what": action.says},
     }
 
 
@@ -109,7 +111,7 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
     first, last = steps
     start_s, end_s, before_s = 0.0, -1.0, 0.0
     for span in spans:
-        if span.op == "clip":
+        if span.op == STEP_END:
             start_s = before_s if span.step == first else start_s
             end_s = span.end_s if span.step == last else end_s
             before_s = span.end_s

@@ -132,9 +132,9 @@ def forecast(steps: Steps, spans: list[Line]) -> Line:
             "state": "nvme",
             "gradient": "ram",
             "bytes": 9 * GIB,
-            "saved": {"everything": 0, "attention": 4, "input": 0},
+            "activation_checkpointing": {"none": 0, "selective": 4, "full": 0},
             "spilled": 0,
-            "held": 0,
+            "saved_on_gpu": 0,
         }
         for layer in range(steps.num_layers)
     ]

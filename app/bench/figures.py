@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.lanes import lane_shares, length, union
+from app.ops import STEP_END
 from engine.forecast.flops import StepFlops
 from storage.errors import UserError
 
@@ -40,7 +41,7 @@ class StepTimes:
 
 def step_times(spans: Sequence[SpanRecord], step: int) -> StepTimes:
     """Times of `step`, of which the spans hold all, and the end of the step before."""
-    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == "clip"}
+    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == STEP_END}
     start, end = ends[step - 1], ends[step]
     # Updates of the step before carry its number, whatever step's window they run in; compute ops carry their own.
     own = [s for s in spans if s["lane"] == "compute" and s["step"] == step]

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Backend
-from engine.attention.compute import Gradients, Operands
+from engine.attention.backends import AttentionCall, Backend, Gradients, Operands
 from engine.attention.select import select
 from engine.attention.spans import Call, spans
 from engine.clock import clock
@@ -80,7 +79,7 @@ def _chunk(
     k = _random((end, shape.kv_heads, shape.qk_dim), device, dtype)
     v = _random((end, shape.kv_heads, shape.v_dim), device, dtype)
     dout = _random((n, shape.heads, shape.v_dim), device, dtype)
-    x = Operands(q, k, v, start, 0, shape.qk_dim**-0.5, None)
+    x = Operands(q, k, v, AttentionCall(shape.qk_dim**-0.5, shape.window), start)
     # Log-sum-exp of about what such scores have; the kernels' speed does not depend on it.
     lse = torch.full((shape.heads, n), float(torch.tensor(end).log()), device=device)
     given = Gradients(dout, dout, lse)
@@ -96,14 +95,11 @@ def _chunk(
 
         def forward(calls: Iterable[tuple[Backend, Call]] = calls) -> None:
             for backend, call in calls:
-                own, keys = x.rows(call), x.keys(call)
-                _drop(backend.forward(q[own], k[keys], v[keys], call.geometry, scale=x.scale, softcap=None))
+                _drop(backend.forward(x.of(call), call.geometry))
 
         def backward(calls: Iterable[tuple[Backend, Call]] = calls) -> None:
             for backend, call in calls:
-                own, keys = x.rows(call), x.keys(call)
-                saved = (dout[own], q[own], k[keys], v[keys], dout[own], lse[:, own])
-                _drop(backend.backward(*saved, call.geometry, scale=x.scale, softcap=None))
+                _drop(backend.backward(x.of(call), given.of(x.rows(call)), call.geometry))
 
         work = forward if direction == "forward" else backward
         names = ", ".join(sorted({backend.name for backend, _ in calls}))

@@ -21,6 +21,7 @@ from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, 
 from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
+from app.ops import STEP_END
 from app.trace import write_trace
 from engine.attention import chunk as attention
 from engine.data.loader import DataLoader, MicroBatch
@@ -359,7 +360,7 @@ def _whole(setup: Setup) -> dict[str, int]:
 
 def _write_step_trace(spans: Sequence[dict[str, Any]], step: int, folder: Path, out: Path) -> None:
     """A Perfetto trace of what was under way in one step's window."""
-    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == "clip"}
+    ends = {span["step"]: span["end_s"] for span in spans if span["op"] == STEP_END}
     inside = [s for s in spans if s["end_s"] > ends[step - 1] and s["start_s"] < ends[step]]
     folder.mkdir()
     (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in inside))

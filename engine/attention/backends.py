@@ -5,13 +5,14 @@ scores. Results that share queries are merged outside (engine/attention/chunk.py
 log-sum-exp of the *merged* attention: the gradient of one part then needs nothing of the others.
 
 Shapes everywhere: q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim], out and dout
-[n, heads, v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. Kernels for
-CUDA are in engine/attention/torch_cuda.py, the choice among all of them in engine/attention/select.py.
+[n, heads, v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. They travel
+as `Operands` and `Gradients`. Kernels for CUDA are in engine/attention/torch_cuda.py, the choice among all of them in
+engine/attention/select.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,12 +20,62 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.spans import Geometry
+from engine.attention.spans import Call, Geometry
 
 ALIGNMENT = 256
 """Lengths that are multiples of it are few in a run, however its documents lie."""
 _TILE = 512
 """Queries and keys of one tile of the reference backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer asks of its attention: `window` counts the visible keys including the query's own."""
+
+    softmax_scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """q [n, heads, qk_dim] at positions of a stream from `start`, k, v [m, kv_heads, dim] at those from `key_start`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: AttentionCall
+    start: int = 0
+    key_start: int = 0
+    documents: Sequence[int] = (0,)
+    """Sorted starts of the stream's documents, the first is 0; queries see only keys of their own document."""
+
+    def rows(self, call: Call) -> slice:
+        """The call's rows of q."""
+        return slice(call.q0 - self.start, call.q1 - self.start)
+
+    def keys(self, call: Call) -> slice:
+        """The call's rows of k and v."""
+        return slice(call.k0 - self.key_start, call.k1 - self.key_start)
+
+    def of(self, call: Call) -> Operands:
+        """What a kernel call computes with."""
+        rows, keys = self.rows(call), self.keys(call)
+        return Operands(self.q[rows], self.k[keys], self.v[keys], self.call, call.q0, call.k0, self.documents)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What backward needs beside the operands: dout, out [n, heads, v_dim] and lse [heads, n], merged over all keys."""
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def of(self, rows: slice) -> Gradients:
+        """Those of some of the queries."""
+        return Gradients(self.dout[rows], self.out[rows], self.lse[:, rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +100,21 @@ class Problem:
     deterministic: bool
 
     @staticmethod
-    def of(q: Tensor, v: Tensor, geometry: Geometry, *, softcap: float | None, backward: bool) -> Problem:
-        """The problem of q [n, heads, qk_dim] and v [m, kv_heads, v_dim] of a tensor pair on one device."""
+    def of(x: Operands, geometry: Geometry, *, backward: bool) -> Problem:
+        """The problem of some operands."""
         return Problem(
-            device=q.device,
-            dtype=q.dtype,
-            heads=q.shape[1],
-            kv_heads=v.shape[1],
-            qk_dim=q.shape[2],
-            v_dim=v.shape[2],
+            device=x.q.device,
+            dtype=x.q.dtype,
+            heads=x.q.shape[1],
+            kv_heads=x.v.shape[1],
+            qk_dim=x.q.shape[2],
+            v_dim=x.v.shape[2],
             causal=geometry.causal,
             square=geometry.n == geometry.m,
             window=geometry.left is not None,
             segments=bool(geometry.cu_q),
             aligned=not (geometry.n % ALIGNMENT or geometry.m % ALIGNMENT),
-            softcap=softcap is not None,
+            softcap=x.call.softcap is not None,
             backward=backward,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -83,26 +134,12 @@ class Backend(Protocol):
         """Why this cannot be computed here exactly; None where it can."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse)."""
         ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        *,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this part alone, in q's dtype or a wider one, given the merged `out` and `lse`."""
+    def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this part alone, in q's dtype or a wider one, from the merged `out` and `lse`."""
         ...
 
 
@@ -124,54 +161,32 @@ class TorchCpuFlash:
             return "has no soft-cap"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        v_dim = v.shape[-1]
-        width = max(q.shape[-1], v_dim)
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        v_dim = x.v.shape[-1]
+        width = max(x.q.shape[-1], v_dim)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q, width),
-            _heads_first(k, width),
-            _heads_first(v, width),
+            *(_heads_first(tensor, width) for tensor in (x.q, x.k, x.v)),
             0.0,
             geometry.causal and not geometry.needs_mask,
-            attn_mask=_additive_mask(geometry, q.dtype),
-            scale=scale,
+            attn_mask=_additive_mask(geometry, x.q.dtype),
+            scale=x.call.softmax_scale,
         )
         return out[0].transpose(0, 1)[..., :v_dim], lse[0]
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        *,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qk_dim, v_dim = q.shape[-1], v.shape[-1]
-        width = max(qk_dim, v_dim)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(dout, width),
-            _heads_first(q, width),
-            _heads_first(k, width),
-            _heads_first(v, width),
-            _heads_first(out, width),
-            lse[None],
+    def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        width = max(x.q.shape[-1], x.v.shape[-1])
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_heads_first(tensor, width) for tensor in (given.dout, x.q, x.k, x.v, given.out)),
+            given.lse[None],
             0.0,
             geometry.causal and not geometry.needs_mask,
-            attn_mask=_additive_mask(geometry, q.dtype),
-            scale=scale,
+            attn_mask=_additive_mask(geometry, x.q.dtype),
+            scale=x.call.softmax_scale,
         )
-        return (
-            dq[0].transpose(0, 1)[..., :qk_dim],
-            dk[0].transpose(0, 1)[..., :qk_dim],
-            dv[0].transpose(0, 1)[..., :v_dim],
+        dq, dk, dv = (
+            grad[0].transpose(0, 1)[..., : like.shape[-1]] for grad, like in zip(grads, (x.q, x.k, x.v), strict=True)
         )
+        return dq, dk, dv
 
 
 class TiledReference:
@@ -186,15 +201,14 @@ class TiledReference:
         """Several segments at once are left to kernels."""
         return "computes one segment at a time" if problem.segments else None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        q, v = x.q, x.v
         n, heads, _ = q.shape
         work = work_dtype(q.dtype)
         out = torch.zeros(heads, n, v.shape[-1], dtype=work, device=q.device)
         lse = torch.full((heads, n), float("-inf"), dtype=work, device=q.device)
         for rows, columns in _tiles(geometry):
-            scores = _scores(q, k, rows, columns, geometry, scale, softcap)
+            scores = _scores(x, rows, columns, geometry)
             merged = torch.logaddexp(lse[:, rows], torch.logsumexp(scores, dim=-1))
             # A row that has seen no key yet keeps weight 0 instead of exp(-inf - -inf).
             base = merged.masked_fill(torch.isneginf(merged), 0.0)
@@ -204,29 +218,19 @@ class TiledReference:
             lse[:, rows] = merged
         return out.transpose(0, 1).to(q.dtype), lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        *,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, dout = x.q, x.k, x.v, given.dout
+        softmax_scale, softcap = x.call.softmax_scale, x.call.softcap
         n, heads, qk_dim = q.shape
         kv_heads = k.shape[1]
         work = work_dtype(q.dtype)
-        delta = (dout.to(work) * out.to(work)).sum(dim=-1).transpose(0, 1)
+        delta = (dout.to(work) * given.out.to(work)).sum(dim=-1).transpose(0, 1)
         dq = torch.zeros(heads, n, qk_dim, dtype=work, device=q.device)
         dk = torch.zeros(kv_heads, k.shape[0], qk_dim, dtype=work, device=q.device)
         dv = torch.zeros(kv_heads, k.shape[0], v.shape[-1], dtype=work, device=q.device)
         for rows, columns in _tiles(geometry):
-            scores = _scores(q, k, rows, columns, geometry, scale, softcap)
-            probabilities = torch.exp(scores - lse[:, rows, None])
+            scores = _scores(x, rows, columns, geometry)
+            probabilities = torch.exp(scores - given.lse[:, rows, None])
             tile_dout = dout[rows].to(work).transpose(0, 1)
             dv[:, columns] += _group_sum(probabilities.transpose(1, 2) @ tile_dout, kv_heads)
             dprobabilities = tile_dout @ _expand(v[columns].to(work), heads).transpose(1, 2)
@@ -234,7 +238,7 @@ class TiledReference:
             if softcap is not None:
                 capped = torch.where(torch.isinf(scores), 0.0, scores)
                 dscores = dscores * (1 - (capped / softcap) ** 2)
-            dscores = dscores * scale
+            dscores = dscores * softmax_scale
             dq[:, rows] += dscores @ _expand(k[columns].to(work), heads)
             dk[:, columns] += _group_sum(dscores.transpose(1, 2) @ q[rows].to(work).transpose(0, 1), kv_heads)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
@@ -290,13 +294,12 @@ def _group_sum(tensor: Tensor, kv_heads: int) -> Tensor:
     return grouped.sum(dim=1)
 
 
-def _scores(
-    q: Tensor, k: Tensor, rows: slice, columns: slice, geometry: Geometry, scale: float, softcap: float | None
-) -> Tensor:
+def _scores(x: Operands, rows: slice, columns: slice, geometry: Geometry) -> Tensor:
     """Scaled, capped and masked scores [heads, rows, columns] of one tile."""
+    q, softcap = x.q, x.call.softcap
     work = work_dtype(q.dtype)
     queries = q[rows].to(work).transpose(0, 1)
-    scores: Tensor = queries @ _expand(k[columns].to(work), q.shape[1]).transpose(1, 2) * scale
+    scores: Tensor = queries @ _expand(x.k[columns].to(work), q.shape[1]).transpose(1, 2) * x.call.softmax_scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if geometry.causal or geometry.left is not None:

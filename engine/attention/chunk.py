@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.attention.backends import work_dtype
-from engine.attention.compute import Gradients, Operands, group_backward, group_forward
+from engine.attention.backends import AttentionCall as AttentionCall
+from engine.attention.backends import Gradients as Gradients
+from engine.attention.backends import Operands as Operands
+from engine.attention.backends import work_dtype as work_dtype
+from engine.attention.compute import group_backward, group_forward
 from engine.attention.compute import merge_ as merge_
 from engine.attention.select import attention_report as attention_report
 from engine.attention.select import launches
@@ -53,19 +56,22 @@ class AttentionState:
     dk: Tensor | None = None
     dv: Tensor | None = None
 
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Put the chunk's own keys and values into the windows."""
+        self.k[self.start : self.end].copy_(k)
+        self.v[self.start : self.end].copy_(v)
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What a layer asks of its attention: `window` counts the visible keys including the query's own."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    def operands(self, q: Tensor, call: AttentionCall, keys: slice | None = None) -> Operands:
+        """The chunk's queries over `keys` of the windows, or over all up to its own."""
+        keys = slice(0, self.end) if keys is None else keys
+        return Operands(q, self.k[keys], self.v[keys], call, self.start, keys.start, self.documents)
 
 
 Handler = Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]
 """(q [n, heads, qk_dim], k [n, kv_heads, qk_dim], v [n, kv_heads, v_dim], call) -> out [n, heads, v_dim]."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Ranges of a stream's tokens, (first, end), in order."""
 
 _handler: Handler | None = None
 
@@ -85,8 +91,7 @@ def forward_handler(state: AttentionState) -> Handler:
     """Attention of one chunk; fills the chunk's rows of k and v, and out and lse."""
 
     def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        state.k[state.start : state.end].copy_(k)
-        state.v[state.start : state.end].copy_(v)
+        state.write(k, v)
         _chunk_forward(state, q, call)
         return state.out
 
@@ -139,33 +144,29 @@ class Counts:
 COUNTS = Counts()
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, start: int, key_start: int, documents: Sequence[int], call: AttentionCall
-) -> tuple[Tensor, Tensor]:
-    """Attention of queries at stream positions start..start + n over keys at key_start..key_start + m and no others.
+def attend(x: Operands) -> tuple[Tensor, Tensor]:
+    """Attention of the queries over these keys and no others: causal, within their documents and `x.call.window`.
 
-    q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim]; causal, within `documents` and `call.window`;
-    any range of keys: the queries' own, earlier ones, both, later ones. Sinks are left to `finish`. Returns out
+    Any range of keys: the queries' own, earlier ones, both, later ones. Sinks are left to `finish`. Returns out
     [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
     keys has out 0 and lse -inf.
     """
-    x = Operands(q, k, v, start, key_start, call.scale, call.softcap)
     out = lse = None
-    for rows, part_out, part_lse in _forward(x, documents, call.window):
-        if rows == slice(0, q.shape[0]):
-            return part_out.to(q.dtype), part_lse
+    for rows, part_out, part_lse in _forward(x):
+        if rows == slice(0, x.q.shape[0]):
+            return part_out.to(x.q.dtype), part_lse
         if out is None or lse is None:
-            out, lse = _nothing_seen(q, v.shape[-1])
+            out, lse = _nothing_seen(x)
         out[rows] = part_out
         lse[:, rows] = part_lse
     if out is None or lse is None:
-        return _nothing_seen(q, v.shape[-1])
+        return _nothing_seen(x)
     return out, lse
 
 
-def _nothing_seen(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
-    n, heads, _ = q.shape
-    return q.new_zeros(n, heads, v_dim), q.new_full((heads, n), float("-inf"), dtype=work_dtype(q.dtype))
+def _nothing_seen(x: Operands) -> tuple[Tensor, Tensor]:
+    q, (n, heads, _) = x.q, x.q.shape
+    return q.new_zeros(n, heads, x.v.shape[-1]), q.new_full((heads, n), float("-inf"), dtype=work_dtype(q.dtype))
 
 
 def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -176,69 +177,45 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
     return out * torch.exp(lse - total).transpose(0, 1)[..., None], total
 
 
-def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    start: int,
-    key_start: int,
-    documents: Sequence[int],
-    call: AttentionCall,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def attend_backward(x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
 
-    dout, out [n, heads, v_dim] and lse [heads, n] are of the finished attention over all keys.
+    `given` is of the finished attention over all keys.
     """
-    x = Operands(q, k, v, start, key_start, call.scale, call.softcap)
-    for rows, parts in _backward(x, documents, call.window, dout, out, lse, dk, dv):
+    for rows, parts in _backward(x, given, dk, dv):
         for part in parts:
             dq[rows].add_(part)
 
 
-def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradient(given: Gradients, call: AttentionCall) -> Tensor | None:
     """[heads]: the softmax gradient of a key whose value is zero, -p * (dout . out), summed over the queries."""
-    delta = (dout.to(lse.dtype) * out).sum(dim=-1).transpose(0, 1)
+    if call.sinks is None:
+        return None
+    sinks, lse = call.sinks.detach(), given.lse
+    delta = (given.dout.to(lse.dtype) * given.out).sum(dim=-1).transpose(0, 1)
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     return -(probability * delta).sum(dim=-1).to(sinks.dtype)
 
 
-def _forward(x: Operands, documents: Sequence[int], window: int | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _forward(x: Operands) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, their output, their lse) of all queries that see a key, each once."""
     pair_flops = 2 * x.q.shape[1] * (x.q.shape[2] + x.v.shape[2])
-    for launch in launches(x, documents, window):
+    for launch in launches(x):
         out, lse = group_forward(x, launch.backend, launch.group)
         COUNTS.forward_flops += pair_flops * launch.pairs
         yield x.rows(launch.group[0]), out, lse
 
 
-def _backward(
-    x: Operands,
-    documents: Sequence[int],
-    window: int | None,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> Iterator[tuple[slice, Iterator[Tensor]]]:
+def _backward(x: Operands, given: Gradients, dk: Tensor, dv: Tensor) -> Iterator[tuple[slice, Iterator[Tensor]]]:
     """(rows, tensors whose sum is their dq) of all queries that see a key, each once; adds to dk and dv meanwhile."""
     pair_flops = 2 * x.q.shape[1] * (3 * x.q.shape[2] + 2 * x.v.shape[2])
-    gradients = Gradients(dout, out, lse)
-    for launch in launches(x, documents, window, gradients):
-        yield x.rows(launch.group[0]), group_backward(x, launch.backend, launch.group, gradients, dk, dv)
+    for launch in launches(x, given):
+        yield x.rows(launch.group[0]), group_backward(x, launch.backend, launch.group, given, dk, dv)
         COUNTS.backward_flops += pair_flops * launch.pairs
 
 
 def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:
-    x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
-    for rows, part_out, part_lse in _forward(x, state.documents, call.window):
+    for rows, part_out, part_lse in _forward(state.operands(q, call)):
         out, lse = finish(part_out, part_lse, call.sinks)
         state.out[rows].copy_(out)
         state.lse[:, rows].copy_(lse)
@@ -250,18 +227,40 @@ def _chunk_backward(
     """dq, dk, dv of the chunk itself (q's dtype) and of the sinks, for dout [n, heads, v_dim]; adds to the windows."""
     assert state.dk is not None, "backward needs the dk window"
     assert state.dv is not None, "backward needs the dv window"
-    x = Operands(q, state.k[: state.end], state.v[: state.end], state.start, 0, call.scale, call.softcap)
+    given = Gradients(dout, state.out, state.lse)
     dq = torch.empty_like(q)
-    for rows, parts in _backward(
-        x, state.documents, call.window, dout, state.out, state.lse, state.dk[: state.end], state.dv[: state.end]
-    ):
+    for rows, parts in _backward(state.operands(q, call), given, state.dk[: state.end], state.dv[: state.end]):
         total = next(parts)
         for part in parts:
             total = total.to(state.dk.dtype).add_(part)
         dq[rows] = total
     own = slice(state.start, state.end)
-    dsinks = None if call.sinks is None else sink_gradient(dout, state.out, state.lse, call.sinks)
-    return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), dsinks
+    return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), sink_gradient(given, call)
+
+
+def forward_in_pieces(state: AttentionState, q: Tensor, call: AttentionCall, pieces: Ranges) -> None:
+    """Fill out and lse as `forward_handler` does, from the keys of one of `pieces` of the stream at a time."""
+    out = torch.zeros_like(state.out, dtype=state.lse.dtype)
+    lse = torch.full_like(state.lse, float("-inf"))
+    for first, end in (piece for piece in pieces if piece[0] < state.end):
+        merge_(out, lse, *attend(state.operands(q, call, slice(first, end))))
+    for saved, finished in zip((state.out, state.lse), finish(out, lse, call.sinks), strict=True):
+        saved.copy_(finished)
+
+
+def backward_in_pieces(
+    state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall, pieces: Ranges
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What `backward_handler` computes for dout, from the keys of one of `pieces` of the stream at a time."""
+    assert state.dk is not None, "backward needs the dk window"
+    assert state.dv is not None, "backward needs the dv window"
+    given = Gradients(dout, state.out, state.lse)
+    dq = torch.zeros_like(q, dtype=state.dk.dtype)
+    for first, end in (piece for piece in pieces if piece[0] < state.end):
+        keys = slice(first, end)
+        attend_backward(state.operands(q, call, keys), given, dq, state.dk[keys], state.dv[keys])
+    own = slice(state.start, state.end)
+    return dq.to(q.dtype), state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), sink_gradient(given, call)
 
 
 class _SavedAttention(torch.autograd.Function):
@@ -315,7 +314,7 @@ def penstock_attention(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UserError(f"{name} is not causal; only causal language models can be trained")
     call = AttentionCall(
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Backend, work_dtype
+from engine.attention.backends import Backend, Gradients, Operands, work_dtype
 from engine.attention.spans import Call
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """q [n, heads, qk_dim] at stream positions from `start`; k, v [m, kv_heads, dim] at positions from `key_start`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    start: int
-    key_start: int
-    scale: float
-    softcap: float | None
-
-    def rows(self, call: Call) -> slice:
-        """The call's rows of q."""
-        return slice(call.q0 - self.start, call.q1 - self.start)
-
-    def keys(self, call: Call) -> slice:
-        """The call's rows of k and v."""
-        return slice(call.k0 - self.key_start, call.k1 - self.key_start)
 
 
 def group_forward(x: Operands, backend: Backend, group: Sequence[Call]) -> tuple[Tensor, Tensor]:
     """Output [rows, heads, v_dim] (q's dtype, or float32 where parts were merged) and lse of the group's queries."""
-    out, lse = _call_forward(x, backend, group[0])
+    out, lse = backend.forward(x.of(group[0]), group[0].geometry)
     for index, call in enumerate(group[1:]):
-        other_out, other_lse = _call_forward(x, backend, call)
+        other_out, other_lse = backend.forward(x.of(call), call.geometry)
         if index == 0:
             total, weight, other_weight = _weights(lse, other_lse)
             # The product with float32 weights is float32: no pass for the conversion.
@@ -49,37 +27,13 @@ def group_forward(x: Operands, backend: Backend, group: Sequence[Call]) -> tuple
     return out, lse
 
 
-def _call_forward(x: Operands, backend: Backend, call: Call) -> tuple[Tensor, Tensor]:
-    keys = x.keys(call)
-    return backend.forward(x.q[x.rows(call)], x.k[keys], x.v[keys], call.geometry, scale=x.scale, softcap=x.softcap)
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """What backward needs beside the operands: dout, out [n, heads, v_dim] and lse [heads, n], merged over all keys."""
-
-    dout: Tensor
-    out: Tensor
-    lse: Tensor
-
-
 def group_backward(
     x: Operands, backend: Backend, group: Sequence[Call], given: Gradients, dk: Tensor, dv: Tensor
 ) -> Iterator[Tensor]:
     """What each call contributes to dq of the group's rows, to be summed; adds to dk, dv [m, kv_heads, dim]."""
     for call in group:
-        rows, keys = x.rows(call), x.keys(call)
-        call_dq, call_dk, call_dv = backend.backward(
-            given.dout[rows],
-            x.q[rows],
-            x.k[keys],
-            x.v[keys],
-            given.out[rows],
-            given.lse[:, rows],
-            call.geometry,
-            scale=x.scale,
-            softcap=x.softcap,
-        )
+        keys = x.keys(call)
+        call_dq, call_dk, call_dv = backend.backward(x.of(call), given.of(x.rows(call)), call.geometry)
         dk[keys].add_(call_dk)
         dv[keys].add_(call_dv)
         yield call_dq

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Problem
+from engine.attention.backends import Gradients, Operands, Problem
 from engine.attention.spans import Geometry
 from engine.attention.torch_cuda import FlashKernel, round_up, segment_lengths, window_limits
 
@@ -73,25 +73,21 @@ class FlashAttention3(FlashKernel):
             return qk_width, v_width
         return (max(qk_width, v_width),) * 2
 
-    def _launch(
-        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            *operands, **_flash_arguments(geometry, operands[0].device, scale, softcap), num_splits=1
-        )
+    def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(x.q, x.k, x.v, **_flash_arguments(x, geometry), num_splits=1)
         return out, lse
 
-    def _launch_backward(
-        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = tuple(torch.empty_like(t) for t in tensors[1:4])
+    def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
         torch.ops.flash_attn_3.bwd(
-            *tensors,
-            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
-            **_flash_arguments(geometry, tensors[0].device, scale, softcap),
+            *(given.dout, x.q, x.k, x.v, given.out, given.lse),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **_flash_arguments(x, geometry),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grads[0], grads[1], grads[2]
+        return dq, dk, dv
 
 
 class FlashAttention4(FlashKernel):
@@ -122,35 +118,28 @@ class FlashAttention4(FlashKernel):
     def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         return round_up(qk_dim, 8), round_up(v_dim, 8)
 
-    def _options(
-        self, function: Callable[..., Any], geometry: Geometry, device: torch.device, scale: float, softcap: float
-    ) -> dict[str, Any]:
-        options = _flash_arguments(geometry, device, scale, softcap)
+    def _options(self, function: Callable[..., Any], x: Operands, geometry: Geometry) -> dict[str, Any]:
+        options = _flash_arguments(x, geometry)
         options["causal"] = options.pop("is_causal")
         for side in ("window_size_left", "window_size_right"):
             options[side] = None if options[side] < 0 else options[side]
         known = _arguments(function)
         return {name: value for name, value in options.items() if name in known}
 
-    def _launch(
-        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         forward = _module("flash_attn.cute.interface")._flash_attn_fwd
-        options = self._options(forward, geometry, operands[0].device, scale, softcap)
-        if not softcap:
+        options = self._options(forward, x, geometry)
+        if not x.call.softcap:
             options["softcap"] = None
-        out, lse, *_ = forward(*operands, **options, return_lse=True)
+        out, lse, *_ = forward(x.q, x.k, x.v, **options, return_lse=True)
         return out, lse
 
-    def _launch_backward(
-        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         backward = _module("flash_attn.cute.interface")._flash_attn_bwd
-        options = self._options(backward, geometry, tensors[0].device, scale, softcap)
+        options = self._options(backward, x, geometry)
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
-        dout, q, k, v, out, lse = tensors
-        dq, dk, dv, *_ = backward(q, k, v, out, dout, lse, **options)
+        dq, dk, dv, *_ = backward(x.q, x.k, x.v, given.out, given.dout, given.lse, **options)
         return dq, dk, dv
 
 
@@ -169,55 +158,52 @@ class FlashAttention2(FlashKernel):
             return "is too old: 2.7 or newer is needed"
         return None
 
-    def _launch(
-        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         module = _module("flash_attn.flash_attn_interface")
-        options = {**_flash2_arguments(geometry, scale, softcap), "return_softmax": False}
+        options = {**_flash2_arguments(x, geometry), "return_softmax": False}
         if geometry.cu_q:
-            lengths = segment_lengths(geometry, operands[0].device)
-            out, lse, *_ = module._wrapped_flash_attn_varlen_forward(*operands, **lengths, **options)
+            lengths = segment_lengths(geometry, x.q.device)
+            out, lse, *_ = module._wrapped_flash_attn_varlen_forward(x.q, x.k, x.v, **lengths, **options)
         else:
-            out, lse, *_ = module._wrapped_flash_attn_forward(*operands, **options)
+            out, lse, *_ = module._wrapped_flash_attn_forward(x.q, x.k, x.v, **options)
         return out, lse
 
-    def _launch_backward(
-        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         module = _module("flash_attn.flash_attn_interface")
-        grads = tuple(torch.empty_like(t) for t in tensors[1:4])
+        tensors = (given.dout, x.q, x.k, x.v, given.out, given.lse)
+        grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
         deterministic = torch.are_deterministic_algorithms_enabled()
-        options = {**_flash2_arguments(geometry, scale, softcap), "deterministic": deterministic}
+        options = {**_flash2_arguments(x, geometry), "deterministic": deterministic}
         if geometry.cu_q:
-            lengths = segment_lengths(geometry, tensors[0].device)
+            lengths = segment_lengths(geometry, x.q.device)
             module._wrapped_flash_attn_varlen_backward(*tensors, *grads, **lengths, **options)
         else:
             module._wrapped_flash_attn_backward(*tensors, *grads, **options)
         return grads[0], grads[1], grads[2]
 
 
-def _flash_arguments(geometry: Geometry, device: torch.device, scale: float, softcap: float) -> dict[str, Any]:
+def _flash_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
     """As flash-attn 3 names them; segments only where there are some."""
     left, right = window_limits(geometry)
-    options: dict[str, Any] = segment_lengths(geometry, device) if geometry.cu_q else {}
+    options: dict[str, Any] = segment_lengths(geometry, x.q.device) if geometry.cu_q else {}
     return {
         **options,
-        "softmax_scale": scale,
+        "softmax_scale": x.call.softmax_scale,
         "is_causal": geometry.causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": softcap,
+        "softcap": x.call.softcap or 0.0,
     }
 
 
-def _flash2_arguments(geometry: Geometry, scale: float, softcap: float) -> dict[str, Any]:
+def _flash2_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
     left, right = window_limits(geometry)
     return {
         "dropout_p": 0.0,
-        "softmax_scale": scale,
+        "softmax_scale": x.call.softmax_scale,
         "causal": geometry.causal,
         "window_size_left": left,
         "window_size_right": right,
-        "softcap": softcap,
+        "softcap": x.call.softcap or 0.0,
         "alibi_slopes": None,
     }

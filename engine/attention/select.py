@@ -17,8 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import ALIGNMENT, Backend, Problem, TiledReference, TorchCpuFlash, work_dtype
-from engine.attention.compute import Gradients, Operands, group_backward, group_forward
+from engine.attention.backends import (
+    ALIGNMENT,
+    AttentionCall,
+    Backend,
+    Gradients,
+    Operands,
+    Problem,
+    TiledReference,
+    TorchCpuFlash,
+    work_dtype,
+)
+from engine.attention.compute import group_backward, group_forward
 from engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
 from engine.attention.spans import Call, Cut, Span, cut, spans
 from engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
@@ -113,7 +123,7 @@ class _Kind:
             earlier=any(span.k0 < span.q0 for span in parts),
             aligned=not any(length % ALIGNMENT for length in lengths),
             window=any(span.window is not None for span in parts),
-            softcap=x.softcap is not None,
+            softcap=x.call.softcap is not None,
             direction="backward" if backward else "forward",
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -159,33 +169,30 @@ _launches: dict[tuple[Hashable, ...], tuple[Launch, ...]] = {}
 _MOST_REMEMBERED = 8192
 
 
-def launches(
-    x: Operands, documents: Sequence[int], window: int | None, given: Gradients | None = None
-) -> tuple[Launch, ...]:
+def launches(x: Operands, given: Gradients | None = None) -> tuple[Launch, ...]:
     """What computes all that the queries see, backward where gradients are `given`; rows of queries occur once.
 
     Remembered by position, as every layer asks the same of a chunk: finding it again would take the lane as long as the
     kernel's own launch.
     """
     # Documents that end before the queries are seen by none, those that begin behind them neither.
+    documents, call = x.documents, x.call
     shown = documents[bisect_right(documents, x.start) - 1 : bisect_left(documents, x.start + x.q.shape[0])]
     key = (
-        *(x.q.device, x.q.dtype, *x.q.shape, *x.v.shape, x.start, x.key_start, x.softcap is None),
-        *(window, given is None, torch.are_deterministic_algorithms_enabled(), *shown),
+        *(x.q.device, x.q.dtype, *x.q.shape, *x.v.shape, x.start, x.key_start, call.softcap is None),
+        *(call.window, given is None, torch.are_deterministic_algorithms_enabled(), *shown),
     )
     found = _launches.get(key)
     if found is None:
         if len(_launches) >= _MOST_REMEMBERED:
             _launches.clear()
-        found = _launches[key] = tuple(_find_launches(x, documents, window, given))
+        found = _launches[key] = tuple(_find_launches(x, given))
     return found
 
 
-def _find_launches(
-    x: Operands, documents: Sequence[int], window: int | None, given: Gradients | None
-) -> Iterator[Launch]:
+def _find_launches(x: Operands, given: Gradients | None) -> Iterator[Launch]:
     end, key_end = x.start + x.q.shape[0], x.key_start + x.k.shape[0]
-    parts = spans(x.start, end, x.key_start, key_end, documents, window)
+    parts = spans(x.start, end, x.key_start, key_end, x.documents, x.call.window)
     causal = [span for span in parts if span.causal]
     for unit in (causal, parts[len(causal) :]):
         if unit:
@@ -204,7 +211,7 @@ def measure(
     v_dim: int,
     chunk: int,
     total: int,
-    scale: float | None = None,
+    softmax_scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
@@ -217,11 +224,12 @@ def measure(
         return torch.randn(rows, num_heads, width, dtype=dtype, device=device)
 
     chunk = min(chunk, total)
+    call = AttentionCall(qk_dim**-0.5 if softmax_scale is None else softmax_scale, window, softcap)
     # Later chunks are of the kind of the last one here.
     for end in range(chunk, min(total, 2 * chunk + _MEASURED_KEYS) + 1, chunk):
         q = random(chunk, heads, qk_dim)
         k, v = random(end, kv_heads, qk_dim), random(end, kv_heads, v_dim)
-        x = Operands(q, k, v, end - chunk, 0, qk_dim**-0.5 if scale is None else scale, softcap)
+        x = Operands(q, k, v, call, start=end - chunk)
         parts = spans(x.start, end, 0, end, [0], window)
         select(x, parts)
         lse = q.new_full((heads, chunk), math.log(end), dtype=work_dtype(dtype))
@@ -319,7 +327,7 @@ def _refusal(strategy: Strategy, x: Operands, parts: Sequence[Span], *, backward
         for call in group:
             if strategy.cut == "whole" and strategy.backend.masks_tiles and call.geometry.needs_mask:
                 return "would need a mask of all queries and keys"
-            problem = Problem.of(x.q, x.v, call.geometry, softcap=x.softcap, backward=backward)
+            problem = Problem.of(x, call.geometry, backward=backward)
             if problem in seen:
                 continue
             seen.add(problem)
@@ -369,7 +377,7 @@ def _small_problem(x: Operands, parts: Sequence[Span]) -> tuple[Operands, list[S
 
     qk_dim, v_dim = x.q.shape[2], x.v.shape[2]
     q, k, v = random(end - start, x.q, qk_dim), random(key_end, x.k, qk_dim), random(key_end, x.v, v_dim)
-    sample = Operands(q, k, v, start, 0, x.scale, x.softcap)
+    sample = Operands(q, k, v, x.call, start)
     small = spans(start, end, 0, key_end, documents, window)
     merged = _run(_reference(), sample, small, None)
     # As if other keys, elsewhere, had taken half of the weight.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.attention.backends import ALIGNMENT, Problem, pad
+from engine.attention.backends import ALIGNMENT, Gradients, Operands, Problem, pad
 from engine.attention.spans import Geometry
 from engine.attention.workspace import KEYS_PER_CALL
 
@@ -76,58 +77,25 @@ class CudaKernel:
         width = round_up(max(qk_dim, v_dim), 8)
         return width, width
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        qk_width, v_width = self._widths(q.shape[-1], v.shape[-1])
-        operands = _rows(q, qk_width), _rows(k, qk_width), _rows(v, v_width)
-        out, lse = self._forward(*operands, geometry, scale, softcap or 0.0)
-        return out[..., : v.shape[-1]], lse
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        out, lse = self._forward(self._padded(x), geometry)
+        return out[..., : x.v.shape[-1]], lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        *,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qk_dim, v_dim = q.shape[-1], v.shape[-1]
-        qk_width, v_width = self._widths(qk_dim, v_dim)
+    def backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        padded, qk_dim, v_dim = self._padded(x), x.q.shape[-1], x.v.shape[-1]
         # Some kernels take dout's and out's strides to be those of a new tensor.
-        tensors = (
-            _rows(dout, v_width).contiguous(),
-            _rows(q, qk_width),
-            _rows(k, qk_width),
-            _rows(v, v_width),
-            _rows(out, v_width).contiguous(),
-            lse.contiguous(),
-        )
-        dq, dk, dv = self._backward(*tensors, geometry, scale, softcap or 0.0)
+        dout, out = (_rows(tensor, padded.v.shape[-1]).contiguous() for tensor in (given.dout, given.out))
+        dq, dk, dv = self._backward(padded, Gradients(dout, out, given.lse.contiguous()), geometry)
         return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def _padded(self, x: Operands) -> Operands:
+        qk_width, v_width = self._widths(x.q.shape[-1], x.v.shape[-1])
+        return replace(x, q=_rows(x.q, qk_width), k=_rows(x.k, qk_width), v=_rows(x.v, v_width))
+
+    def _forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
 
@@ -137,40 +105,23 @@ class FlashKernel(CudaKernel):
     Tensors are [1, n, heads, dim] and lse [1, heads, n]; with segments [n, heads, dim] and [heads, n].
     """
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         if geometry.cu_q:
-            return self._launch((q, k, v), geometry, scale, softcap)
-        out, lse = self._launch((q[None], k[None], v[None]), geometry, scale, softcap)
+            return self._launch(x, geometry)
+        out, lse = self._launch(_batched(x), geometry)
         return out[0], lse[0, :, : geometry.n]  # some versions round the length up
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = (dout, q, k, v, out, lse)
+    def _backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         if geometry.cu_q:
-            return self._launch_backward(tensors, geometry, scale, softcap)
-        dq, dk, dv = self._launch_backward(tuple(t[None] for t in tensors), geometry, scale, softcap)
+            return self._launch_backward(x, given, geometry)
+        batched = Gradients(given.dout[None], given.out[None], given.lse[None])
+        dq, dk, dv = self._launch_backward(_batched(x), batched, geometry)
         return dq[0], dk[0], dv[0]
 
-    def _launch(
-        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def _launch_backward(
-        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
 
@@ -179,30 +130,40 @@ class TorchCudaFlash(FlashKernel):
 
     name = "torch-cuda-flash"
 
-    def _launch(
-        self, operands: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = operands
-        cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, q.device)
+    def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, x.q.device)
         left, right = window_limits(geometry)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, geometry.causal, False),
-            scale=scale,
+            *(x.q, x.k, x.v, cu_q, cu_k, max_q, max_k, 0.0, geometry.causal, False),
+            scale=x.call.softmax_scale,
             window_size_left=left,
             window_size_right=right,
         )
         return out, lse
 
-    def _launch_backward(
-        self, tensors: tuple[Tensor, ...], geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        device = tensors[0].device
+    def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        device = x.q.device
         cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, device)
         left, right = window_limits(geometry)
         no_dropout = _no_dropout(device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(*tensors, cu_q, cu_k, max_q, max_k, 0.0, geometry.causal, no_dropout, no_dropout[:0]),
-            scale=scale,
+            *(
+                given.dout,
+                x.q,
+                x.k,
+                x.v,
+                given.out,
+                given.lse,
+                cu_q,
+                cu_k,
+                max_q,
+                max_k,
+                0.0,
+                geometry.causal,
+                no_dropout,
+                no_dropout[:0],
+            ),
+            scale=x.call.softmax_scale,
             window_size_left=left,
             window_size_right=right,
         )
@@ -239,32 +200,20 @@ class TorchCudnn(CudaKernel):
     def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         return round_up(qk_dim, 8), round_up(v_dim, 8)
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(_heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, geometry.causal, False), scale=scale
+            *(*map(_heads_first, (x.q, x.k, x.v)), None, True, 0.0, geometry.causal, False),
+            scale=x.call.softmax_scale,
         )
-        return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0])
+        return out[0].transpose(0, 1), lse.reshape(x.q.shape[1], x.q.shape[0])
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        geometry: Geometry,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = _no_dropout(q.device).view(torch.int64)[0]
+    def _backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = _no_dropout(x.q.device).view(torch.int64)[0]
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(_heads_first(t) for t in (dout, q, k, v, out)),
-            *(lse[None, ..., None], no_dropout, no_dropout, None, None, None, geometry.n, geometry.m),
+            *(_heads_first(t) for t in (given.dout, x.q, x.k, x.v, given.out)),
+            *(given.lse[None, ..., None], no_dropout, no_dropout, None, None, None, geometry.n, geometry.m),
             *(0.0, geometry.causal),
-            scale=scale,
+            scale=x.call.softmax_scale,
         )
         dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
         return dq, dk, dv
@@ -282,6 +231,11 @@ def _rows(tensor: Tensor, width: int) -> Tensor:
     if aligned and padded.data_ptr() % 16 == 0:
         return padded
     return padded.clone(memory_format=torch.contiguous_format)
+
+
+def _batched(x: Operands) -> Operands:
+    """With a leading dimension of one."""
+    return replace(x, q=x.q[None], k=x.k[None], v=x.v[None])
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

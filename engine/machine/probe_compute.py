@@ -140,16 +140,14 @@ def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: in
         random(chunk, sizes.heads),
     )
     dq, dk, dv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
-    call = attention.AttentionCall(scale=head_dim**-0.5, window=None, softcap=None, sinks=None)
-    out, lse = attention.attend(q, k, v, start=start, key_start=0, documents=[0], call=call)
+    x = attention.Operands(q, k, v, attention.AttentionCall(head_dim**-0.5), start)
+    given = attention.Gradients(dout, *attention.attend(x))
 
     def forward() -> None:
-        attention.attend(q, k, v, start=start, key_start=0, documents=[0], call=call)
+        attention.attend(x)
 
     def backward() -> None:
-        attention.attend_backward(
-            dout, q, k, v, out, lse, start=start, key_start=0, documents=[0], call=call, dq=dq, dk=dk, dv=dv
-        )
+        attention.attend_backward(x, given, dq, dk, dv)
 
     pairs = chunk * start + chunk * (chunk + 1) // 2
     flops = head_dim * sizes.heads * pairs

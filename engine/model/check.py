@@ -1,7 +1,5 @@
-"""The self-check: a shrunk copy of a model, streamed in chunks, against transformers' own forward and autograd.
-
-`stream_gradients` is also the plainest possible driver of a `ModelRunner`, one block and one chunk after the other.
-"""
+"""The self-check: a shrunk copy of a model, computed in chunks as the engine does it (engine/model/reference.py),
+against transformers' own forward and autograd."""
 
 from __future__ import annotations
 
@@ -10,20 +8,17 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engine.attention.chunk import AttentionState
 from engine.model.anatomy import refuse_unsupported, take_apart
-from engine.model.layers import LayerInputs
-from engine.model.pieces import backward_in_pieces, forward_in_pieces
+from engine.model.reference import forward_backward
 from engine.model.runner import ModelRunner
 from engine.model.shrink import shrink
-from engine.model.spec import EMBED, HEAD, ModelSpec
-from engine.model.tokens import ChunkTokens
+from engine.model.spec import ModelSpec
+from engine.model.tokens import IGNORE_LABEL
 from engine.model.trace import random_model
 from storage.errors import UserError
 
@@ -34,6 +29,7 @@ _NARROW = 1e-2
 """Errors below this may be rounding noise of float32."""
 
 _CHUNK = 29
+_LOGITS_BYTES = 1 << 14
 _SEQUENCES = ((61, 35), (50, 17, 29))
 """Document lengths of two sequences of 96 tokens: chunks and documents end at different places."""
 _LONG_SEQUENCES = ((96,), (96,))
@@ -53,30 +49,6 @@ class CheckResult:
     """Why the model is refused; None when it passes."""
 
 
-class Stream(Protocol):
-    """One micro-batch: T tokens of whole documents laid end to end (engine.data.loader.MicroBatch is one)."""
-
-    @property
-    def ids(self) -> Tensor:
-        """Int64 [T]."""
-        ...
-
-    @property
-    def labels(self) -> Tensor:
-        """Int64 [T]; -100 has no loss."""
-        ...
-
-    @property
-    def positions(self) -> Tensor:
-        """Int64 [T], from the start of the document."""
-        ...
-
-    @property
-    def documents(self) -> list[int]:
-        """Sorted starts of the documents; the first is 0."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TokenStream:
     """A `Stream` made of documents in memory."""
@@ -89,7 +61,7 @@ class TokenStream:
     @staticmethod
     def of(documents: Sequence[Tensor]) -> TokenStream:
         """Lay `documents` (int64 [length] each) end to end; each token is to predict the next of its own document."""
-        ignored = torch.tensor([-100])
+        ignored = torch.tensor([IGNORE_LABEL])
         starts = [0]
         for document in documents[:-1]:
             starts.append(starts[-1] + len(document))
@@ -165,7 +137,9 @@ def _compare(
     weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
     try:
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants)
-        loss, grads = stream_gradients(runner, weights, [TokenStream.of(documents)], chunk_tokens, pieces=pieces)
+        grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        streams = [TokenStream.of(documents)]
+        loss = forward_backward(runner, weights, grads, streams, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
     except UserError:
         raise
     except Exception as error:
@@ -217,120 +191,3 @@ def reference_gradients(
     return total, {
         n: (zero.expand(p.shape) if p.grad is None else p.grad) for n, p in model.named_parameters() if p.requires_grad
     }
-
-
-def chunk_ranges(spec: ModelSpec, stream: Stream, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Token ranges of the chunks of `stream`; a model that carries state takes each document in one."""
-    total = stream.ids.shape[0]
-    if spec.recurrent:
-        return list(zip(stream.documents, [*stream.documents[1:], total], strict=True))
-    return [(start, min(start + chunk_tokens, total)) for start in range(0, total, chunk_tokens)]
-
-
-def stream_gradients(
-    runner: ModelRunner,
-    weights: Mapping[str, Tensor],
-    streams: Sequence[Stream],
-    chunk_tokens: int,
-    logits_bytes: int = 1 << 14,
-    *,
-    pieces: bool = False,
-) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss per target and all gradients (float32; float64 if the runner is), every block and chunk in turn.
-
-    `weights`: all parameters by state-dict name in the runner's dtype. `pieces`: attention over one chunk of keys at a
-    time.
-    """
-    spec = runner.spec
-    grads = {name: torch.zeros(tensor.shape, dtype=_sum_dtype(runner)) for name, tensor in weights.items()}
-    num_targets = sum(int((stream.labels != -100).sum()) for stream in streams)
-    loss = sum(
-        _stream_one(runner, spec, weights, stream, chunk_tokens, logits_bytes, num_targets, grads, pieces)
-        for stream in streams
-    )
-    return loss / num_targets, grads
-
-
-def _sum_dtype(runner: ModelRunner) -> torch.dtype:
-    return torch.float64 if runner.dtype == torch.float64 else torch.float32
-
-
-def _stream_one(
-    runner: ModelRunner,
-    spec: ModelSpec,
-    weights: Mapping[str, Tensor],
-    stream: Stream,
-    chunk_tokens: int,
-    logits_bytes: int,
-    num_targets: int,
-    grads: dict[str, Tensor],
-    pieces: bool,
-) -> float:
-    def part(source: Mapping[str, Tensor], block: str) -> dict[str, Tensor]:
-        buffers = next(b.buffers for b in spec.blocks if b.name == block)
-        return {param.name: source[param.name] for buffer in buffers for param in spec.buffers[buffer]}
-
-    ranges = chunk_ranges(spec, stream, chunk_tokens)
-    longest = int(stream.positions.max())
-    inputs: list[LayerInputs] = [runner.inputs(stream.positions[a:b], longest) for a, b in ranges]
-    layers = range(len(spec.attention))
-    saved: list[list[Tensor]] = []
-    states: list[list[AttentionState | None]] = []
-    tokens = [
-        ChunkTokens.of(stream.ids[a:b], stream.labels[a:b], stream.positions[a:b]).to(runner.device) for a, b in ranges
-    ]
-    hidden = [runner.embed(part(weights, EMBED), t.ids, t.positions) for t in tokens]
-    for index in layers:
-        saved.append(hidden)
-        states.append(new_states(runner, index, stream, ranges))
-        block = part(weights, f"layers.{index}")
-        hidden = [
-            runner.layers.forward(index, block, x, chunk_inputs, state)
-            if state is None or not pieces
-            else forward_in_pieces(runner.layers, index, block, x, chunk_inputs, state, ranges)
-            for x, chunk_inputs, state in zip(hidden, inputs, states[-1], strict=True)
-        ]
-    loss = 0.0
-    for i in range(len(ranges)):
-        chunk_loss, hidden[i] = runner.head(
-            part(weights, HEAD), hidden[i], tokens[i], 1 / num_targets, part(grads, HEAD), logits_bytes
-        )
-        loss += chunk_loss.item()
-    for index in reversed(layers):
-        block, block_grads = part(weights, f"layers.{index}"), part(grads, f"layers.{index}")
-        for i in reversed(range(len(ranges))):
-            x, dy, state = saved[index][i], hidden[i], states[index][i]
-            if state is None or not pieces:
-                hidden[i] = runner.layers.backward(index, block, x, dy, inputs[i], state, block_grads)
-                continue
-            hidden[i] = backward_in_pieces(runner.layers, index, block, x, dy, inputs[i], state, block_grads, ranges)
-    for i in range(len(ranges)):
-        runner.embed_backward(part(weights, EMBED), tokens[i], hidden[i], part(grads, EMBED))
-    return loss
-
-
-def new_states(
-    runner: ModelRunner, index: int, stream: Stream, ranges: Sequence[tuple[int, int]]
-) -> list[AttentionState | None]:
-    """Attention state of layer `index` for every chunk: shared K/V windows, their gradients, outputs per chunk."""
-    shape = runner.spec.attention[index]
-    if shape is None:
-        return [None] * len(ranges)
-    total = stream.ids.shape[0]
-    keys, values = (total, shape.kv_heads, shape.qk_dim), (total, shape.kv_heads, shape.v_dim)
-    k, v = (torch.zeros(size, dtype=runner.dtype, device=runner.device) for size in (keys, values))
-    dk, dv = (torch.zeros(size, dtype=_sum_dtype(runner), device=runner.device) for size in (keys, values))
-    return [
-        AttentionState(
-            k=k,
-            v=v,
-            out=torch.zeros(end - start, shape.heads, shape.v_dim, dtype=runner.dtype, device=runner.device),
-            lse=torch.zeros(shape.heads, end - start, dtype=_sum_dtype(runner), device=runner.device),
-            start=start,
-            end=end,
-            documents=stream.documents,
-            dk=dk,
-            dv=dv,
-        )
-        for start, end in ranges
-    ]

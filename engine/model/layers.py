@@ -247,7 +247,7 @@ class LayerRunner:
         compile: bool,
     ) -> None:
         """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it."""
-        self._spec, self._layers = spec, layers
+        self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
@@ -269,13 +269,51 @@ class LayerRunner:
 
     # ------------------------------------------------------------------ from end to end
 
+    def states(
+        self, index: int, documents: Sequence[int], ranges: Sequence[tuple[int, int]]
+    ) -> list[AttentionState] | list[None]:
+        """Attention of layer `index` for the chunks `ranges` of one stream: windows shared, in memory of their own."""
+        shape, total = self._spec.attention[index], ranges[-1][1]
+        if shape is None:
+            return [None] * len(ranges)
+        sums = attention.work_dtype(self._dtype)
+
+        def zeros(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self._device)
+
+        k, dk = (zeros(total, shape.kv_heads, shape.qk_dim, dtype=dtype) for dtype in (self._dtype, sums))
+        v, dv = (zeros(total, shape.kv_heads, shape.v_dim, dtype=dtype) for dtype in (self._dtype, sums))
+        found = []
+        for start, end in ranges:
+            out = zeros(end - start, shape.heads, shape.v_dim, dtype=self._dtype)
+            lse = zeros(shape.heads, end - start, dtype=sums)
+            found.append(AttentionState(k, v, out, lse, start, end, documents, dk, dv))
+        return found
+
     def forward(
-        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        state: AttentionState | None,
+        *,
+        keys: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
-        """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention)."""
+        """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention).
+
+        `keys`: attention goes over these ranges of the stream one at a time; None: over all keys at once.
+        """
         with torch.no_grad():
-            handler = None if state is None else attention.forward_handler(self.in_blocks(index, state))
-            return self._run(index, weights, x[None], inputs, handler)
+            if state is None:
+                return self._run(index, weights, x[None], inputs, None)
+            state = self.in_blocks(index, state)
+            if keys is None:
+                return self._run(index, weights, x[None], inputs, attention.forward_handler(state))
+            p = self.project(index, weights, x, inputs)
+            state.write(p.k, p.v)
+            attention.forward_in_pieces(state, p.q, p.call, keys)
+            return self.forward_given(index, weights, x, inputs, state.out)
 
     def backward(
         self,
@@ -286,16 +324,26 @@ class LayerRunner:
         inputs: LayerInputs,
         state: AttentionState | None,
         grads: Mapping[str, Tensor],
+        *,
+        keys: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
 
         The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
-        in reverse order.
+        in reverse order. `keys`: as in `forward`.
         """
-        handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
-        graph = self._graph(index, weights, x, inputs, handler, keep=False)
-        graph.top(weights, dy, grads)
-        return graph.dx()
+        if state is None or keys is None:
+            handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
+            graph = self._graph(index, weights, x, inputs, handler, keep=False)
+            graph.top(weights, dy, grads)
+            return graph.dx()
+        graph = self.graph(index, weights, x, inputs, lambda p: state.out, keep=False)
+        dout = graph.top(weights, dy, grads)
+        assert dout is not None
+        assert graph.projection is not None
+        q, call = graph.projection.q.detach(), graph.projection.call
+        *given, dsinks = attention.backward_in_pieces(self.in_blocks(index, state), dout, q, call, keys)
+        return graph.bottom(weights, given, grads, dsinks)
 
     def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
         """Starts of the documents of a stream of `tokens`, or of the blocks that layer `index` cuts them into."""

@@ -7,6 +7,7 @@ the answers when the batch is fetched, so they travel with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -54,3 +55,34 @@ class ChunkTokens:
     def to(self, device: torch.device) -> ChunkTokens:
         """The same on `device`; waits for it."""
         return ChunkTokens(*(tensor.to(device) for tensor in self.tensors()))
+
+
+class Stream(Protocol):
+    """One micro-batch: T tokens of whole documents laid end to end (engine.data.loader.MicroBatch is one)."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Int64 [T]."""
+        ...
+
+    @property
+    def labels(self) -> Tensor:
+        """Int64 [T]; -100 has no loss."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """Int64 [T], from the start of the document."""
+        ...
+
+    @property
+    def documents(self) -> list[int]:
+        """Sorted starts of the documents; the first is 0."""
+        ...
+
+
+def chunk_ranges(stream: Stream, chunk_tokens: int | None) -> list[tuple[int, int]]:
+    """Token ranges of the chunks of `stream`: of so many tokens, the last maybe of fewer; None: of a document each."""
+    total = stream.ids.shape[0]
+    starts = stream.documents if chunk_tokens is None else range(0, total, chunk_tokens)
+    return list(zip(starts, [*starts[1:], total], strict=True))

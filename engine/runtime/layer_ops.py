@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionState, KeptAttention
+from engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
 from engine.model.layers import LayerGraph, Projection
 from engine.model.spec import AttentionShape
 from engine.plan.plan import Chunk
@@ -83,10 +82,6 @@ class LayerOps:
         lse = raw[:lse_bytes].view(torch.float32).view(shape.heads, tokens)
         out = raw[lse_bytes : lse_bytes + out_bytes].view(self._dtype).view(tokens, shape.heads, shape.v_dim)
         return out, lse
-
-    def _documents(self, op: Op, layer: int, chunk: Chunk) -> Sequence[int]:
-        """What the layer's tokens may see, for attention that is computed here."""
-        return self._layers.documents(layer, self._views.documents(op, chunk), self._plan.window_tokens)
 
     def _state(self, op: Op, out: Tensor, lse: Tensor) -> AttentionState:
         """Attention of the op's chunk over the whole window, with its gradients in backward."""
@@ -194,20 +189,10 @@ class LayerOps:
     def _attend(self, op: Op) -> None:
         """Streamed: attention of a chunk over one chunk of keys, merged into that over the ones before."""
         layer, chunk = self._layer(op)
-        shape, other = self._shape(layer), self._plan.chunks[op.slots[a.KEYS]]
+        shape = self._shape(layer)
         assert self._projection is not None
-        call = self._projection.call
-        k, v = self._slot("kv", op, shape)
-        out, lse = attention.attend(
-            self._queries(op, shape),
-            k,
-            v,
-            start=chunk.start,
-            key_start=other.start,
-            documents=self._documents(op, layer, chunk),
-            call=call,
-        )
-        tokens = _tokens(chunk)
+        call, tokens = self._projection.call, _tokens(chunk)
+        out, lse = attention.attend(self._operands(op, call))
         total = self._typed("partial", torch.float32, tokens, shape.heads, shape.v_dim)
         total_lse = self._typed("partial_lse", torch.float32, shape.heads, tokens)
         if a.FIRST in op.flags:
@@ -243,10 +228,9 @@ class LayerOps:
     def _attend_backward(self, op: Op) -> None:
         """Streamed: what a chunk's queries and one chunk of keys owe to each other."""
         layer, chunk = self._layer(op)
-        shape, other, tokens = self._shape(layer), self._plan.chunks[op.slots[a.KEYS]], _tokens(chunk)
+        shape, tokens = self._shape(layer), _tokens(chunk)
         assert self._graph is not None
         assert self._graph.projection is not None
-        out, lse = self._attended(op, shape)
         dq = self._typed("partial", torch.float32, tokens, shape.heads, shape.qk_dim)
         dk, dv = self._slot("dkv", op, shape)
         if a.FIRST in op.flags:
@@ -254,31 +238,28 @@ class LayerOps:
         if a.ZERO_DKV in op.flags:
             dk.zero_()
             dv.zero_()
-        k, v = self._slot("kv", op, shape)
-        attention.attend_backward(
-            self._typed("dout", self._dtype, tokens, shape.heads, shape.v_dim),
-            self._queries(op, shape),
-            k,
-            v,
-            out,
-            lse,
-            start=chunk.start,
-            key_start=other.start,
-            documents=self._documents(op, layer, chunk),
-            call=self._graph.projection.call,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
+        x = self._operands(op, self._graph.projection.call)
+        attention.attend_backward(x, self._given(op, shape), dq, dk, dv)
 
-    def _attended(self, op: Op, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Attention's output and log-sum-exp of the running chunk, from its slot or its saved graph."""
+    def _operands(self, op: Op, call: AttentionCall) -> Operands:
+        """Streamed: the running chunk's queries over one chunk of keys."""
+        layer, chunk = self._layer(op)
+        shape, keys = self._shape(layer), self._plan.chunks[op.slots[a.KEYS]]
+        # What the layer's tokens may see: its documents, or the blocks that it cuts them into.
+        documents = self._layers.documents(layer, self._views.documents(op, chunk), self._plan.window_tokens)
+        k, v = self._slot("kv", op, shape)
+        return Operands(self._queries(op, shape), k, v, call, chunk.start, keys.start, documents)
+
+    def _given(self, op: Op, shape: AttentionShape) -> Gradients:
+        """Streamed: the gradient of attention's output, which is in its slot or in the chunk's saved graph."""
+        tokens = _tokens(self._plan.chunks[op.index])
+        dout = self._typed("dout", self._dtype, tokens, shape.heads, shape.v_dim)
         if a.SAVED in op.slots:
-            return self._saved(op, shape)
+            return Gradients(dout, *self._saved(op, shape))
         assert self._graph is not None
         assert self._graph.out is not None
         assert self._graph.lse is not None
-        return self._graph.out.detach(), self._graph.lse
+        return Gradients(dout, self._graph.out.detach(), self._graph.lse)
 
     @handles(a.LAYER_BACKWARD_BOTTOM)
     def _backward_bottom(self, op: Op) -> None:
@@ -287,12 +268,8 @@ class LayerOps:
         shape, graph = self._shape(layer), self._graph
         assert graph is not None
         assert graph.projection is not None
-        tokens, sinks = _tokens(chunk), graph.projection.call.sinks
-        dq = self._typed("partial", torch.float32, tokens, shape.heads, shape.qk_dim)
-        dsinks = None
-        if sinks is not None:
-            dout = self._typed("dout", self._dtype, tokens, shape.heads, shape.v_dim)
-            dsinks = attention.sink_gradient(dout, *self._attended(op, shape), sinks.detach())
+        dq = self._typed("partial", torch.float32, _tokens(chunk), shape.heads, shape.qk_dim)
+        dsinks = attention.sink_gradient(self._given(op, shape), graph.projection.call)
         given = [g.to(self._dtype) for g in (dq, *self._slot("dkv", op, shape))]
         dx = graph.bottom(views.weights(op), given, views.gradients(op), dsinks)
         self._graph = None

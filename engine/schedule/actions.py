@@ -149,6 +149,7 @@ EMBED_BACKWARD = _compute(
     "embed_backward",
     "backward",
     "adds the embeddings' gradients",
+    Work(sums_gradients=True),
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
     adds=(r.GPU_GRADIENT,),
 )
@@ -471,7 +472,6 @@ CHECKPOINT_STAGED = _action(
     "writes a part of the state on the GPU, for a commit",
     reads=(r.RAM_PART_STAGE, r.GENERATION),
     writes=(r.NVME_STATE,),
-    move=_STATE_LEAVES,
 )
 
 # ---------------------------------------------------------------------- once a step

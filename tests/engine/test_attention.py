@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, AttentionState, attend, attend_backward, finish, sink_gradient
-from engine.attention.compute import merge_
+from engine.attention.backends import AttentionCall, Gradients, Operands
+from engine.attention.chunk import AttentionState, attend, attend_backward, finish, merge_, sink_gradient
 from storage.errors import UserError
 
 
@@ -37,7 +37,7 @@ def test_chunks_equal_whole_attention(
 
     windows = [torch.full_like(tensor, float("nan")).detach() for tensor in (k, v)]
     gradient_windows = [torch.zeros_like(tensor).detach() for tensor in (k, v)]
-    call = AttentionCall(scale=0.4, window=window, softcap=softcap, sinks=sinks)
+    call = AttentionCall(softmax_scale=0.4, window=window, softcap=softcap, sinks=sinks)
     states = []
     for start in range(0, total, chunk):
         end = min(start + chunk, total)
@@ -94,7 +94,7 @@ def test_any_ranges_of_keys_in_any_order_are_exact(case: dict[str, Any]) -> None
     dout = random(*expected.shape)
     reference = torch.autograd.grad(expected, inputs, dout)
 
-    call = AttentionCall(scale=0.4, window=window, softcap=case["softcap"], sinks=sinks)
+    call = AttentionCall(softmax_scale=0.4, window=window, softcap=case["softcap"], sinks=sinks)
     dq, dk, dv = (torch.zeros_like(tensor).detach() for tensor in (q, k, v))
     dsinks = torch.zeros(heads, dtype=torch.float64)
     with torch.no_grad():
@@ -102,41 +102,32 @@ def test_any_ranges_of_keys_in_any_order_are_exact(case: dict[str, Any]) -> None
             rows = slice(start, min(start + chunk, total))
             pieces = [slice(first, min(first + piece, total)) for first in range(0, total, piece)]
             order.shuffle(pieces)
-            where = {"start": start, "documents": documents, "call": call}
+            parts = [Operands(q[rows], k[keys], v[keys], call, start, keys.start, documents) for keys in pieces]
             out, lse = torch.zeros_like(expected[rows]), torch.full((heads, rows.stop - start), -math.inf).double()
-            for keys in pieces:
-                merge_(out, lse, *attend(q[rows], k[keys], v[keys], key_start=keys.start, **where))
+            for x in parts:
+                merge_(out, lse, *attend(x))
             out, lse = finish(out, lse, sinks)
             torch.testing.assert_close(out, expected[rows])
-            for keys in pieces:
-                attend_backward(
-                    dout[rows],
-                    q[rows],
-                    k[keys],
-                    v[keys],
-                    out,
-                    lse,
-                    key_start=keys.start,
-                    **where,
-                    dq=dq[rows],
-                    dk=dk[keys],
-                    dv=dv[keys],
-                )
-            if sinks is not None:
-                dsinks += sink_gradient(dout[rows], out, lse, sinks)
+            given_rows = Gradients(dout[rows], out, lse)
+            for x, keys in zip(parts, pieces, strict=True):
+                attend_backward(x, given_rows, dq[rows], dk[keys], dv[keys])
+            of_sinks = sink_gradient(given_rows, call)
+            assert (of_sinks is None) == (sinks is None)
+            if of_sinks is not None:
+                dsinks += of_sinks
     for computed, expected_grad in zip((dq, dk, dv, dsinks), reference, strict=False):
         torch.testing.assert_close(computed, expected_grad)
 
 
 def test_rows_without_keys_have_no_weight() -> None:
-    call = AttentionCall(scale=1.0, window=4, softcap=None, sinks=None)
+    call = AttentionCall(softmax_scale=1.0, window=4)
     q, k, v = random(6, 2, 8), random(3, 2, 8), random(3, 2, 8)
     # Of queries 10..16 the first sees keys 7, 8 and 9, the second 8 and 9, the third 9 and the others none.
-    out, lse = attend(q, k, v, start=10, key_start=7, documents=[0], call=call)
+    out, lse = attend(Operands(q, k, v, call, start=10, key_start=7))
     assert bool(torch.isfinite(lse[:, :3]).all())
     assert torch.equal(out[3:], torch.zeros(3, 2, 8, dtype=torch.float64))
     assert bool(torch.isneginf(lse[:, 3:]).all())
-    nothing_out, nothing_lse = attend(q, k, v, start=0, key_start=7, documents=[0], call=call)
+    nothing_out, nothing_lse = attend(Operands(q, k, v, call, start=0, key_start=7))
     assert not nothing_out.any()
     assert bool(torch.isneginf(nothing_lse).all())
     merge_(nothing_out, nothing_lse, out, lse)
@@ -151,17 +142,17 @@ def test_bfloat16_is_as_close_as_its_rounding() -> None:
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = dense(*exact, causal_band(total, total), 0.2)
     reference = torch.autograd.grad(expected, exact, dout.double())
-    call = AttentionCall(scale=0.2, window=None, softcap=None, sinks=None)
+    call = AttentionCall(softmax_scale=0.2, window=None)
     gradients = [torch.zeros(tensor.shape) for tensor in (q, k, v)]
     for start in range(0, total, chunk):
         rows = slice(start, min(start + chunk, total))
-        where = {"start": start, "key_start": 0, "documents": [0], "call": call}
         keys = slice(0, rows.stop)
-        out, lse = attend(q[rows], k[keys], v[keys], **where)
+        x = Operands(q[rows], k[keys], v[keys], call, start)
+        out, lse = attend(x)
         assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
         torch.testing.assert_close(out.double(), expected[rows], atol=0.02, rtol=0.02)
         dq, dk, dv = (gradient[part] for gradient, part in zip(gradients, (rows, keys, keys), strict=True))
-        attend_backward(dout[rows], q[rows], k[keys], v[keys], out, lse, **where, dq=dq, dk=dk, dv=dv)
+        attend_backward(x, Gradients(dout[rows], out, lse), dq, dk, dv)
     for computed, target in zip(gradients, reference, strict=True):
         assert (computed - target).norm() <= 0.01 * target.norm()
 
@@ -176,15 +167,15 @@ def test_bfloat16_is_as_close_as_its_rounding() -> None:
 def test_executed_flops_are_counted_as_the_kernel_computes_them(window: int | None, pairs: int) -> None:
     total, chunk = 256, 64
     q, k, v = random(total, 4, 8), random(total, 2, 8), random(total, 2, 6)
-    call = AttentionCall(scale=1.0, window=window, softcap=None, sinks=None)
+    call = AttentionCall(softmax_scale=1.0, window=window)
     gradients = [torch.zeros_like(tensor) for tensor in (q, k, v)]
     attention.COUNTS.reset()
     for start in range(0, total, chunk):
         rows, keys = slice(start, start + chunk), slice(0, start + chunk)
-        where = {"start": start, "key_start": 0, "documents": [0], "call": call}
-        out, lse = attend(q[rows], k[keys], v[keys], **where)
+        x = Operands(q[rows], k[keys], v[keys], call, start)
+        out, lse = attend(x)
         dq, dk, dv = (gradient[part] for gradient, part in zip(gradients, (rows, keys, keys), strict=True))
-        attend_backward(out, q[rows], k[keys], v[keys], out, lse, **where, dq=dq, dk=dk, dv=dv)
+        attend_backward(x, Gradients(out, out, lse), dq, dk, dv)
     assert attention.COUNTS.forward_flops == 2 * 4 * (8 + 6) * pairs
     assert attention.COUNTS.backward_flops == 2 * 4 * (3 * 8 + 2 * 6) * pairs
 

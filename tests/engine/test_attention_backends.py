@@ -6,7 +6,15 @@ import pytest
 import torch
 from attention_reference import causal_band, dense, random
 
-from engine.attention.backends import Backend, Problem, TiledReference, TorchCpuFlash
+from engine.attention.backends import (
+    AttentionCall,
+    Backend,
+    Gradients,
+    Operands,
+    Problem,
+    TiledReference,
+    TorchCpuFlash,
+)
 from engine.attention.select import BACKENDS
 from engine.attention.spans import Geometry
 from engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
@@ -28,7 +36,8 @@ def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int],
         visible = torch.arange(m) >= torch.arange(m - n, m)[:, None] - m // 2
     softcap = 3.0 if case == "softcap" else None
     q, k, v = random(n, 4, widths[0]), random(m, 2, widths[0]), random(m, 2, widths[1])
-    refusal = backend.refusal(Problem.of(q, v, geometry, softcap=softcap, backward=True))
+    x = Operands(q, k, v, AttentionCall(0.3, softcap=softcap))
+    refusal = backend.refusal(Problem.of(x, geometry, backward=True))
     if refusal is not None:
         assert (backend.name, case, refusal) == ("torch-cpu-flash", "softcap", "has no soft-cap")
         return
@@ -38,8 +47,8 @@ def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int],
     dout = random(*expected.shape)
     gradients = torch.autograd.grad(expected, (q, k, v), dout)
     with torch.no_grad():
-        out, lse = backend.forward(q, k, v, geometry, scale=0.3, softcap=softcap)
-        computed = backend.backward(dout, q, k, v, out, lse, geometry, scale=0.3, softcap=softcap)
+        out, lse = backend.forward(x, geometry)
+        computed = backend.backward(x, Gradients(dout, out, lse), geometry)
     torch.testing.assert_close(out, expected)
     for grad, reference in zip(computed, gradients, strict=True):
         torch.testing.assert_close(grad, reference)
@@ -57,15 +66,16 @@ def test_torch_declares_the_operators_that_are_called(
         torch.empty(rows, heads, width, dtype=torch.bfloat16, device="meta")
         for rows, heads, width in ((256, 8, widths[0]), (512, 2, widths[0]), (512, 2, widths[1]), (256, 8, widths[1]))
     )
-    out, lse = backend.forward(q, k, v, geometry, scale=0.1, softcap=None)
+    x = Operands(q, k, v, AttentionCall(0.1))
+    out, lse = backend.forward(x, geometry)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (dout.shape, q.dtype, (8, 256), torch.float32)
-    grads = backend.backward(dout, q, k, v, out, lse, geometry, scale=0.1, softcap=None)
+    grads = backend.backward(x, Gradients(dout, out, lse), geometry)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_every_other_backend_says_why_it_cannot_compute_on_a_cpu() -> None:
-    q, v = random(4, 2, 8, dtype=torch.bfloat16), random(4, 2, 8, dtype=torch.bfloat16)
-    problem = Problem.of(q, v, Geometry(4, 4, causal=True), softcap=None, backward=False)
+    x = Operands(*(random(4, 2, 8, dtype=torch.bfloat16) for _ in range(3)), AttentionCall(0.3))
+    problem = Problem.of(x, Geometry(4, 4, causal=True), backward=False)
     refusals = {backend.name: backend.refusal(problem) for backend in BACKENDS}
     assert [name for name, refusal in refusals.items() if refusal is None] == ["torch-cpu-flash", "tiled-reference"]
     assert all("CUDA" in refusal for refusal in refusals.values() if refusal is not None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import torch_cuda as attention_cuda
+from engine.attention.backends import AttentionCall, Gradients, Operands
 from engine.attention.spans import Geometry
 from engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 
@@ -45,11 +46,12 @@ def test_torchs_operators_take_what_we_pass(
 
     n, m = geometry.n, geometry.m
     q, k, v = make(n, heads, qk_dim), make(m, kv_heads, qk_dim), make(m, kv_heads, v_dim)
-    out, lse = kernel.forward(q, k, v, geometry, scale=0.1, softcap=None)
+    x = Operands(q, k, v, AttentionCall(0.1))
+    out, lse = kernel.forward(x, geometry)
     assert (out.shape, lse.shape) == ((n, heads, v_dim), (heads, n))
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     dout = make(n, heads, v_dim)
-    grads = kernel.backward(dout, q, k, v, out, lse, geometry, scale=0.1, softcap=None)
+    grads = kernel.backward(x, Gradients(dout, out, lse), geometry)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -17,9 +17,7 @@ from torch import Tensor
 from engine import clock
 from engine.attention import chunk as attention
 from engine.attention import select as attention_select
-from engine.attention.backends import Problem, TiledReference, TorchCpuFlash
-from engine.attention.chunk import AttentionCall
-from engine.attention.compute import Gradients, Operands
+from engine.attention.backends import AttentionCall, Gradients, Operands, Problem, TiledReference, TorchCpuFlash
 from engine.attention.select import BACKENDS, Ranking, attention_report, forget, launches, measure, rank, select
 from engine.attention.spans import Geometry, spans
 
@@ -29,12 +27,10 @@ class TopLeft(TorchCpuFlash):
 
     name = "top-left"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         square = Geometry(geometry.n, geometry.n, causal=True)
         shown = slice(0, geometry.n)
-        return super().forward(q, k[shown], v[shown], square, scale=scale, softcap=softcap)
+        return super().forward(replace(x, k=x.k[shown], v=x.v[shown]), square)
 
 
 class OtherBase(TorchCpuFlash):
@@ -42,10 +38,8 @@ class OtherBase(TorchCpuFlash):
 
     name = "other-base"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(q, k, v, geometry, scale=scale, softcap=softcap)
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(x, geometry)
         return out, lse * 1.442695
 
 
@@ -54,9 +48,7 @@ class Unlaunchable(TorchCpuFlash):
 
     name = "unlaunchable"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no kernel image is available\nsecond line")
 
 
@@ -65,12 +57,10 @@ class Slow(TorchCpuFlash):
 
     name = "slow"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         for _ in range(2):
-            super().forward(q, k, v, geometry, scale=scale, softcap=softcap)
-        return super().forward(q, k, v, geometry, scale=scale, softcap=softcap)
+            super().forward(x, geometry)
+        return super().forward(x, geometry)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +73,7 @@ def fresh() -> Iterator[None]:
 def operands(n: int = 256, earlier: int = 256, dtype: torch.dtype = torch.bfloat16) -> Operands:
     q = random(n, 4, 16, dtype=dtype)
     k, v = random(n + earlier, 2, 16, dtype=dtype), random(n + earlier, 2, 16, dtype=dtype)
-    return Operands(q, k, v, earlier, 0, 0.3, None)
+    return Operands(q, k, v, AttentionCall(0.3), earlier)
 
 
 def ranking(x: Operands, *kernels: TorchCpuFlash, timed: bool = False, window: int | None = None) -> Ranking:
@@ -156,31 +146,31 @@ def test_calls_are_found_once_for_all_layers_and_anew_for_other_documents(monkey
     found: list[int] = []
     real = attention_select.spans
     monkeypatch.setattr(attention_select, "spans", lambda *args: found.append(1) or real(*args))
-    x = operands(n=256, earlier=256)
+    x = replace(operands(n=256, earlier=256), documents=[0, 100, 300])
     gradients = Gradients(x.q, x.q, torch.zeros(4, 256))
-    first = launches(x, [0, 100, 300, 512, 700], None)
-    assert launches(replace(x, q=x.q + 1), [0, 100, 300, 512, 700], None) is first, "another layer's operands"
-    assert launches(x, [0, 50, 100, 300], None) is first, "documents before and behind the chunk's are not seen"
+    first = launches(replace(x, documents=[0, 100, 300, 512, 700]))
+    assert launches(replace(x, q=x.q + 1)) is first, "another layer's operands"
+    assert launches(replace(x, documents=[0, 50, 100, 300])) is first, "documents that no query is of are not seen"
     assert len(found) == 1
     others = [
-        launches(x, [0, 100, 301], None),
-        launches(x, [0, 101, 300], None),
-        launches(x, [0, 100, 300], 20),
-        launches(x, [0, 100, 300], None, gradients),
-        launches(replace(x, softcap=3.0), [0, 100, 300], None),
-        launches(replace(x, start=255), [0, 100, 300], None),
-        launches(replace(x, k=x.k[:400], v=x.v[:400]), [0, 100, 300], None),
-        launches(replace(x, q=x.q.float(), k=x.k.float(), v=x.v.float()), [0, 100, 300], None),
+        launches(replace(x, documents=[0, 100, 301])),
+        launches(replace(x, documents=[0, 101, 300])),
+        launches(replace(x, call=AttentionCall(0.3, window=20))),
+        launches(x, gradients),
+        launches(replace(x, call=AttentionCall(0.3, softcap=3.0))),
+        launches(replace(x, start=255)),
+        launches(replace(x, k=x.k[:400], v=x.v[:400])),
+        launches(replace(x, q=x.q.float(), k=x.k.float(), v=x.v.float())),
     ]
     assert len(found) == 1 + len(others)
     assert all(other is not first for other in others)
     forget()
-    assert launches(x, [0, 100, 300], None) == first
+    assert launches(x) == first
     assert len(found) == 2 + len(others)
 
 
 def test_what_no_kernel_can_is_left_to_the_reference() -> None:
-    x = Operands(*(random(65, heads, 16) for heads in (4, 2, 2)), 0, 0, 0.3, 5.0)
+    x = Operands(*(random(65, heads, 16) for heads in (4, 2, 2)), AttentionCall(0.3, softcap=5.0))
     assert select(x, spans(0, 65, 0, 65, [0], None)).name == "tiled-reference, one call"
     assert attention_report()[0]["refused"]["torch-cpu-flash"] == "has no soft-cap"
 
@@ -189,12 +179,11 @@ def test_measuring_ahead_covers_what_training_asks_for() -> None:
     shape = {"heads": 4, "kv_heads": 2, "qk_dim": 16, "v_dim": 16}
     measure(torch.device("cpu"), torch.float32, **shape, chunk=256, total=1024)
     known = len(attention_report())
-    call = AttentionCall(0.25, None, None, None)
     for start in range(0, 1024, 256):
         q, k = torch.randn(256, 4, 16), torch.randn(start + 256, 2, 16)
-        out, lse = attention.attend(q, k, k, start=start, key_start=0, documents=[0], call=call)
-        grads = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(k)}
-        attention.attend_backward(out, q, k, k, out, lse, start=start, key_start=0, documents=[0], call=call, **grads)
+        x = Operands(q, k, k, AttentionCall(0.25), start)
+        out, lse = attention.attend(x)
+        attention.attend_backward(x, Gradients(out, out, lse), *(torch.zeros_like(t) for t in (q, k, k)))
     assert len(attention_report()) == known
 
 
@@ -202,12 +191,10 @@ def test_measuring_ahead_covers_what_training_asks_for() -> None:
 def test_deterministic_mode_measures_nothing_and_repeats_bit_by_bit(dtype: torch.dtype) -> None:
     def run() -> list[Tensor]:
         x = operands(n=200, earlier=130, dtype=dtype)
-        call = AttentionCall(0.3, 150, None, None)
-        where = {"start": x.start, "key_start": 0, "documents": [0, 190], "call": call}
-        out, lse = attention.attend(x.q, x.k, x.v, **where)
+        x = replace(x, call=AttentionCall(0.3, window=150), documents=[0, 190])
+        out, lse = attention.attend(x)
         grads = [torch.zeros(t.shape) for t in (x.q, x.k, x.v)]
-        dq, dk, dv = grads
-        attention.attend_backward(out, x.q, x.k, x.v, out, lse, **where, dq=dq, dk=dk, dv=dv)
+        attention.attend_backward(x, Gradients(out, out, lse), *grads)
         return [out, lse, *grads]
 
     torch.use_deterministic_algorithms(True)
@@ -224,7 +211,7 @@ def test_deterministic_mode_measures_nothing_and_repeats_bit_by_bit(dtype: torch
 
 def test_cuda_kernels_import_nothing_and_say_why_on_a_cpu() -> None:
     q = random(4, 2, 8, dtype=torch.bfloat16)
-    problem = Problem.of(q, q, Geometry(4, 4, causal=True), softcap=None, backward=True)
+    problem = Problem.of(Operands(q, q, q, AttentionCall(0.3)), Geometry(4, 4, causal=True), backward=True)
     for backend in BACKENDS[:-2]:
         assert backend.refusal(problem) == "computes on CUDA devices only"
     assert not any(name.startswith("flash_attn") for name in sys.modules)

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine.model.anatomy import take_apart
-from engine.model.check import TokenStream, new_states, reference_gradients, relative_errors, stream_gradients
+from engine.model.check import TokenStream, reference_gradients, relative_errors
+from engine.model.reference import forward_backward
 from engine.model.runner import ModelRunner
 from engine.model.tokens import ChunkTokens
 from engine.model.trace import random_model
@@ -39,6 +40,13 @@ def documents(lengths: list[int], vocabulary: int = 101) -> list[Tensor]:
     return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
 
 
+def gradients(
+    runner: ModelRunner, weights: dict[str, Tensor], streams: list[TokenStream], chunk: int
+) -> tuple[float, dict[str, Tensor]]:
+    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    return forward_backward(runner, weights, sums, streams, chunk, 1 << 14), sums
+
+
 @pytest.fixture(scope="module")
 def qwen3() -> tuple[PretrainedConfig, Any, ModelRunner, dict[str, Tensor]]:
     config = tiny()
@@ -53,7 +61,7 @@ def test_chunks_and_micro_batches_are_exact(qwen3: Any, chunk: int, num_micro_ba
     config, model, runner, weights = qwen3
     rows = [documents([60 - i, 5 + i, 63]) for i in range(num_micro_batches)]
     loss, reference = reference_gradients(config, model, [d for row in rows for d in row])
-    streamed_loss, grads = stream_gradients(runner, weights, [TokenStream.of(row) for row in rows], chunk)
+    streamed_loss, grads = gradients(runner, weights, [TokenStream.of(row) for row in rows], chunk)
     assert streamed_loss == pytest.approx(loss, rel=1e-5)
     assert max(relative_errors(grads, reference).values()) <= 1e-5
 
@@ -61,8 +69,8 @@ def test_chunks_and_micro_batches_are_exact(qwen3: Any, chunk: int, num_micro_ba
 def test_streaming_is_deterministic(qwen3: Any) -> None:
     _, _, runner, weights = qwen3
     stream = TokenStream.of(documents([50, 30]))
-    first = stream_gradients(runner, weights, [stream], 32)
-    second = stream_gradients(runner, weights, [stream], 32)
+    first = gradients(runner, weights, [stream], 32)
+    second = gradients(runner, weights, [stream], 32)
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in weights)
 
@@ -70,7 +78,7 @@ def test_streaming_is_deterministic(qwen3: Any) -> None:
 def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
     _, _, runner, weights = qwen3
     stream = TokenStream.of(documents([40]))
-    (state,) = new_states(runner, 0, stream, [(0, 40)])
+    (state,) = runner.layers.states(0, stream.documents, [(0, 40)])
     assert state is not None
     inputs, x = runner.inputs(stream.positions, 39), torch.randn(40, 64)
     layer = {name: tensor for name, tensor in weights.items() if ".layers.0." in name}
@@ -132,7 +140,7 @@ def test_weights_are_used_in_place(qwen3: Any) -> None:
     """Changing the buffer that a layer was given changes the next result: nothing was copied."""
     _, _, runner, weights = qwen3
     stream = TokenStream.of(documents([16]))
-    (state,) = new_states(runner, 1, stream, [(0, 16)])
+    (state,) = runner.layers.states(1, stream.documents, [(0, 16)])
     inputs, x = runner.inputs(stream.positions, 15), torch.randn(16, 64)
     layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.1." in name}
     before = runner.layers.forward(1, layer, x, inputs, state)
@@ -177,14 +185,14 @@ def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     weights = {name: p.detach() for name, p in model.named_parameters()}
     spec = take_apart(config)
     stream = [TokenStream.of(documents([64]))]
-    eager = stream_gradients(ModelRunner(spec, device="cpu", dtype=torch.float32), weights, stream, 32)
+    eager = gradients(ModelRunner(spec, device="cpu", dtype=torch.float32), weights, stream, 32)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=True)
-    compiled = stream_gradients(runner, weights, stream, 32)
+    compiled = gradients(runner, weights, stream, 32)
     graphs = counters["stats"]["unique_graphs"]
-    again = stream_gradients(runner, {name: w.clone() for name, w in weights.items()}, stream, 32)
+    again = gradients(runner, {name: w.clone() for name, w in weights.items()}, stream, 32)
     assert graphs > 0
     assert counters["stats"]["unique_graphs"] == graphs
     assert compiled[0] == again[0] == pytest.approx(eager[0], rel=1e-5)

@@ -17,11 +17,13 @@ from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, make_validation, prepare_data
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from engine.forecast.problem import DTYPE_BYTES
 from engine.forecast.request import PlanRequest
 from engine.forecast.search import dimensions
 from engine.hf.config import make_config, model_config
 from engine.machine.budgets import Budgets
 from engine.model.anatomy import Initializer, take_apart
+from engine.model.graph_size import find_graph_bytes
 from engine.model.spec import ModelSpec, layouts
 from engine.plan.plan import Plan
 from engine.plan.problem import GpuFirst, PlanOptions
@@ -146,7 +148,10 @@ def train_run(
 
 @cache
 def _spec(config_json: str) -> ModelSpec:
-    return take_apart(make_config(json.loads(config_json), "test"))
+    spec = take_apart(make_config(json.loads(config_json), "test"))
+    for dtype in DTYPE_BYTES:
+        find_graph_bytes(spec, dtype)
+    return spec
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:

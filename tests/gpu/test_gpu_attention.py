@@ -6,15 +6,13 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.attention import chunk as attention
-from engine.attention.backends import Backend, Problem, TiledReference
-from engine.attention.chunk import AttentionCall
+from engine.attention.backends import AttentionCall, Backend, Gradients, Operands, Problem, TiledReference
 from engine.attention.select import BACKENDS, attention_report, forget, measure
 from engine.attention.spans import Geometry
 from engine.attention.workspace import workspace_bytes
@@ -96,9 +94,10 @@ def test_kernel_equals_reference_with_merged_statistics(
     geometry = GEOMETRIES[case]
     q, k = random(geometry.n, heads[0], widths[0]), random(geometry.m, heads[1], widths[0])
     v, dout = random(geometry.m, heads[1], widths[1]), random(geometry.n, heads[0], widths[1])
-    options: dict[str, Any] = {"scale": widths[0] ** -0.5, "softcap": softcap}
+    call = AttentionCall(widths[0] ** -0.5, softcap=softcap)
+    x = Operands(q, k, v, call)
     for backward in (False, True):
-        refusal = backend.refusal(Problem.of(q, v, geometry, softcap=softcap, backward=backward))
+        refusal = backend.refusal(Problem.of(x, geometry, backward=backward))
         if refusal is not None:
             pytest.skip(f"{backend.name} {refusal}")
     exact = TiledReference()
@@ -107,10 +106,9 @@ def test_kernel_equals_reference_with_merged_statistics(
         torch.zeros(heads[0], geometry.n, device="cuda"),
     )
     for rows, keys, part in reference(geometry):
-        expected_out[rows], expected_lse[:, rows] = exact.forward(
-            q[rows].float(), k[keys].float(), v[keys].float(), part, **options
-        )
-    out, lse = backend.forward(q, k, v, geometry, **options)
+        wide = Operands(q[rows].float(), k[keys].float(), v[keys].float(), call)
+        expected_out[rows], expected_lse[:, rows] = exact.forward(wide, part)
+    out, lse = backend.forward(x, geometry)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (q.dtype, torch.float32, dout.shape, expected_lse.shape)
     torch.testing.assert_close(out.float(), expected_out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, expected_lse, atol=1e-3 if softcap is None else 3e-2, rtol=1e-3)
@@ -119,14 +117,11 @@ def test_kernel_equals_reference_with_merged_statistics(
     out, lse = expected_out.to(q.dtype), expected_lse + math.log(2)
     expected = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, k, v)]
     for rows, keys, part in reference(geometry):
-        grads = exact.backward(
-            *(dout[rows].float(), q[rows].float(), k[keys].float(), v[keys].float(), out[rows].float(), lse[:, rows]),
-            part,
-            **options,
-        )
+        wide = Operands(q[rows].float(), k[keys].float(), v[keys].float(), call)
+        grads = exact.backward(wide, Gradients(dout[rows].float(), out[rows].float(), lse[:, rows]), part)
         for total, grad, where in zip(expected, grads, (rows, keys, keys), strict=True):
             total[where] += grad
-    for grad, target in zip(backend.backward(dout, q, k, v, out, lse, geometry, **options), expected, strict=True):
+    for grad, target in zip(backend.backward(x, Gradients(dout, out, lse), geometry), expected, strict=True):
         assert_near(grad, target)
 
 
@@ -137,20 +132,16 @@ def test_operands_may_be_slices_and_transposes(backend: Backend) -> None:
     q, dout = (random(8, CHUNK + 1, 64).transpose(0, 1)[1:] for _ in range(2))
     k, v = (random(3 * CHUNK, 2, 64)[CHUNK : 2 * CHUNK] for _ in range(2))
     saved, lse = random(2 * CHUNK + 3, 8, 64)[3 : CHUNK + 3], (random(8, 2 * CHUNK, dtype=torch.float32) + 6)[:, :CHUNK]
-    refusal = backend.refusal(Problem.of(q, v, geometry, softcap=None, backward=True))
+    x = Operands(q, k, v, AttentionCall(0.125))
+    refusal = backend.refusal(Problem.of(x, geometry, backward=True))
     if refusal is not None:
         pytest.skip(f"{backend.name} {refusal}")
-    options: dict[str, Any] = {"scale": 0.125, "softcap": None}
-    operands = (q, k, v)
-    copies = tuple(tensor.contiguous() for tensor in operands)
-    for computed, expected in zip(
-        backend.forward(*operands, geometry, **options), backend.forward(*copies, geometry, **options), strict=True
-    ):
+    copies = Operands(*(tensor.contiguous() for tensor in (q, k, v)), x.call)
+    for computed, expected in zip(backend.forward(x, geometry), backend.forward(copies, geometry), strict=True):
         assert_near(computed, expected)
-    computed = backend.backward(dout, *operands, saved, lse, geometry, **options)
-    expected_grads = TiledReference().backward(
-        *(tensor.float() for tensor in (dout, *copies, saved)), lse, geometry, **options
-    )
+    computed = backend.backward(x, Gradients(dout, saved, lse), geometry)
+    wide = Operands(q.float(), k.float(), v.float(), x.call)
+    expected_grads = TiledReference().backward(wide, Gradients(dout.float(), saved.float(), lse), geometry)
     for grad, target in zip(computed, expected_grads, strict=True):
         assert_near(grad, target)
 
@@ -165,17 +156,11 @@ def stream(
     dq, dk, dv = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, k, v))
     for start in range(0, total, chunk):
         end = min(start + chunk, total)
-        where = {"start": start, "key_start": 0, "documents": documents, "call": call}
-        out, lse = attention.attend(q[start:end], k[:end], v[:end], **where)
+        x = Operands(q[start:end], k[:end], v[:end], call, start, documents=documents)
+        out, lse = attention.attend(x)
         outs.append(out)
         lses.append(lse)
-        attention.attend_backward(
-            *(dout[start:end], q[start:end], k[:end], v[:end], out, lse),
-            **where,
-            dq=dq[start:end],
-            dk=dk[:end],
-            dv=dv[:end],
-        )
+        attention.attend_backward(x, Gradients(dout[start:end], out, lse), dq[start:end], dk[:end], dv[:end])
     return [torch.cat(outs), dq, dk, dv]
 
 
@@ -193,7 +178,7 @@ CASES = {
 @pytest.mark.parametrize("deterministic", [False, True], ids=["measured", "deterministic"])
 def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, deterministic: bool) -> None:
     total, chunk, documents, window, softcap = CASES[case]
-    call = AttentionCall(0.125, window, softcap, None)
+    call = AttentionCall(0.125, window, softcap)
     expected = stream(total, total, documents, call, torch.float32)
     torch.use_deterministic_algorithms(deterministic)
     computed = stream(total, chunk, documents, call, torch.bfloat16)
@@ -208,7 +193,7 @@ def test_chunks_with_the_chosen_kernels_equal_the_reference(case: str, determini
 @pytest.mark.parametrize("case", CASES)
 def test_deterministic_reruns_are_bit_equal(case: str) -> None:
     total, chunk, documents, window, softcap = CASES[case]
-    call = AttentionCall(0.125, window, softcap, None)
+    call = AttentionCall(0.125, window, softcap)
     torch.use_deterministic_algorithms(True)
     first = stream(total, chunk, documents, call, torch.bfloat16)
     for _ in range(3):
@@ -232,7 +217,7 @@ def test_kernels_are_measured_once_and_the_rest_is_named() -> None:
 
 
 def test_the_steady_state_does_not_wait_for_the_gpu() -> None:
-    call = AttentionCall(0.125, None, None, None)
+    call = AttentionCall(0.125)
     documents = [0, 5, 700, 701, 765, 1300]
     stream(1536, 512, documents, call, torch.bfloat16)
     torch.cuda.synchronize()
@@ -248,16 +233,10 @@ def test_attention_allocates_no_more_than_it_says_however_long_the_stream() -> N
     q, dout = random(chunk, 32, 128), random(chunk, 32, 128)
     k, v = random(total, 8, 128), random(total, 8, 128)
     dq, dk, dv = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, k, v))
-    where = {
-        "start": total - chunk,
-        "key_start": 0,
-        "documents": [0],
-        "call": AttentionCall(128**-0.5, None, None, None),
-    }
+    x = Operands(q, k, v, AttentionCall(128**-0.5), start=total - chunk)
 
     def step() -> None:
-        out, lse = attention.attend(q, k, v, **where)
-        attention.attend_backward(dout, q, k, v, out, lse, **where, dq=dq, dk=dk, dv=dv)
+        attention.attend_backward(x, Gradients(dout, *attention.attend(x)), dq, dk, dv)
 
     step()  # measures
     torch.cuda.synchronize()

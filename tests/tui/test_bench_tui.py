@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from app.lanes import LANES
 from storage.errors import UserError
 from tui.bench import Sample, bench_tui, page, summarise
-from tui.synthetic import LANES, Steps, Writer, metrics_line
+from tui.synthetic import Steps, Writer, metrics_line
 
 MIB = 1 << 20
 

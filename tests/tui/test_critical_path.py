@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.lanes import LANES
 from tui.data.critical import Blockers, analyse
-from tui.data.spans import LANES, SpanStore, SpanView, StepWindow
+from tui.data.spans import SpanStore, SpanView, StepWindow
 
 SECOND = 1 / 64
 

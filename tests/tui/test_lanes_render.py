@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.lanes import LANES
 from app.rows import ASCII, UNICODE, Glyphs, plain
-from tui.data.spans import LANES, Busy, SpanStore, SpanView, StepWindow
+from tui.data.spans import Busy, SpanStore, SpanView, StepWindow
 from tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tui.data.spans import LANES, MAX_LANES, OTHER, SpanStore, StepWindow
+from app.lanes import LANES
+from tui.data.spans import MAX_LANES, OTHER, SpanStore, StepWindow
 
 
 def span(lane: str, start: float, end: float, **more: Any) -> dict[str, Any]:

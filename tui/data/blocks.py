@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from app.ops import READ_STATE, action_of
 from tui.data.fields import number, objects, text, whole
 
 KINDS = ("weights", "state", "gradient")
@@ -28,26 +29,6 @@ _MOST_BLOCKS = 2_000
 
 _MOST_SPANS = 20_000
 """Of a batch no more are looked at: they are several steps, and only the last state of each block is wanted."""
-
-_MOVES: dict[str, tuple[Kind, str, str]] = {
-    # op: what it moves, in which direction as seen from the GPU, where it then is ("home": its home tier)
-    "load_weights": ("weights", "in", "gpu"),
-    "load_weights_part": ("weights", "in", "gpu"),
-    "read_weights_whole": ("weights", "in", "gpu"),
-    "read_weights": ("weights", "in", "ram"),
-    "write_weights": ("weights", "out", "home"),
-    "read_state": ("state", "in", "ram"),
-    "write_state": ("state", "out", "home"),
-    "checkpoint_state": ("state", "out", "home"),
-    "stage_master": ("state", "out", "home"),
-    "stage_exp_avg": ("state", "out", "home"),
-    "stage_exp_avg_sq": ("state", "out", "home"),
-    "store_gradient": ("gradient", "out", "home"),
-    "store_gradient_part": ("gradient", "out", "ram"),
-    "write_gradient": ("gradient", "out", "home"),
-}
-_UPDATES = ("update", "update_on_gpu")
-_SUMS_GRADIENT = ("layer_backward", "layer_backward_top", "embed_backward", "head")
 
 
 @dataclass(slots=True)
@@ -108,19 +89,20 @@ class BlockPlaces:
     def _follow(self, op: str, block: str) -> None:
         if block not in self._home:
             return
-        move = _MOVES.get(op)
-        if move is not None:
-            kind, _, place = move
-            home = self._home[block][kind]
-            if kind == "weights" and place == "gpu" and home != "gpu":
+        action = action_of(op)
+        if action is None:
+            return
+        if (move := action.move) is not None:
+            home = self._home[block][move.kind]
+            if move.kind == "weights" and move.to == "gpu" and home != "gpu":
                 self._take_slot(block)
-            elif kind == "gradient" or kind == "state":
-                self._place[kind][block] = home if place == "home" else place
-            if op == "read_state" and self._place["gradient"].get(block) == "nvme":
+            elif move.kind in ("gradient", "state"):
+                self._place[move.kind][block] = home if move.to == "home" else move.to
+            if op == READ_STATE and self._place["gradient"].get(block) == "nvme":
                 self._place["gradient"][block] = "ram"
-        elif op in _SUMS_GRADIENT:
+        elif action.work.sums_gradients:
             self._place["gradient"][block] = "gpu"
-        elif op in _UPDATES:
+        elif action.phase == "update":
             self._place["gradient"][block] = NOWHERE
             pool = self._on_gpu[self._pool(block)]
             if self._home[block]["weights"] != "gpu":
@@ -182,14 +164,15 @@ class BlockPlaces:
 
 def _apply(block: BlockPlace, op: str) -> None:
     """Mark what an op under way moves or does."""
-    move = _MOVES.get(op)
-    if move is not None:
-        kind, direction, _ = move
-        block.moving[kind] = direction
-    elif op in _UPDATES:
+    action = action_of(op)
+    if action is None:
+        return
+    if action.move is not None:
+        block.moving[action.move.kind] = action.move.direction
+    elif action.phase == "update":
         block.doing = "update"
-    elif op in _SUMS_GRADIENT or op == "attend_backward":
+    elif action.phase == "backward":
         block.doing = "backward"
         block.place["gradient"] = "gpu"
-    elif op in ("layer_forward", "embed_forward", "layer_project", "attend") or op.endswith("_score"):
+    elif action.phase in ("forward", "evaluate"):
         block.doing = block.doing or "forward"

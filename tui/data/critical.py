@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tui.data.spans import IDLE, STEP_END, Busy, Ints, SpanView, StepWindow
+from app.ops import STEP_END
+from tui.data.spans import IDLE, Busy, Ints, SpanView, StepWindow
 
 EPSILON_S = 2e-6
 """Times on a GPU are no more exact."""

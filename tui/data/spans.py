@@ -14,13 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.lanes import LANES
+from app.ops import STEP_END, VALIDATION_END, op_name
 from app.run_files import MOST_SECONDS
-
-STEP_END = "clip"
-"""The op with whose end a step ends: loss and gradient norm are known."""
-
-VALIDATION_END = "score"
-"""The op with which a validation ends; it lies between a step's end and the next one's first op."""
 
 MAX_LANES = 24
 MAX_NAMES = 20_000
@@ -229,8 +224,8 @@ class SpanView:
         """Seconds at a step's beginning until the validation of the step before had ended; 0 where there was none."""
         if VALIDATION_END not in self.ops:
             return 0.0
-        score = self.op == self.ops.index(VALIDATION_END)
-        ends = self.end_s[score & (self.end_s > window.start_s) & (self.end_s < window.end_s)]
+        ended = self.op == self.ops.index(VALIDATION_END)
+        ends = self.end_s[ended & (self.end_s > window.start_s) & (self.end_s < window.end_s)]
         return float(ends.max()) - window.start_s if len(ends) else 0.0
 
     def steps(self) -> list[StepWindow]:
@@ -339,7 +334,7 @@ class SpanStore:
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             self.num_rejected += 1
             return None
-        numbers = self._lanes.number(lane), self._ops.number(op), self._blocks.number(block)
+        numbers = self._lanes.number(lane), self._ops.number(op_name(op)), self._blocks.number(block)
         return *numbers, chunk, start_s, end_s, nbytes, step, op_id, waited
 
     def _append(self, rows: list[tuple[Any, ...]]) -> None:

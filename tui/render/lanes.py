@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.lanes import LANES
 from app.rows import Glyphs, Row, exactly
 from storage.units import rate_text
-from tui.data.spans import IDLE, LANES, Busy, Floats, Ints, SpanView, StepWindow
+from tui.data.spans import IDLE, Busy, Floats, Ints, SpanView, StepWindow
 from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
 from tui.render.ticks import fit, linear_ticks, tick_texts
 

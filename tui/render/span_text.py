@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from app.ops import action_of
 from app.rows import Row
 from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.spans import Span, SpanView, printable
@@ -32,6 +33,8 @@ def span_row(view: SpanView, row: int) -> Row:
         pieces.append((f"  {bytes_text(span.bytes)}{rate}", "text"))
     pieces.append((f"  {waited_text(view, row)}", "text"))
     pieces.append((f"  step {span.step}, from {span.start_s:.6f} s", "dim"))
+    if (action := action_of(span.op)) is not None:
+        pieces.append((f"  {action.says}", "dim"))
     return pieces
 
 

@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
+from app.ops import STEP_END
 from app.rows import Row
 from app.run_files import JsonLines, read_object
 from app.trace import write_trace
@@ -20,7 +21,7 @@ from storage.units import seconds_text
 from storage.untrusted import printable
 from tui.data.critical import Blockers, StepAnalysis, analyse
 from tui.data.fields import number
-from tui.data.spans import STEP_END, Ints, SpanStore
+from tui.data.spans import Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
 from tui.screens.base import PenstockScreen

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from app.lanes import LANES
 from app.rows import Row
 from tui.data.fields import number, text
 from tui.data.run_data import RunData
-from tui.data.spans import LANES
 from tui.render.plan_table import StepFigures, plan_rows
 from tui.widgets.lines import LineWidget
 

@@ -1,0 +1,32 @@
+"""What the ops in a run's spans are, from the engine's table of actions, for whoever reads runs."""
+
+from __future__ import annotations
+
+from engine.schedule import actions as a
+from engine.schedule.actions import ACTIONS, Action
+
+STEP_END = a.CLIP.name
+"""The op with whose end a step ends: loss and gradient norm are known."""
+VALIDATION_END = a.EVALUATE.name
+"""The op with which a validation ends; it lies between a step's end and the next one's first op."""
+READ_STATE = a.READ_STATE.name
+
+_OLD_NAMES = {
+    "layer_again": a.LAYER_RECOMPUTE,
+    "embed_score": a.EMBED_EVALUATE,
+    "layer_score": a.LAYER_EVALUATE,
+    "head_score": a.HEAD_EVALUATE,
+    "score": a.EVALUATE,
+}
+"""What older runs called their ops."""
+
+
+def action_of(op: str) -> Action | None:
+    """The entry of the table for an op of a span; None for one that it does not know."""
+    return ACTIONS.get(op) or _OLD_NAMES.get(op)
+
+
+def op_name(op: str) -> str:
+    """Today's name of an op; of one that is unknown the name that it bears."""
+    found = action_of(op)
+    return op if found is None else found.name

@@ -1,0 +1,146 @@
+"""One optimizer step in plain words: block after block, chunk after chunk, with everything in memory.
+
+The engine's step is this one, cut into ops that overlap, with weights, gradients and state on their way between three
+tiers; in float32 both give the same bits. The self-check (engine/model/check.py) compares `forward_backward` with
+transformers' own autograd before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.attention.chunk import AttentionState
+from engine.config import TrainConfig
+from engine.model.layers import LayerInputs
+from engine.model.runner import ModelRunner
+from engine.model.spec import EMBED, HEAD, layouts
+from engine.model.tokens import IGNORE_LABEL, ChunkTokens, Stream, chunk_ranges
+from engine.optim.base import MASTER, UpdateRange, find_optimizer
+from engine.optim.lr import clip_coefficient
+
+Tensors = Mapping[str, Tensor]
+"""By the parameter's state-dict name."""
+
+
+class Training:
+    """A model in training: per flat buffer its rounded weights, its gradient and the optimizer's float32 state."""
+
+    def __init__(self, runner: ModelRunner, train: TrainConfig, parameters: Tensors) -> None:
+        """`parameters`: float32 values to begin with."""
+        optimizer = find_optimizer(train)
+        self.runner, self.train, self.num_steps = runner, train, 0
+        self.optimizer, self.layouts = optimizer.make("eager"), layouts(runner.spec)
+        sizes = {buffer: layout.numel for buffer, layout in self.layouts.items()}
+        self.state = {b: {kind: torch.zeros(numel) for kind in optimizer.state_kinds} for b, numel in sizes.items()}
+        for buffer, layout in self.layouts.items():
+            for name, master in layout.views(self.state[buffer][MASTER]).items():
+                master.copy_(parameters[name])
+        self.weights = {buffer: kinds[MASTER].to(runner.dtype, copy=True) for buffer, kinds in self.state.items()}
+        self.gradients = {buffer: torch.zeros(numel) for buffer, numel in sizes.items()}
+
+    def by_name(self, flats: Tensors) -> dict[str, Tensor]:
+        """Views of all parameters in `flats`, one flat tensor per buffer."""
+        return {name: view for b, layout in self.layouts.items() for name, view in layout.views(flats[b]).items()}
+
+    def step(self, streams: Sequence[Stream], chunk_tokens: int, logits_bytes: int) -> tuple[float, float]:
+        """One optimizer step on a batch; its loss and the norm of its gradient."""
+        for gradient in self.gradients.values():
+            gradient.zero_()
+        weights, gradients = self.by_name(self.weights), self.by_name(self.gradients)
+        loss = forward_backward(self.runner, weights, gradients, streams, chunk_tokens, logits_bytes)
+
+        squares = [torch.linalg.vector_norm(gradient).square().double() for gradient in self.gradients.values()]
+        norm = float(torch.stack(squares).sum().sqrt())
+        clip = clip_coefficient(norm, self.train.clip_norm)
+
+        self.num_steps += 1
+        scalars = self.optimizer.scalars(self.train, self.num_steps, clip, torch.device("cpu"))
+        for buffer, layout in self.layouts.items():
+            whole = UpdateRange(layout, 0, layout.numel)
+            # Updates the master weights by the clipped gradient and rounds them into the weights.
+            self.optimizer.step(self.state[buffer], self.gradients[buffer], self.weights[buffer], whole, scalars)
+        return loss, norm
+
+
+def forward_backward(
+    runner: ModelRunner,
+    weights: Tensors,
+    gradients: Tensors,
+    streams: Sequence[Stream],
+    chunk_tokens: int,
+    logits_bytes: int,
+    *,
+    in_pieces: bool = False,
+) -> float:
+    """Mean loss per target of the streams; adds its gradients to `gradients` (float32).
+
+    `weights`: all parameters in the runner's dtype. `in_pieces`: attention goes over one chunk of keys at a time.
+    """
+    layers, num_layers = runner.layers, len(runner.spec.attention)
+    num_targets = sum(int((stream.labels != IGNORE_LABEL).sum()) for stream in streams)
+    ranges = [chunk_ranges(stream, None if runner.spec.recurrent else chunk_tokens) for stream in streams]
+    chunks = [chunk for s, cuts in zip(streams, ranges, strict=True) for chunk in _cut(runner, s, cuts, in_pieces)]
+
+    # Forward. Every layer's input is kept, and of its attention keys, values, output and log-sum-exp.
+    here = _of_block(runner, EMBED, weights)
+    hidden = [runner.embed(here, chunk.tokens.ids, chunk.tokens.positions) for chunk in chunks]
+    inputs: list[list[Tensor]] = []
+    attended: list[list[AttentionState | None]] = []
+    for layer in range(num_layers):
+        here = _of_block(runner, f"layers.{layer}", weights)
+        inputs.append(hidden)
+        attended.append(
+            [
+                s
+                for stream, cuts in zip(streams, ranges, strict=True)
+                for s in layers.states(layer, stream.documents, cuts)
+            ]
+        )
+        hidden = [
+            layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
+            for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True)
+        ]
+
+    # Loss, and the gradient of the last layer's output in its place. From here on the last chunk comes first: later
+    # queries add to the gradients of earlier keys.
+    here, sums = _of_block(runner, HEAD, weights), _of_block(runner, HEAD, gradients)
+    losses, backwards = torch.zeros(len(chunks)), range(len(chunks))[::-1]
+    for i in backwards:
+        losses[i], hidden[i] = runner.head(here, hidden[i], chunks[i].tokens, 1 / num_targets, sums, logits_bytes)
+
+    # Backward: a layer's gradient is of its input now, no longer of its output.
+    for layer in range(num_layers)[::-1]:
+        here, sums = (_of_block(runner, f"layers.{layer}", tensors) for tensors in (weights, gradients))
+        for i in backwards:
+            x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
+            hidden[i] = layers.backward(layer, here, x, hidden[i], chunk.inputs, state, sums, keys=chunk.keys)
+    here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
+    for i in backwards:
+        runner.embed_backward(here, chunks[i].tokens, hidden[i], sums)
+    return float(losses.double().sum()) / num_targets
+
+
+def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Tensor]:
+    """The parameters that a block computes with: its own, and for a head that shares it the embedding."""
+    buffers = next(b.buffers for b in runner.spec.blocks if b.name == block)
+    return {param.name: tensors[param.name] for buffer in buffers for param in runner.spec.buffers[buffer]}
+
+
+class _Chunk(NamedTuple):
+    tokens: ChunkTokens
+    inputs: LayerInputs
+    keys: Sequence[tuple[int, int]] | None
+
+
+def _cut(runner: ModelRunner, stream: Stream, ranges: Sequence[tuple[int, int]], in_pieces: bool) -> list[_Chunk]:
+    longest, keys = int(stream.positions.max()), ranges if in_pieces else None
+    chunks = []
+    for start, end in ranges:
+        positions = stream.positions[start:end]
+        tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions).to(runner.device)
+        chunks.append(_Chunk(tokens, runner.inputs(positions, longest), keys))
+    return chunks
