@@ -22,6 +22,7 @@ from engine.forecast.search import dimensions
 from engine.hf.config import make_config, model_config
 from engine.machine.budgets import Budgets
 from engine.model.anatomy import Initializer, take_apart
+from engine.model.graph_size import find_graph_bytes
 from engine.model.spec import ModelSpec, layouts
 from engine.plan.plan import Plan
 from engine.plan.problem import GpuFirst, PlanOptions
@@ -146,7 +147,10 @@ def train_run(
 
 @cache
 def _spec(config_json: str) -> ModelSpec:
-    return take_apart(make_config(json.loads(config_json), "test"))
+    spec = take_apart(make_config(json.loads(config_json), "test"))
+    for dtype in ("float32", "bfloat16"):
+        find_graph_bytes(spec, dtype)
+    return spec
 
 
 def spec_of(config: PretrainedConfig) -> ModelSpec:
