@@ -14,6 +14,7 @@ from storage.errors import BudgetError
 if TYPE_CHECKING:
     from engine.forecast.request import PlanRequest
     from engine.machine.profile import Machine
+    from engine.model.spec import ModelSpec
 
 
 def plan_recipe(
@@ -70,24 +71,36 @@ def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | Non
 
 def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanRequest]:
     """The machine, and what has to be planned for it."""
-    import torch
-
+    from app.model_cache import kept_spec
     from engine.forecast.request import PlanRequest
-    from engine.hf.config import model_config
-    from engine.machine.budgets import machine_budgets, run_budgets
     from engine.machine.precision import with_compute_dtype
     from engine.machine.presets import find_machine, this_machine
-    from engine.machine.reservations import reserved
-    from engine.model.anatomy import model_spec
 
     name = machine or recipe.machine
-    where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
-    on = find_machine(name) if name else this_machine(where)
     if name:
+        from engine.machine.budgets import machine_budgets
+
+        on = find_machine(name)
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
+        import torch
+
+        from engine.machine.budgets import run_budgets
+        from engine.machine.reservations import reserved
+
+        where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
+        on = this_machine(where)
         drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
         budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
-    spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)
-    return on, PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
+    return on, PlanRequest(
+        spec=kept_spec(recipe, lambda: _take_apart(recipe)), recipe=recipe, budgets=budgets, device_type=device
+    )
+
+
+def _take_apart(recipe: Recipe) -> ModelSpec:
+    """What the recipe's model is made of; loads PyTorch and transformers."""
+    from engine.hf.config import model_config
+    from engine.model.anatomy import model_spec
+
+    return model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)

@@ -36,6 +36,7 @@ _LOADED = (
     "engine.forecast.report",
     "engine.forecast.request",
     "engine.hf.config",
+    "engine.model.anatomy",
     "engine.machine.presets",
     "engine.forecast.extrapolate",
 )

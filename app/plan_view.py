@@ -31,6 +31,8 @@ _FULL = 0.95
 """Of a budget: from here on a tier is shown as nearly full."""
 _STYLES = {"good": "green", "bad": "red", "warn": "yellow", "accent": "cyan", "ema": "cyan", "title": "bold"}
 _STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
+_SAVED = {"none": "graph", "selective": "attention", "full": "input"}
+"""train.activation_checkpointing -> what forward saves."""
 _POOLS = {"layer": "for layers", "edge": "for embedding and head"}
 _SLOTS = {
     "weight slots": "weight_slots",
@@ -358,7 +360,7 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
         return (*stem(block), *(block[target] for target in TARGETS))
 
     def treatment(block: dict[str, Any]) -> tuple[Any, ...]:
-        return (*place(block), tuple((block.get("saved") or {}).items()), block.get("spilled"), block.get("held"))
+        return (*place(block), tuple(_levels(block).items()), block.get("spilled"), block.get("saved_on_gpu"))
 
     for key in (treatment, place):
         runs = [list(members) for _, members in itertools.groupby(blocks, key=key)]
@@ -390,22 +392,30 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
-    """What backward finds of these blocks' chunks: `attention`, or `everything 3%, input 97%`; where it lies, unless
+    """What backward finds of these blocks' chunks: `attention`, or `graph 3%, input 97%`; where it lies, unless
     in RAM."""
-    members = [block for block in members if block.get("saved")]
+    members = [block for block in members if _levels(block)]
     total = chunks * len(members)
     counts: dict[str, int] = {}
     for block in members:
-        for level, count in block["saved"].items():
+        for level, count in _levels(block).items():
             counts[level] = counts.get(level, 0) + count
     found = {level: count for level, count in counts.items() if count}
     if not found:
         return ["-"]
-    texts = [level if count == total else f"{level} {_part(count, total)}" for level, count in found.items()]
-    for key, where in (("spilled", "on NVMe"), ("held", "on the GPU")):
+    texts = [
+        _SAVED[level] if count == total else f"{_SAVED[level]} {_part(count, total)}" for level, count in found.items()
+    ]
+    for key, where in (("spilled", "on NVMe"), ("saved_on_gpu", "on the GPU")):
         if count := sum(block.get(key) or 0 for block in members):
             texts.append(f"{_part(count, total)} {where}")
     return texts
+
+
+def _levels(block: dict[str, Any]) -> dict[str, int]:
+    """train.activation_checkpointing -> chunks of the block, as planned."""
+    found: dict[str, int] = block.get("activation_checkpointing") or {}
+    return {level: count for level, count in found.items() if level in _SAVED}
 
 
 def _part(count: int, total: int) -> str:

@@ -180,7 +180,7 @@ def plan_line(plan: dict[str, Any]) -> str:
     read, written = bytes_text(moved["nvme_read"]), bytes_text(moved["nvme_write"])
     traffic = f"each step reads {read} from NVMe and writes {written}"
     traffic += f", {bytes_text(spilled['bytes'])} of it activations" if spilled["bytes"] else ""
-    recompute = chunks - plan["kept_activations"]["chunks"]
+    recompute = chunks - plan["saved_graphs"]["chunks"]
     recomputed = f"{recompute:,} of {chunks:,} layer chunks recompute the layer in backward"
     return f"plan: {', '.join(parts)}; {traffic}; {recomputed}"
 

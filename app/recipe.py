@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections
-from engine.config import RENAMED, Recipe, Renamed
+from engine.config import RENAMED, Renamed
 from engine.config import AfterConfig as AfterConfig
+from engine.config import Recipe as Recipe
 from storage import sealed
 from storage.disk import prepare_file, publish
 from storage.errors import UserError

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from app.lanes import LANES
 from app.ops import STEP_END, action_of
 from app.run_files import JsonLines
 from engine.events import Span
-from engine.schedule.actions import LANES
 from storage.disk import prepare_file, publish
 from storage.errors import UserError
 from storage.untrusted import printable

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from storage.disk import disk_error
 from storage.errors import UserError
-from storage.untrusted import RefusedFileError, open_regular
+from storage.untrusted import RefusedFileError, open_regular, real_path
 
+_CONFIG_BYTES = 1 << 24
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 _ADVICE = "copy the file itself into the folder, or download the model again into a folder of its own"
 
@@ -54,6 +55,16 @@ def read_model_file(folder: Path, name: str, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise UserError(f"{folder / name}: has more than the {most_bytes:,} bytes that are read; {_ADVICE}")
     return content
+
+
+def read_config_file(path: Path) -> tuple[Path, bytes]:
+    """The config.json of a model folder, or the file that `path` is, and its content. UserError naming it."""
+    file = path / "config.json" if path.is_dir() else path
+    if not has_model_file(file.parent, file.name):
+        raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
+    # A file that the user names may be a link of the user's; what is in a folder may not.
+    place = file if path.is_dir() else real_path(file)
+    return file, read_model_file(place.parent, place.name, _CONFIG_BYTES)
 
 
 def _blob_of(folder: Path, name: str) -> Path | None:

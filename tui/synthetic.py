@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from engine.schedule.actions import LANES
+from app.lanes import LANES
 
 TOKENS = 65_536
 """Of a step."""
@@ -132,9 +132,9 @@ def forecast(steps: Steps, spans: list[Line]) -> Line:
             "state": "nvme",
             "gradient": "ram",
             "bytes": 9 * GIB,
-            "saved": {"everything": 0, "attention": 4, "input": 0},
+            "activation_checkpointing": {"none": 0, "selective": 4, "full": 0},
             "spilled": 0,
-            "held": 0,
+            "saved_on_gpu": 0,
         }
         for layer in range(steps.num_layers)
     ]
@@ -191,8 +191,7 @@ class Writer:
 
     def begin(self, now: float) -> None:
         """Everything up to Unix time `now`."""
-        from app.recipe import to_json
-        from engine.config import Recipe
+        from app.recipe import Recipe, to_json
 
         self.path.mkdir(parents=True)
         (self.path / "recipe.json").write_text(to_json(Recipe(name="synthetic")))

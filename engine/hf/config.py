@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
 from storage.errors import UserError
-from storage.model_folder import has_model_file, read_model_file
-from storage.untrusted import one_line, parse_object, printable, real_path
+from storage.model_folder import read_config_file
+from storage.untrusted import one_line, parse_object, printable
 
 _SHAPE_FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -27,7 +27,6 @@ _SHAPE_FIELDS = {
 """Recipe field -> transformers config field."""
 
 
-_CONFIG_BYTES = 1 << 24
 _SIZES = (
     r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer)|vocab_size|hidden_size|n_embd|d_model|head_dim|n_inner|"
     r"(\w+_)?intermediate_size|((num|n)_\w*|\w+_)?(heads|head|experts|groups)|(\w+_)?max_position_embeddings|"
@@ -42,12 +41,8 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Pretrain
     Code that a folder brings along is never run. Raises UserError naming the file when it is missing, is not JSON, or
     names an unknown architecture.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if not has_model_file(file.parent, file.name):
-        raise UserError(f"{file}: no such file; give a Hugging Face folder or a config.json")
-    # A file that the user names may be a link of the user's; what is in a folder may not.
-    place = file if path.is_dir() else real_path(file)
-    values = parse_config(read_model_file(place.parent, place.name, _CONFIG_BYTES), str(file))
+    file, content = read_config_file(path)
+    values = parse_config(content, str(file))
     overrides = overrides or {}
     if "rope_parameters" in overrides:
         values.pop("rope_scaling", None)  # its former name, which transformers would prefer

@@ -170,12 +170,12 @@ class Plan:
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer -> chunks of its layer by what is saved of them, and those whose records are not in RAM."""
         kept, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
-        found = {name: {"saved": {}, "spilled": 0, "held": 0} for name in self.buffers}
+        found = {name: {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0} for name in self.buffers}
         for i, block in enumerate(self.blocks):
             if block.role == "layer" and block.name in found:
-                rest = "input" if i in self.recomputed or not block.attends else "attention"
-                saved = {"everything": kept[i], "attention": 0, "input": 0} | {rest: len(self.chunks) - kept[i]}
-                found[block.name] = {"saved": saved, "spilled": spilled[i], "held": held[i]}
+                rest = "full" if i in self.recomputed or not block.attends else "selective"
+                saved = {"none": kept[i], "selective": 0, "full": 0} | {rest: len(self.chunks) - kept[i]}
+                found[block.name] = {"activation_checkpointing": saved, "spilled": spilled[i], "saved_on_gpu": held[i]}
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -197,12 +197,12 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "layer_chunks": len(self.chunks) * sum(block.role == "layer" for block in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
-            "held_activations": {
+            "saved_on_gpu": {
                 "chunks": len(self.saved_on_gpu),
                 "bytes": self.tiers["gpu"].parts["saved activations"],
             },
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
-            "kept_activations": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
+            "saved_graphs": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
             "kv_window": "streamed" if self.streamed else "whole",
             "weight_slots": dict(self.weight_slots),
             "gradient_slots": dict(self.gradient_slots),

@@ -29,7 +29,7 @@ PLAN = {
     "tiers": {},
     "bytes_per_step": {"nvme_read": 4096, "nvme_write": 8192},
     "spilled_activations": {"chunks": 0, "bytes": 0},
-    "kept_activations": {"chunks": 0, "bytes": 0},
+    "saved_graphs": {"chunks": 0, "bytes": 0},
     "layer_chunks": 6,
 }
 

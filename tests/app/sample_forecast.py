@@ -16,9 +16,9 @@ def _block(name: str, index: int) -> dict[str, Any]:
         "state": "nvme",
         "gradient": "ram",
         "bytes": 19 * GIB,
-        "saved": {"everything": everything, "attention": 32 - everything, "input": 0},
+        "activation_checkpointing": {"none": everything, "selective": 32 - everything, "full": 0},
         "spilled": 0 if index < 70 else 8,
-        "held": 2 if index == 0 else 0,
+        "saved_on_gpu": 2 if index == 0 else 0,
     }
 
 
@@ -29,9 +29,9 @@ def fitting() -> dict[str, Any]:
         "state": "ram",
         "gradient": "ram",
         "bytes": 5 * GIB,
-        "saved": {},
+        "activation_checkpointing": {},
         "spilled": 0,
-        "held": 0,
+        "saved_on_gpu": 0,
     }
     blocks = [{"name": "embed"} | edges, *(_block(f"layers.{i}", i) for i in range(LAYERS)), {"name": "head"} | edges]
     gpu = {"weight slots": 11 * GIB, "gradient slots": 8 * GIB, "K/V window": 12 * GIB, "kept activations": 30 * GIB}

@@ -78,7 +78,7 @@ def test_every_number_is_there(width: int) -> None:
     assert re.search(r"layers\.0\b", text)
     assert re.search(r"- 87\b", text)
     text = flat(rows(fitting(), width))
-    saved = "saved for backward: everything 2%, attention 98%, 5% on NVMe, <1% on the GPU"
+    saved = "saved for backward: graph 2%, attention 98%, 5% on NVMe, <1% on the GPU"
     for part in (
         *BOTH,
         saved,
@@ -120,8 +120,8 @@ def test_blocks_alike_share_a_row_and_say_what_is_saved() -> None:
     table = [line for line in shown(fitting(), 100).splitlines() if line.startswith(("embed", "layers", "head"))]
     assert [flat(row) for row in table] == [
         "embed gpu ram ram 5.0 GiB -",
-        "layers.0 ram nvme ram 19.0 GiB everything 12%, attention 88%, 6% on the GPU",
-        "layers.1 - 10 ram nvme ram 190 GiB everything 12%, attention 88%",
+        "layers.0 ram nvme ram 19.0 GiB graph 12%, attention 88%, 6% on the GPU",
+        "layers.1 - 10 ram nvme ram 190 GiB graph 12%, attention 88%",
         "layers.11 - 39 ram nvme ram 551 GiB attention",
         "layers.40 - 69 nvme nvme ram 570 GiB attention",
         "layers.70 - 87 nvme nvme ram 342 GiB attention, 25% on NVMe",
@@ -134,7 +134,7 @@ def test_blocks_that_alternate_are_still_few_rows(width: int) -> None:
     forecast = fitting()
     for index, block in enumerate(forecast["blocks"][1:-1]):
         block["weights"] = ("gpu", "ram", "nvme")[index % 3]
-        block["saved"] = {"attention": 32 - index % 5, "input": index % 5}
+        block["activation_checkpointing"] = {"selective": 32 - index % 5, "full": index % 5}
     text = shown(forecast, width)
     assert_one_screen(text, width)
     if width == 100:

@@ -61,7 +61,7 @@ PLAN: dict[str, Any] = {
     ],
     "bytes_per_step": {"nvme_read": 3 * 2**30, "nvme_write": 2**30},
     "spilled_activations": {"chunks": 0, "bytes": 0},
-    "kept_activations": {"chunks": 2, "bytes": 2**20},
+    "saved_graphs": {"chunks": 2, "bytes": 2**20},
     "layer_chunks": 6,
 }
 

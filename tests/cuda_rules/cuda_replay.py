@@ -34,6 +34,8 @@ from engine.model.runner import ModelRunner
 from engine.model.skeleton import LayerCall
 from engine.model.spec import ModelSpec, layouts
 from engine.model.tokens import ChunkTokens
+from engine.optim.adamw import Scalars, scalars
+from engine.optim.base import UpdateRange
 from engine.plan.plan import Plan
 from engine.plan.problem import PlanOptions
 from engine.runtime.batch import BatchCarrier, EvaluationData, StepData
@@ -131,7 +133,7 @@ class Arithmetic:
         self._cuda.use(*grads.values(), write=True)
         return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
 
-    def score(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+    def evaluate(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
         return self._cuda.scratch(1, dtype=torch.float64)[0]
 
@@ -291,14 +293,19 @@ class Graph:
 
 
 class Updates:
-    """Stands in for AdamW."""
+    """Stands in for AdamW: its scalars, no arithmetic."""
 
     def __init__(self, cuda: Pretended) -> None:
         self._cuda = cuda
 
-    def step(self, state: Any, gradient: Tensor, weights: Tensor, decay_numel: int, values: Any) -> None:
+    def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
+        return scalars(train, step, clip, device)
+
+    def step(
+        self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, values: Scalars
+    ) -> None:
         self._cuda.use(gradient, write=False)
-        self._cuda.use(*state, weights, write=True)
+        self._cuda.use(*state.values(), weights, write=True)
         self._cuda.use(values.decayed, values.undecayed, write=False)
 
 
@@ -388,17 +395,17 @@ class Replay:
         documents = [batch.documents for batch in data.micro_batches]
         return self.builder.stream(number, commit_previous=commit, documents=documents)
 
-    def score(self, step: int, batch: int) -> None:
+    def evaluate(self, step: int, batch: int) -> None:
         """As engine.validation: one pass, of one micro-batch."""
         self.runtime.drop_tokens()
         micro_batches = [self._micro_batch()]
         data = EvaluationData(micro_batches, self._carrier.carry(micro_batches), 1)
-        self.runtime.begin_score(batch, data)
+        self.runtime.begin_evaluation(batch, data)
         last = 0
-        for ops in self.builder.score(step, batch, documents=[m.documents for m in micro_batches]):
+        for ops in self.builder.evaluate(step, batch, documents=[m.documents for m in micro_batches]):
             last = self.perform(ops)
         self.watch.wait(last)
-        self.runtime.end_score(batch)
+        self.runtime.end_evaluation(batch)
 
     def finish(self) -> None:
         self.perform(self.builder.finish(commit=True))

@@ -92,10 +92,10 @@ class Watch:
     @property
     def current(self) -> str | None:
         """The action of the op under way."""
-        return None if self._op is None else self._op.action
+        return None if self._op is None else self._op.action.name
 
     def report(self, rule: str, what: str) -> None:
-        where = "main thread" if self._op is None else f"{self._op.action} {self._op.block} {self._op.index}"
+        where = "main thread" if self._op is None else f"{self._op.action.name} {self._op.block} {self._op.index}"
         self.violations.append(Violation(rule, where, what))
 
     def rules(self) -> set[str]:
@@ -106,7 +106,7 @@ class Watch:
 
     def begin(self, op: Op) -> None:
         self._op = self._ops[op.id] = op
-        self.actions.add(op.action)
+        self.actions.add(op.action.name)
         clock = [-1] * len(IN_ORDER)
         earlier = [dep for dep in op.deps if dep in self._ops]
         if op.lane in IN_ORDER and op.lane in self._last:
@@ -223,7 +223,7 @@ class Watch:
 
     def _describe(self, op_id: int) -> str:
         op = self._ops[op_id]
-        return f"{op.action} {op.block} {op.index} (op {op_id})"
+        return f"{op.action.name} {op.block} {op.index} (op {op_id})"
 
     def touch(self, start: int, end: int, *, write: bool, stream: str | None) -> None:
         """The current op, or the main thread, reads or writes bytes, through a stream or at once."""
@@ -278,7 +278,7 @@ class Watch:
             self.report("plain copy", f"{host[1]:,} bytes of host memory need a temporary on their way")
         known = True
         if waits:
-            self.synchronous.add("main thread" if self._op is None else self._op.action)
+            self.synchronous.add("main thread" if self._op is None else self._op.action.name)
         else:
             self.copies += 1
             known = self.require_pinned(*host)

@@ -8,7 +8,7 @@ from cuda_replay import Case, Replay, replay
 from engine.forecast.problem import ALLOCATOR_SHARE, overhead_bytes
 from engine.machine.limits import RAM_RESERVE
 from engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
-from tui.data.blocks import KINDS
+from engine.schedule.actions import ACTIONS
 
 BEST_7B = Case("7b_512k", "gh200-480")
 RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))
@@ -22,10 +22,9 @@ STATE = {"load_weights", "store_gradient", "update"}
 SPILLS = {"spill_x", "peek_x", "discard_x"}
 EXPECTED = {
     "best": ACTIVATIONS | STATE | {"checkpoint_state", "commit"},
-    "resident": ACTIVATIONS
-    | {"update_on_gpu", *(f"{verb}_{kind}" for verb in ("stage", "checkpoint") for kind in KINDS)},
-    "validated": {"embed_score", "layer_score", "head_score", "score"},
-    "120b": {"load_weights", "store_gradient_part", "write_gradient", "read_state", "write_state", "layer_again"}
+    "resident": ACTIVATIONS | {"update_on_gpu", "stage_state", "checkpoint_staged"},
+    "validated": {"embed_evaluate", "layer_evaluate", "head_evaluate", "evaluate"},
+    "120b": {"load_weights", "store_gradient_part", "write_gradient", "read_state", "write_state", "layer_recompute"}
     | SPILLS,
     "24gb": ACTIVATIONS | STATE | {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"},
     "direct": {"read_weights_whole", "write_weights"},
@@ -42,8 +41,8 @@ def check(run: Replay, case: str) -> None:
     assert watch.copies > 100
     assert watch.synchronous == set()
     tier = plan.tiers["gpu"]
-    slots = sum(tier.parts.values()) - tier.parts["workspace"] - tier.parts["kept activations"]
-    dynamic = cuda.reserved_bytes() - run.slot_bytes - tier.parts["kept activations"]
+    slots = sum(tier.parts.values()) - tier.parts["workspace"] - tier.parts["saved graphs"]
+    dynamic = cuda.reserved_bytes() - run.slot_bytes - tier.parts["saved graphs"]
     tokens = plan.problem.micro_batches * plan.window_tokens
     beside = overhead_bytes(tokens) - CUBLAS_WORKSPACE_BYTES + plan.problem.gpu_budget // ALLOCATOR_SHARE
     assert run.slot_bytes <= slots + plan.problem.gpu_budget // ALLOCATOR_SHARE // 4
@@ -58,7 +57,7 @@ def check(run: Replay, case: str) -> None:
 def test_7b_at_512k_on_a_gh200(name: str, case: Case) -> None:
     """Whole; resident blocks, where the plan keeps no graphs, in a part of the layers."""
     with replay(case, None if case.choice is None else 8) as run:
-        assert bool(run.plan.kept) == (case is BEST_7B)
+        assert bool(run.plan.saved_graphs) == (case is BEST_7B)
         assert any(buffer.state == "gpu" for buffer in run.plan.buffers.values()) == (case is RESIDENT_7B)
         run.step(1)
         run.step(2, commit=True, passes=len(run.plan.blocks))
@@ -68,7 +67,7 @@ def test_7b_at_512k_on_a_gh200(name: str, case: Case) -> None:
 def test_7b_validated_between_two_steps() -> None:
     with replay(BEST_7B, 2) as run:
         run.step(1)
-        run.score(1, 1)
+        run.evaluate(1, 1)
         run.finish()
         check(run, "validated")
 
@@ -76,7 +75,7 @@ def test_7b_validated_between_two_steps() -> None:
 def test_120b_on_a_gh200() -> None:
     with replay(BEST_120B, 4) as run:
         plan = run.plan
-        assert plan.held
+        assert plan.saved_on_gpu
         assert plan.spilled
         assert plan.recomputed
         assert run.ram.arena.used_bytes > 400 << 30
@@ -111,8 +110,5 @@ def test_weights_from_nvme(name: str, case: Case) -> None:
 
 
 def test_every_copy_between_host_and_device_is_in_some_plan() -> None:
-    with replay(BEST_7B) as run:
-        known = set(run.runtime._actions)
-    copies = {action for action in known if action.split("_")[0] in ("load", "store", "stage")}
-    assert len(copies) == 17
+    copies = {action.name for action in ACTIONS.values() if action.lane in ("h2d", "d2h")}
     assert copies <= set().union(*EXPECTED.values())

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from cuda_pretended import DEVICE, LARGE_PAGE, SMALL_PAGE, Pretended, Stream, pretended
 from cuda_replay import Case, Replay, planned, replay
 from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
+from some_ops import an_op
 
 from engine.clock import wait_for_copies
 from engine.plan.plan import cut_chunks
 from engine.runtime.batch import BatchCarrier
 from engine.runtime.memory import DeviceArena
+from engine.schedule.actions import CLIP, LOAD
 from engine.schedule.ops import Op
 
 SMALL = Case("7b_512k", "gh200-480")
 BASE = 1 << 40
-
-
-def op(number: int, *deps: int, lane: Any = "h2d", action: str = "load") -> Op:
-    return Op(id=number, lane=lane, action=action, block="b", index=0, step=1, reads=(), writes=(), deps=deps)
 
 
 def found(watch: Watch) -> set[str]:
@@ -93,17 +90,17 @@ def test_an_access_that_nothing_orders_is_found(lane: str) -> None:
             watch.end()
         return found(watch)
 
-    written = op(0, lane="d2h"), 0, 2 * PAGE, True
-    assert run(written, (op(1, 0, lane=lane), 0, PAGE, False)) == set()
-    assert run(written, (op(1, lane=lane), 0, PAGE, False)) == {"order"}
-    assert run(written, (op(1, lane=lane), 2 * PAGE, 3 * PAGE, True)) == set()
-    between = op(1, 0, lane="compute"), 3 * PAGE, 4 * PAGE, False
-    assert run(written, between, (op(2, 1, lane=lane), PAGE, 2 * PAGE, True)) == set()
-    read = op(0, lane=lane), 0, PAGE, False
-    assert run(read, (op(1, lane="compute"), 0, PAGE, False)) == set()
-    assert run(read, (op(1, lane="compute"), 0, PAGE, True)) == {"order"}
+    written = an_op(0, "d2h"), 0, 2 * PAGE, True
+    assert run(written, (an_op(1, lane, 0), 0, PAGE, False)) == set()
+    assert run(written, (an_op(1, lane), 0, PAGE, False)) == {"order"}
+    assert run(written, (an_op(1, lane), 2 * PAGE, 3 * PAGE, True)) == set()
+    between = an_op(1, "compute", 0), 3 * PAGE, 4 * PAGE, False
+    assert run(written, between, (an_op(2, lane, 1), PAGE, 2 * PAGE, True)) == set()
+    read = an_op(0, lane), 0, PAGE, False
+    assert run(read, (an_op(1, "compute"), 0, PAGE, False)) == set()
+    assert run(read, (an_op(1, "compute"), 0, PAGE, True)) == {"order"}
     # Ops of a stream end in their order; those of a disk's lane in any.
-    again = op(1, lane=lane), 0, PAGE, True
+    again = an_op(1, lane), 0, PAGE, True
     assert run(read, again) == (set() if lane == "h2d" else {"order"})
 
 
@@ -114,7 +111,7 @@ def test_a_stream_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch
         if not waits:
             monkeypatch.setattr(Stream, "synchronize", lambda self: None)
         tokens = BatchCarrier(chunks, DEVICE).carry([Replay.batch_of(64, 64, 1, 100)])[0]
-        cuda.watch.begin(op(int(not waits), lane="compute"))
+        cuda.watch.begin(an_op(int(not waits), "compute"))
         cuda.use(tokens.ids, write=False)
         cuda.watch.end()
         assert ("order" in found(cuda.watch)) != waits
@@ -127,7 +124,7 @@ def test_a_copy_to_the_host_that_is_read_too_early_is_found(cuda: Pretended) -> 
     there, here = torch.zeros(16, device=DEVICE), torch.empty(16, pin_memory=True)
     torch.cuda.synchronize(DEVICE)
     for waits, rules in ((True, set()), (False, {"order"})):
-        cuda.watch.begin(op(int(not waits), lane="optimizer"))
+        cuda.watch.begin(an_op(int(not waits), "optimizer"))
         here.copy_(there, non_blocking=True)
         if waits:
             wait_for_copies(DEVICE)
@@ -141,11 +138,11 @@ def test_memory_that_another_stream_may_still_use_is_found(cuda: Pretended) -> N
     streams = {name: Stream(cuda, name) for name in ("d2h", "compute")}
     for other, rules in (("d2h", set()), ("compute", {"temporary"})):
         number = 2 * (other == "compute")
-        cuda.watch.begin(op(number, lane="d2h"))
+        cuda.watch.begin(an_op(number, "d2h"))
         with torch.cuda.stream(streams["d2h"]):  # type: ignore[arg-type]
             made = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
         cuda.watch.end()
-        cuda.watch.begin(op(number + 1, number, lane=other))
+        cuda.watch.begin(an_op(number + 1, other, number))
         with torch.cuda.stream(streams[other]):  # type: ignore[arg-type]
             cuda.use(made, write=False)
             del made
@@ -157,7 +154,7 @@ def test_memory_freed_by_the_main_thread_must_have_been_waited_for(cuda: Pretend
     for waits, rules in ((True, set()), (False, {"temporary"})):
         number = int(not waits)
         made = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
-        cuda.watch.begin(op(number, lane="compute"))
+        cuda.watch.begin(an_op(number, "compute"))
         with torch.cuda.stream(Stream(cuda, "compute")):  # type: ignore[arg-type]
             cuda.use(made, write=False)
         cuda.watch.end()
@@ -193,10 +190,10 @@ def test_a_direct_read_that_would_bounce_is_found(cuda: Pretended) -> None:
 def test_a_copy_that_waits_is_counted_by_its_op(cuda: Pretended) -> None:
     there = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
     pinned = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
-    cuda.watch.begin(op(0, action="load_x"))
+    cuda.watch.begin(an_op(0, LOAD["x"]))
     there.copy_(pinned)
     cuda.watch.end()
-    cuda.watch.begin(op(1, lane="optimizer", action="clip"))
+    cuda.watch.begin(an_op(1, CLIP))
     there.cpu()
     cuda.watch.end()
     assert cuda.watch.synchronous == {"load_x", "clip"}

@@ -20,7 +20,7 @@ def races(ops: Iterable[Op]) -> Iterator[str]:
         for dep in op.deps:
             parent = position.get(dep)
             if parent is None or parent >= i:
-                yield f"op {op.id} ({op.action}) depends on op {dep}, which is not before it"
+                yield f"op {op.id} ({op.action.name}) depends on op {dep}, which is not before it"
                 continue
             before |= ancestors[parent] | (1 << parent)
         ancestors.append(before)
@@ -29,5 +29,5 @@ def races(ops: Iterable[Op]) -> Iterator[str]:
             for other, wrote in touched.get(resource, ()):
                 if other != i and (writing or wrote) and not before >> other & 1:
                     first = items[other]
-                    yield f"op {op.id} ({op.action}) and op {first.id} ({first.action}) race on {resource}"
+                    yield f"op {op.id} ({op.action.name}) and op {first.id} ({first.action.name}) race on {resource}"
             touched.setdefault(resource, []).append((i, writing))

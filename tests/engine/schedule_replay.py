@@ -3,11 +3,13 @@
 from typing import Any
 
 from engine.plan.plan import Plan
+from engine.schedule import actions as a
+from engine.schedule import resources as r
 from engine.schedule.ops import Op
 from engine.schedule.resources import Resource
 
-MOVES = ("load", "store", "spill", "unspill", "peek", "discard")
-KINDS = ("x", "dy", "saved", "kv", "dkv")
+_WHOLE_FORWARD = (a.LAYER_FORWARD, a.LAYER_EVALUATE)
+_BOTTOM_FORWARD = (a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE_BOTTOM)
 
 
 class Replay:
@@ -22,11 +24,10 @@ class Replay:
         self._number = {block.name: i for i, block in enumerate(plan.blocks)}
 
     def perform(self, op: Op) -> None:
-        verb, _, kind = op.action.partition("_")
-        if verb in MOVES and kind in KINDS:
-            self._move(verb, kind, op)
+        if op.action.kind:
+            self._move(op.action.name.partition("_")[0], op.action.kind, op)
         elif op.lane == "compute" and op.index >= 0:
-            getattr(self, "_" + op.action, self._block)(op)
+            getattr(self, "_" + op.action.name, self._block)(op)
 
     def _content(self, kind: str, op: Op, chunk: int | None = None) -> tuple[Any, ...]:
         return (kind, self._number[op.block], op.index if chunk is None else chunk, (op.step, op.batch))
@@ -52,7 +53,7 @@ class Replay:
 
     def _hidden(self, role: str, op: Op) -> None:
         if role in op.slots:
-            self._wants(("gpu.hidden", op.slots[role]), self._content(role, op), op)
+            self._wants(r.hidden(op.slots[role]), self._content(role, op), op)
 
     def _window(self, op: Op) -> list[int]:
         """Chunks of the op's micro-batch up to its own."""
@@ -66,71 +67,69 @@ class Replay:
 
     def _block(self, op: Op) -> None:
         """A block from its input to its output."""
-        backward, scores = op.action.endswith("_backward"), op.action.endswith("_score")
-        kept = not scores and (self._number[op.block], op.index) in self.plan.kept
-        assert scores == (op.batch > 0)
-        assert not (scores and any(place[0] == "gpu.graph" for place in op.writes))
-        assert kept == ("kept" in op.flags)
+        evaluates, backward = op.action.phase == "evaluate", op.action.phase == "backward" and op.action is not a.HEAD
+        has_graph = not evaluates and (self._number[op.block], op.index) in self.plan.saved_graphs
+        assert evaluates == (op.batch > 0)
+        assert not (evaluates and any(place[0] == r.GPU_GRAPH for place in op.writes))
+        assert has_graph == (a.SAVED_GRAPH in op.flags)
         self._hidden("x", op)
         self._hidden("dy", op)
-        assert op.block == "embed" or kept or "x" in op.slots
-        assert not backward or "dy" in op.slots
-        if kept and op.action in ("layer_forward", "layer_backward"):
+        assert op.block == "embed" or has_graph or a.X in op.slots
+        assert not backward or a.DY in op.slots
+        if has_graph:
             self.graphs += -1 if backward else 1
-        if op.action in ("layer_forward", "layer_score") and self._attending(op):
-            if "attended" in op.flags:
-                self._wants(("gpu.saved", op.slots["saved"]), self._content("saved", op), op)
-            else:
-                self._attend_whole(op)
-        if op.action == "layer_backward" and self._attending(op):
-            if "attended" in op.flags:
-                self._own_gradients(op)
-            else:
-                for place, chunk in enumerate(self._window(op)):
-                    self._wants(("gpu.kv", place), self._content("kv", op, chunk), op)
-                if not kept:
-                    self._wants(("gpu.saved", op.slots["saved"]), self._content("saved", op), op)
+        if op.action in _BOTTOM_FORWARD:
+            self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
+        elif op.action in _WHOLE_FORWARD and self._attending(op):
+            self._attend_whole(op)
+        elif op.action is a.LAYER_BACKWARD_BOTTOM:
+            self._own_gradients(op)
+        elif op.action is a.LAYER_BACKWARD and self._attending(op):
+            for place, chunk in enumerate(self._window(op)):
+                self._wants(r.kv(place), self._content("kv", op, chunk), op)
+            if not has_graph:
+                self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
         block = self._number[op.block]
         batch = (op.step, op.batch)
-        if op.action == "head_score":
-            assert "out" not in op.slots
-        elif op.action.endswith(("_forward", "_score")):
-            self.held["gpu.hidden", op.slots["out"]] = ("x", block + 1, op.index, batch)
+        if op.action is a.HEAD_EVALUATE:
+            assert a.OUT not in op.slots
+        elif op.action.phase in ("forward", "evaluate"):
+            self.held[r.hidden(op.slots[a.OUT])] = ("x", block + 1, op.index, batch)
         elif block > 0:
-            self.held["gpu.hidden", op.slots["out"]] = ("dy", block - 1, op.index, batch)
+            self.held[r.hidden(op.slots[a.OUT])] = ("dy", block - 1, op.index, batch)
 
     def _attend_whole(self, op: Op) -> None:
         *before, own = self._window(op)
         for place, chunk in enumerate(before):
-            self._wants(("gpu.kv", place), self._content("kv", op, chunk), op)
-        self.held["gpu.kv", len(before)] = self._content("kv", op, own)
-        self.held["gpu.saved", op.slots["saved"]] = self._content("saved", op)
+            self._wants(r.kv(place), self._content("kv", op, chunk), op)
+        self.held[r.kv(len(before))] = self._content("kv", op, own)
+        self.held[r.saved(op.slots[a.SAVED])] = self._content("saved", op)
 
-    def _layer_again(self, op: Op) -> None:
+    def _layer_recompute(self, op: Op) -> None:
         assert self._number[op.block] in self.plan.recomputed
         self._hidden("x", op)
         self._attend_whole(op)
 
     def _layer_project(self, op: Op) -> None:
         self._hidden("x", op)
-        self.held["gpu.kv", op.slots["kv"]] = self._content("kv", op)
+        self.held[r.kv(op.slots[a.KV])] = self._content("kv", op)
         self._seen: list[int] = []
 
     def _attend(self, op: Op) -> None:
-        assert ("first" in op.flags) == (not self._seen)
+        assert (a.FIRST in op.flags) == (not self._seen)
         self._keys(op)
-        if "last" in op.flags:
+        if a.LAST in op.flags:
             assert set(self._seen) == self._visible(op)
-            self.held["gpu.saved", op.slots["saved"]] = self._content("saved", op)
+            self.held[r.saved(op.slots[a.SAVED])] = self._content("saved", op)
 
     def _keys(self, op: Op) -> None:
-        self._wants(("gpu.kv", op.slots["kv"]), self._content("kv", op, op.slots["keys"]), op)
-        assert op.slots["keys"] not in self._seen
-        self._seen.append(op.slots["keys"])
+        self._wants(r.kv(op.slots[a.KV]), self._content("kv", op, op.slots[a.KEYS]), op)
+        assert op.slots[a.KEYS] not in self._seen
+        self._seen.append(op.slots[a.KEYS])
 
     def _visible(self, op: Op) -> set[int]:
         """Chunks of which some key is seen by some query of the op's chunk, counted one by one."""
-        reach = self.plan.blocks[self._number[op.block]].window_tokens or 10**9
+        reach = self.plan.blocks[self._number[op.block]].sliding_window or 10**9
         chunk = self.plan.chunks[op.index]
         starts = self.documents[chunk.micro_batch]
         seen: set[int] = set()
@@ -142,23 +141,23 @@ class Replay:
     def _layer_backward_top(self, op: Op) -> None:
         self._hidden("x", op)
         self._hidden("dy", op)
-        if "saved" in op.slots:
-            self._wants(("gpu.saved", op.slots["saved"]), self._content("saved", op), op)
+        if a.SAVED in op.slots:
+            self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
         self._seen = []
 
     def _attend_backward(self, op: Op) -> None:
-        assert ("first" in op.flags) == (not self._seen)
+        assert (a.FIRST in op.flags) == (not self._seen)
         self._keys(op)
-        place: Resource = ("gpu.dkv", op.slots["dkv"])
-        content = self._content("dkv", op, op.slots["keys"])
-        if "zero:dkv" in op.flags:
+        place = r.dkv(op.slots[a.DKV])
+        content = self._content("dkv", op, op.slots[a.KEYS])
+        if a.ZERO_DKV in op.flags:
             self.held[place] = (*content, ())
         self._wants(place, content, op)
         self.held[place] = (*content, (*self.held[place][4], op.index))
 
     def _own_gradients(self, op: Op) -> None:
         assert set(self._seen) == self._visible(op)
-        place: Resource = ("gpu.dkv", op.slots["dkv"])
+        place = r.dkv(op.slots[a.DKV])
         self._wants(place, self._content("dkv", op), op)
         queries = self.held[place][4]
         chunk = self.plan.chunks[op.index]

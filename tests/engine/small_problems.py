@@ -14,6 +14,7 @@ from engine.plan.problem import BlockShape, BufferShape, Checkpointing, PlanInpu
 from storage.errors import BudgetError
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
 """Tier -> the field of PlanInput that is its budget."""
 
@@ -56,7 +57,7 @@ def problem(
                 kv_numel_per_token=2 * KV_DIM * attends,
                 q_numel_per_token=HEADS * HEAD_DIM * attends,
                 out_numel_per_token=HEADS * HEAD_DIM * attends,
-                window_tokens=20 if i in sliding else None,
+                sliding_window=20 if i in sliding else None,
                 graph_bytes_per_token=graph_bytes,
                 matmul_flops_per_token=2 * 4 * 2048,
                 unread_flops_per_token=2 * 1024,
@@ -90,6 +91,7 @@ def problem(
         reader_bytes=reader_bytes,
         activation_checkpointing=activation_checkpointing,
         kv_window=kv_window,
+        state_kinds=STATE_KINDS,
     )
 
 

@@ -10,6 +10,7 @@ import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.schedule.actions import UNSPILL
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
@@ -98,7 +99,7 @@ def test_a_damaged_activation_stops_the_run_by_name(tmp_path: Path) -> None:
         perform = session.runtime.perform
 
         def damaging(op: Op) -> Any:
-            if op.action == "unspill_kv" and op.block == "layers.3" and op.index == 2:
+            if op.action is UNSPILL["kv"] and op.block == "layers.3" and op.index == 2:
                 (path,) = (p for p in spill_files(session) if "kv.layers.3.2" in p.name)
                 content = bytearray(path.read_bytes())
                 content[5] ^= 4

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from some_ops import an_op
 
 from engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
 from engine.runtime.executor import Executor
@@ -99,10 +100,7 @@ def test_lanes_run_where_they_are_placed() -> None:
 
     threads = torch.get_num_threads()
     executor = Executor(perform, torch.device("cpu"), on_start=where.enter_lane)
-    executor.submit(
-        Op(id=i, lane=lane, action="look", block="b", index=0, step=1, reads=(), writes=(), deps=())
-        for i, lane in enumerate(LANES)
-    )
+    executor.submit(an_op(i, lane) for i, lane in enumerate(LANES))
     executor.drain()
     executor.close()
     assert seen["optimizer"] == (other, 3)

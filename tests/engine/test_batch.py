@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.model.tokens import ChunkTokens
 from engine.runtime.batch import pack, unpack
 from engine.runtime.executor import GPU_LANES
+from engine.schedule.actions import NORM
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
@@ -43,7 +44,7 @@ def watch_gpu_lanes(session: Session) -> set[str]:
     def strict(op: Op) -> Any:
         if op.lane not in GPU_LANES:
             return perform(op)
-        seen.add(op.action)
+        seen.add(op.action.name)
         with Strict():
             return perform(op)
 
@@ -66,8 +67,8 @@ def test_no_op_of_a_gpu_lane_waits_for_the_gpu(tmp_path: Path, gpu: str, model_t
 
 def test_the_watch_sees_what_waits(tmp_path: Path) -> None:
     with tiny.session(tmp_path) as session:
-        norm = session.runtime._actions["norm"]
-        session.runtime._actions["norm"] = lambda op: norm(op) if float(session.runtime._losses[0]) > 0 else None
+        norm, losses = session.runtime.handlers[NORM], session.runtime._block_ops._losses
+        session.runtime.handlers[NORM] = lambda op: norm(op) if float(losses[0]) > 0 else None
         watch_gpu_lanes(session)
         with pytest.raises(AssertionError, match="_local_scalar_dense waits for the device"):
             train_step(session)

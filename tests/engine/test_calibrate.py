@@ -39,15 +39,15 @@ MOE: dict[str, Any] = {
 }
 CASES: dict[str, tuple[ModelConfig, TrainConfig, str]] = {
     "whole window": (tiny.model(), tiny.training(), tiny.FLOOR),
-    "attention again": (tiny.model(), tiny.training(activation_checkpointing="full"), tiny.FLOOR),
-    "kept graphs": (tiny.model(), tiny.training(activation_checkpointing="none"), "1GiB"),
+    "attention recomputed": (tiny.model(), tiny.training(activation_checkpointing="full"), tiny.FLOOR),
+    "saved graphs": (tiny.model(), tiny.training(activation_checkpointing="none"), "1GiB"),
     "streamed": (tiny.model(), tiny.training(kv_window="streamed", chunk_tokens=7), tiny.FLOOR),
-    "streamed, attention again": (
+    "streamed, attention recomputed": (
         tiny.model(),
         tiny.training(kv_window="streamed", chunk_tokens=7, activation_checkpointing="full"),
         tiny.FLOOR,
     ),
-    "streamed, kept graphs": (
+    "streamed, saved graphs": (
         tiny.model(),
         tiny.training(kv_window="streamed", chunk_tokens=7, activation_checkpointing="none"),
         "1GiB",
@@ -71,7 +71,7 @@ def measured(
     lanes, logits_bytes = Lanes.open(cpu, plan.tiers["gpu"].budget_bytes), LOGITS_BYTES["cpu"]
     try:
         found = calibrate(
-            plan, layouts(spec), compute.runner, compute.adamw, t, batch, GENERIC, logits_bytes, lanes.executor
+            plan, layouts(spec), compute.runner, compute.optimizer, t, batch, GENERIC, logits_bytes, lanes.executor
         )
     finally:
         lanes.close()
@@ -96,27 +96,27 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
     assert found.to_json()["samples"].keys() == found.samples.keys()
 
 
-@pytest.mark.parametrize("case", ["kept graphs", "streamed, kept graphs"])
-def test_what_kept_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", ["saved graphs", "streamed, saved graphs"])
+def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Path, case: str) -> None:
     m, t, gpu = CASES[case]
     plan, _, found = measured(tmp_path / "data", m, t, gpu)
     with tiny.session(tmp_path / "run", m=m, t=t, gpu=gpu) as session:
         train_step(session)
-        peak_bytes = session.runtime.layer_ops.kept_peak_bytes
+        peak_bytes = session.runtime.layer_ops.graphs_peak_bytes
     tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
     layers = [block for block in plan.blocks if block.role == "layer"]
     assert found.graph_bytes_per_token == {"layers.0": pytest.approx(peak_bytes / tokens / len(layers), rel=0.02)}
-    # Found on the meta device: everything that may be kept, keys and values that stay in the window included.
+    # Found on the meta device: everything that may be saved, keys and values that stay in the window included.
     planned = layers[0].graph_bytes_per_token
     assert planned is not None
     assert 0.9 * planned <= found.graph_bytes_per_token["layers.0"] <= planned + layers[0].lse_bytes_per_token
 
 
-def test_graphs_are_measured_before_any_is_kept(tmp_path: Path) -> None:
-    """A plan that may keep graphs and keeps none, as it fills the GPU with blocks first, learns what they take."""
+def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
+    """A plan that may save graphs and saves none, as it fills the GPU with blocks first, learns what they take."""
     m, t = tiny.model(), tiny.training(activation_checkpointing="auto")
     plan, _, found = measured(tmp_path, m, t, "4MiB", gpu_first="records")
-    assert not plan.kept
+    assert not plan.saved_graphs
     assert set(found.graph_bytes_per_token) == {"layers.0"}
 
 
@@ -196,7 +196,7 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
             plan,
             session.layouts,
             runtime.runner,
-            runtime.adamw,
+            runtime.optimizer,
             session.recipe.train,
             batch,
             GENERIC,

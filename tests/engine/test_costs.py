@@ -9,6 +9,7 @@ import pytest
 from machines import ROUND
 from msgspec import structs
 from small_problems import problem, some_plan
+from some_ops import an_op
 
 from engine.forecast.costs import (
     CLIP_S,
@@ -25,8 +26,10 @@ from engine.forecast.costs import (
 )
 from engine.plan.plan import Plan
 from engine.plan.problem import BlockShape, PlanOptions
+from engine.schedule.actions import ACTIONS, KEYS, SAVED_GRAPH, ZERO_DKV, zero
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE, Op
+from engine.schedule.resources import record
 
 LAUNCH = LAUNCH_S["gpu"]
 HIDDEN_BYTES = 64 * 32 * 2
@@ -49,10 +52,8 @@ def a_plan(streamed: bool = False, **changes: Any) -> Plan:
     return some_plan(problem(**(size | changes)), PlanOptions(streamed=streamed))
 
 
-def an_op(action: str, lane: str = "compute", index: int = 0, **changes: Any) -> Op:
-    values: dict[str, Any] = {"id": 0, "lane": lane, "action": action, "block": "layers.1", "index": index, "step": 1}
-    values |= {"reads": (), "writes": (), "deps": ()}
-    return Op(**(values | changes))
+def op_of(action: str, index: int = 0, **changes: Any) -> Op:
+    return an_op(0, ACTIONS[action], index=index, **({"block": "layers.1"} | changes))
 
 
 def seconds(op: Op, plan: Plan | None = None, calibration: Calibration | None = None, **changes: Any) -> float:
@@ -63,15 +64,15 @@ def test_a_layer_forward() -> None:
     # First chunk: 64 x 65 / 2 = 2,080 pairs of 4 heads x (2 x 8 for q.k + 2 x 8 for p.v) FLOPs.
     attention = 2_080 * 4 * (2 * 8 + 2 * 8) / 2e9
     expected = LAUNCH + 64 * LAYER / 1e9 + attention + 64 * GRAPH_BYTES / 1e8
-    assert seconds(an_op("layer_forward")) == pytest.approx(expected)
+    assert seconds(op_of("layer_forward")) == pytest.approx(expected)
     # Second chunk: each query also sees the 64 keys of the first.
     later = expected + 64 * 64 * 4 * (2 * 8 + 2 * 8) / 2e9
-    assert seconds(an_op("layer_forward", index=1)) == pytest.approx(later)
+    assert seconds(op_of("layer_forward", index=1)) == pytest.approx(later)
     # Two documents of 96 and 32 tokens: of the second chunk 32 queries see 64 keys before it and 32 x 33 / 2 of its own
     # between them, the others 32 x 33 / 2.
     pairs = 32 * 64 + 2 * (32 * 33 // 2)
     costs = Costs(a_plan(), ROUND, None, [[0, 96]])
-    assert costs.seconds(an_op("layer_forward", index=1)) == pytest.approx(
+    assert costs.seconds(op_of("layer_forward", index=1)) == pytest.approx(
         expected - attention + attention * pairs / 2_080
     )
 
@@ -82,110 +83,110 @@ def test_a_layer_backward() -> None:
     attention = 2_080 * 4 * (6 * 8 + 4 * 8) / 1e9  # q.k again, dq, dk; dp, dv
     passes = (LAYER - UNREAD + 2 * LAYER) / LAYER
     expected = 2 * LAUNCH + matmul + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
-    assert seconds(an_op("layer_backward")) == pytest.approx(expected, rel=1e-4)
-    # Of a kept graph nothing is computed again.
+    assert seconds(op_of("layer_backward")) == pytest.approx(expected, rel=1e-4)
+    # Of a saved graph nothing is computed again.
     passes = 2
     kept = 2 * LAUNCH + 64 * 2 * LAYER / 1e9 + attention + (passes * 64 * GRAPH_BYTES) / 1e8 + SUMS_S
-    assert seconds(an_op("layer_backward", flags=frozenset({"kept"}))) == pytest.approx(kept, rel=1e-4)
+    assert seconds(op_of("layer_backward", flags=frozenset({SAVED_GRAPH}))) == pytest.approx(kept, rel=1e-4)
     # The first chunk of a step zeroes the sums.
-    zeroing = an_op("layer_backward", flags=frozenset({"zero:layers.1", "zero:dkv"}))
+    zeroing = op_of("layer_backward", flags=frozenset({zero("layers.1"), ZERO_DKV}))
     assert seconds(zeroing) == pytest.approx(expected + NUMEL * 4 / 1e8, rel=1e-4)
 
 
 def test_few_tokens_wait_for_the_weights() -> None:
     fast = {"matmul_flops": 1e15}
     with_weights = LAUNCH + WEIGHTS_S + 64 * GRAPH_BYTES / 1e8 + 2_080 * 4 * 32 / 2e9
-    assert seconds(an_op("layer_forward"), **fast) == pytest.approx(with_weights)
+    assert seconds(op_of("layer_forward"), **fast) == pytest.approx(with_weights)
 
 
 def test_attention_computed_again() -> None:
     # Queries, keys and values of the chunk, then attention: a quarter of the layer's products.
     expected = LAUNCH + 64 * PROJECTION / 1e9 + 2_080 * 4 * 32 / 2e9 + PROJECTION / LAYER * 64 * GRAPH_BYTES / 1e8
-    assert seconds(an_op("layer_again")) == pytest.approx(expected, rel=1e-4)
+    assert seconds(op_of("layer_recompute")) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_streamed_window() -> None:
     plan = a_plan(streamed=True)
     # 16 queries and a chunk of 16 earlier keys: 256 pairs; of its own keys: 16 x 17 / 2.
-    earlier, own = (an_op("attend", index=3, slots={"keys": keys}) for keys in (1, 3))
+    earlier, own = (op_of("attend", index=3, slots={KEYS: keys}) for keys in (1, 3))
     assert seconds(earlier, plan) == pytest.approx(LAUNCH + 256 * 4 * 32 / 2e9)
     assert seconds(own, plan) == pytest.approx(LAUNCH + 136 * 4 * 32 / 2e9)
-    backward = an_op("attend_backward", index=3, slots={"keys": 1})
+    backward = op_of("attend_backward", index=3, slots={KEYS: 1})
     assert seconds(backward, plan) == pytest.approx(LAUNCH + 256 * 4 * (6 * 8 + 4 * 8) / 1e9)
     # Up to attention and after it there are no pairs: projections alone, 16 tokens.
     project = LAUNCH + max(16 * PROJECTION / 1e9, WEIGHTS_S / 4) + 16 * GRAPH_BYTES / 4 / 1e8
-    assert seconds(an_op("layer_project", index=3), plan) == pytest.approx(project, rel=1e-4)
+    assert seconds(op_of("layer_project", index=3), plan) == pytest.approx(project, rel=1e-4)
 
 
 def test_a_window_of_a_few_tokens() -> None:
     plan = a_plan(sliding=frozenset({1}))
     # A window of 20: 20 x 21 / 2 pairs of the first 20 queries, 20 of each of the other 44.
     few = 2_080 - (210 + 44 * 20)
-    full = seconds(an_op("layer_forward"))
-    assert seconds(an_op("layer_forward"), plan) == pytest.approx(full - few * 4 * 32 / 2e9)
+    full = seconds(op_of("layer_forward"))
+    assert seconds(op_of("layer_forward"), plan) == pytest.approx(full - few * 4 * 32 / 2e9)
 
 
 def test_embedding_and_head() -> None:
-    assert seconds(an_op("embed_forward", block="embed")) == pytest.approx(LAUNCH + 6 * HIDDEN_BYTES / 1e8)
+    assert seconds(op_of("embed_forward", block="embed")) == pytest.approx(LAUNCH + 6 * HIDDEN_BYTES / 1e8)
     # 8 pages of 2,048 parameters: 16,384 / 32 = 512 entries of the vocabulary; forward and backward three times.
     flops = 64 * 3 * 2 * 16_384
     moved = 12 * 512 * 64 + 8 * HIDDEN_BYTES + 16_384 * (2 + 8)
     expected = 2 * LAUNCH + flops / 1e9 + moved / 1e8
-    assert seconds(an_op("head", block="head")) == pytest.approx(expected)
+    assert seconds(op_of("head", block="head")) == pytest.approx(expected)
 
 
 def test_a_forward_that_nothing_follows() -> None:
-    score = an_op("layer_score", batch=1)
-    assert seconds(score) == seconds(an_op("layer_forward"))
-    assert seconds(an_op("embed_score", block="embed")) == seconds(an_op("embed_forward", block="embed"))
+    evaluation = op_of("layer_evaluate", batch=1)
+    assert seconds(evaluation) == seconds(op_of("layer_forward"))
+    assert seconds(op_of("embed_evaluate", block="embed")) == seconds(op_of("embed_forward", block="embed"))
     # The head's products once, not three times, and no gradients.
     moved = 12 * 512 * 64 + 2 * HIDDEN_BYTES
     expected = LAUNCH + 64 * 2 * 16_384 / 1e9 + moved / 1e8
-    assert seconds(an_op("head_score", block="head")) == pytest.approx(expected)
-    assert seconds(an_op("score", "optimizer")) == CLIP_S
+    assert seconds(op_of("head_evaluate", block="head")) == pytest.approx(expected)
+    assert seconds(op_of("evaluate")) == CLIP_S
     # Measured are the step's own ops.
-    for flags in ((), ("kept",)):
+    for flags in ((), (SAVED_GRAPH,)):
         kind = "+".join(("layers.0 layer_forward", *flags))
         calibration = Calibration(samples={kind: (Sample(tokens=64, pairs=2_080, seconds=0.5),)})
-        assert seconds(score, calibration=calibration) == pytest.approx(0.5, rel=1e-3)
+        assert seconds(evaluation, calibration=calibration) == pytest.approx(0.5, rel=1e-3)
     head = Calibration(
-        samples={"head head": (Sample(tokens=64, pairs=0, seconds=7 * seconds(an_op("head", block="head"))),)}
+        samples={"head head": (Sample(tokens=64, pairs=0, seconds=7 * seconds(op_of("head", block="head"))),)}
     )
-    assert seconds(an_op("head_score", block="head"), calibration=head) == pytest.approx(7 * expected)
+    assert seconds(op_of("head_evaluate", block="head"), calibration=head) == pytest.approx(7 * expected)
 
 
 def test_updates_and_norms() -> None:
     # Parts of 4,096 parameters, at 10^6 a second.
-    assert seconds(an_op("update", "optimizer")) == pytest.approx(COPY_S + 4_096 / 1e6)
-    assert seconds(an_op("update_on_gpu", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 30 / 1e8)
-    assert seconds(an_op("norm", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 4 / 1e8)
-    assert seconds(an_op("clip", "optimizer")) == CLIP_S
-    assert seconds(an_op("commit", "nvme_write")) == COMMIT_S
+    assert seconds(op_of("update")) == pytest.approx(COPY_S + 4_096 / 1e6)
+    assert seconds(op_of("update_on_gpu", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 30 / 1e8)
+    assert seconds(op_of("norm", index=WHOLE)) == pytest.approx(COPY_S + NUMEL * 4 / 1e8)
+    assert seconds(op_of("clip")) == CLIP_S
+    assert seconds(op_of("commit")) == COMMIT_S
 
 
 def test_copies() -> None:
-    assert seconds(an_op("load_x", "h2d", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 1e6)
-    assert seconds(an_op("store_x", "d2h", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 2e6)
-    # What is held stays on the GPU: read and written at its own rate.
-    plan = replace(a_plan(), held=frozenset({(2, 0)}))
-    held = an_op("load_x", "h2d", nbytes=10_000, reads=(("record.x", 2, 0),))
-    assert seconds(held, plan) == pytest.approx(COPY_S + 2 * 10_000 / 1e8)
-    other = an_op("load_x", "h2d", nbytes=10_000, reads=(("record.x", 1, 0),))
+    assert seconds(op_of("load_x", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 1e6)
+    assert seconds(op_of("store_x", nbytes=10_000)) == pytest.approx(COPY_S + 10_000 / 2e6)
+    # What is saved there stays on the GPU: read and written at its own rate.
+    plan = replace(a_plan(), saved_on_gpu=frozenset({(2, 0)}))
+    aside = op_of("load_x", nbytes=10_000, reads=(record("x", 2, 0),))
+    assert seconds(aside, plan) == pytest.approx(COPY_S + 2 * 10_000 / 1e8)
+    other = op_of("load_x", nbytes=10_000, reads=(record("x", 1, 0),))
     assert seconds(other, plan) == pytest.approx(COPY_S + 10_000 / 1e6)
 
 
 def test_drives() -> None:
     # Two drives, each at the slower one's rate, together half of that: 400,000 and 100,000 bytes a second.
-    assert seconds(an_op("read_state", "nvme_read", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 4e5)
-    assert seconds(an_op("write_state", "nvme_write", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 1e5)
+    assert seconds(op_of("read_state", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 4e5)
+    assert seconds(op_of("write_state", nbytes=10_000)) == pytest.approx(DISK_S + 10_000 / 1e5)
     # Weights that go straight to the GPU cross its link on their way.
-    whole = an_op("read_weights_whole", "nvme_read", nbytes=10_000)
+    whole = op_of("read_weights_whole", nbytes=10_000)
     assert seconds(whole, h2d_bytes_per_s=1e5) == pytest.approx(10_000 / 1e5)
     assert seconds(whole, h2d_bytes_per_s=1e5, gpu=None) == pytest.approx(DISK_S + 10_000 / 4e5)
 
 
 def test_one_sample_corrects_the_formula_by_a_ratio() -> None:
-    op, other = an_op("layer_forward"), an_op("layer_forward", index=1)
+    op, other = op_of("layer_forward"), op_of("layer_forward", index=1)
     plain = [seconds(o) for o in (op, other)]
     kind = op_kind(op, "layers.0")
     assert kind == "layers.0 layer_forward"
@@ -193,7 +194,7 @@ def test_one_sample_corrects_the_formula_by_a_ratio() -> None:
     found = [seconds(o, calibration=calibration) for o in (op, other)]
     assert found == pytest.approx([3 * s for s in plain])
     # An op that was not measured is off by as much as those that were.
-    again = an_op("layer_again")
+    again = op_of("layer_recompute")
     assert seconds(again, calibration=calibration) == pytest.approx(3 * seconds(again))
 
 
@@ -201,20 +202,20 @@ def test_two_samples_tell_tokens_from_pairs() -> None:
     samples = (Sample(tokens=64, pairs=1_000, seconds=0.5), Sample(tokens=64, pairs=3_000, seconds=0.9))
     calibration = Calibration(samples={"layers.0 layer_forward": samples})
     # 0.4 s for 2,000 pairs more: 0.0002 s a pair, and 0.5 - 0.2 = 0.3 s for 64 tokens. The first chunk has 2,080 pairs.
-    assert seconds(an_op("layer_forward"), calibration=calibration) == pytest.approx(0.3 + 2_080 * 2e-4)
+    assert seconds(op_of("layer_forward"), calibration=calibration) == pytest.approx(0.3 + 2_080 * 2e-4)
     short = a_plan(row_tokens=96)  # chunks of 64 and 32 tokens
-    last = an_op("layer_forward", index=1)
+    last = op_of("layer_forward", index=1)
     pairs = 32 * 64 + 32 * 33 // 2
     assert seconds(last, short, calibration) == pytest.approx(0.3 * 32 / 64 + pairs * 2e-4)
-    kept = an_op("layer_forward", flags=frozenset({"kept"}))
-    assert op_kind(kept, "layers.0") == "layers.0 layer_forward+kept", "measured apart"
+    kept = op_of("layer_forward", flags=frozenset({SAVED_GRAPH}))
+    assert op_kind(kept, "layers.0") == "layers.0 layer_forward+saved_graph", "measured apart"
 
 
 def test_measured_rates_replace_the_machine_s() -> None:
     calibration = Calibration(h2d_bytes_per_s=1e5, d2h_bytes_per_s=1e4, update_params_per_s=1e3)
-    assert seconds(an_op("load_x", "h2d", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 0.1)
-    assert seconds(an_op("store_x", "d2h", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 1.0)
-    assert seconds(an_op("update", "optimizer"), calibration=calibration) == pytest.approx(COPY_S + 4.096)
+    assert seconds(op_of("load_x", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 0.1)
+    assert seconds(op_of("store_x", nbytes=10_000), calibration=calibration) == pytest.approx(COPY_S + 1.0)
+    assert seconds(op_of("update"), calibration=calibration) == pytest.approx(COPY_S + 4.096)
 
 
 def test_the_nearest_attention_rate() -> None:
@@ -235,5 +236,5 @@ def test_every_op_of_a_schedule_takes_time() -> None:
         costs = Costs(plan, ROUND)
         builder = ScheduleBuilder(plan)
         assert all(0 < costs.seconds(op) < 10 for op in builder.step(1))
-        for ops in builder.score(1, 1, documents=plan.row_documents):
+        for ops in builder.evaluate(1, 1, documents=plan.row_documents):
             assert all(0 < costs.seconds(op) < 10 for op in ops)

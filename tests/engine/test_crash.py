@@ -59,7 +59,7 @@ def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str 
         def watched(op: Op) -> Any:
             nonlocal countdown
             with lock:
-                countdown -= op.action in PHASES.get(phase, ())
+                countdown -= op.action.name in PHASES.get(phase, ())
                 due = countdown == 0
                 countdown -= due
             if due:

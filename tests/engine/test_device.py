@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from some_ops import an_op
 
 from engine.events import StepMetrics
 from engine.machine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
 from engine.model.loss import _block_
 from engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
+from engine.optim.base import UpdateRange
 from engine.runtime.executor import Executor
-from engine.schedule.ops import Op
 from engine.train import train, train_step
 from storage.errors import UserError
+from storage.layout import FlatLayout
 
 H100 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
@@ -144,13 +146,13 @@ def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> Non
     digests = set()
     for gpu in ("1GiB", tiny.FLOOR):
         with tiny.session(tmp_path / gpu, gpu=gpu, t=t) as session:
-            step, lanes = session.runtime.adamw._update["cpu"], calls.setdefault(gpu, set())
+            step, lanes = session.runtime.optimizer._update["cpu"], calls.setdefault(gpu, set())
 
             def update(*args: Any, step: Any = step, lanes: set[str] = lanes) -> None:
                 lanes.add(threading.current_thread().name)
                 step(*args)
 
-            session.runtime.adamw._update["cpu"] = update
+            session.runtime.optimizer._update["cpu"] = update
             for _ in range(3):
                 train_step(session)
             session.finish()
@@ -188,16 +190,12 @@ def test_garbage_is_looked_for_once_a_step(tmp_path: Path) -> None:
     assert gc.get_freeze_count() == 0
 
 
-def op(number: int, *deps: int, lane: Any = "compute") -> Op:
-    return Op(id=number, lane=lane, action="noop", block="b", index=0, step=1, reads=(), writes=(), deps=deps)
-
-
 @pytest.mark.parametrize("deps", [(1,), (7,)])
 def test_a_dependency_that_nobody_submitted_is_an_error(deps: tuple[int, ...]) -> None:
     executor = Executor(lambda op: None, torch.device("cpu"))
-    executor.submit([op(0), op(2, 0, lane="h2d")])  # there is no op 1
+    executor.submit([an_op(0, "compute"), an_op(2, "h2d", 0)])  # there is no op 1
     executor.drain()
-    executor.submit([op(3, *deps)])
+    executor.submit([an_op(3, "compute", *deps)])
     with pytest.raises(AssertionError, match=f"op 3 depends on op {deps[0]}, which was never submitted"):
         executor.wait(3)
     executor.close()
@@ -212,7 +210,9 @@ def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, mode: 
     for piece in (1 << 24, 64, 320):  # whole vectors, as is the real one
         monkeypatch.setitem(PIECE_NUMEL, "cpu", piece)
         master, first, second, gradient, weights = (t.clone() for t in start)
-        AdamW(mode).step((master, first, second), gradient, weights, 600, values)
+        state = {"master": master, "exp_avg": first, "exp_avg_sq": second}
+        where = UpdateRange(FlatLayout((), {}, 1000, 600), 0, 1000)
+        AdamW(mode).step(state, gradient, weights, where, values)
         results.append(torch.cat([master, first, second, weights]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

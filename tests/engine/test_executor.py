@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from some_ops import an_op
 from streams_on_cpu import EventOnCpu, StreamOnCpu, current_stream, streams_on_cpu
 
 from engine.runtime import executor as executors
@@ -28,9 +29,7 @@ def random_ops(seed: int, count: int, first: int = 0) -> list[Op]:
         reach = range(max(0, number - 30), number)
         deps = tuple(sorted(chance.sample(reach, min(len(reach), chance.randrange(4)))))
         lane: Any = chance.choice(LANES)
-        ops.append(
-            Op(id=number, lane=lane, action="noop", block="b", index=number, step=1, reads=(), writes=(), deps=deps)
-        )
+        ops.append(an_op(number, lane, *deps, index=number))
     return ops
 
 
@@ -138,11 +137,7 @@ def test_closing_raises_nothing_when_the_gpu_is_gone(monkeypatch: pytest.MonkeyP
                 raise torch.AcceleratorError("CUDA error: the launch failed")
 
         executor = Executor(perform, CUDA)
-        ops = [
-            Op(id=i, lane=lane, action="noop", block="b", index=0, step=1, reads=(), writes=(), deps=())
-            for i, lane in enumerate(("d2h", "compute"))
-        ]
-        executor.submit(ops)
+        executor.submit([an_op(0, "d2h"), an_op(1, "compute")])
         with pytest.raises(torch.AcceleratorError, match="the launch failed"):
             executor.drain()
         started = time.monotonic()
@@ -151,10 +146,6 @@ def test_closing_raises_nothing_when_the_gpu_is_gone(monkeypatch: pytest.MonkeyP
         with pytest.raises(torch.AcceleratorError, match="the launch failed"):
             executor.submit([])
         release.set()
-
-
-def an_op(number: int, lane: Any, *deps: int) -> Op:
-    return Op(id=number, lane=lane, action="noop", block="b", index=number, step=1, reads=(), writes=(), deps=deps)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -176,7 +167,7 @@ def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> No
         executor = Executor(perform, torch.device(device))
         executor.submit([an_op(0, "nvme_read")])
         executor.wait(0)
-        executor.submit([an_op(1, "compute", 0), an_op(2, "optimizer", 0, 1), an_op(3, "compute", 1)])
+        executor.submit([an_op(1, "compute", 0, index=1), an_op(2, "optimizer", 0, 1), an_op(3, "compute", 1)])
         assert held.wait(20)
         clock_s, now = executor.under_way()
         assert [(op.lane, op.chunk) for op in now] == [("compute", 1)]
@@ -207,5 +198,5 @@ def test_a_lane_that_cannot_start_is_a_failure() -> None:
 
 def executor_op(executor: Executor) -> int:
     """Hand over an op of the lane that did not start, unless that is known by now."""
-    executor.submit([Op(id=0, lane="h2d", action="noop", block="b", index=0, step=1, reads=(), writes=(), deps=())])
+    executor.submit([an_op(0, "h2d")])
     return 0

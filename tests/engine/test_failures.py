@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from some_ops import an_op
 from torch import Tensor
 
 from app.cli import main
 from engine.runtime.failures import DivergedError, describe, explain, first_not_finite
 from engine.runtime.runtime import Runtime
+from engine.schedule.actions import ACTIONS, LOAD_WEIGHTS_PART, NORM
 from engine.schedule.ops import WHOLE, Op
 from engine.train import train, train_step
 from storage.errors import UserError
@@ -39,14 +41,14 @@ def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: 
         train_step(session)
         session.finish()
         before = tiny.digest(session.store)
-        method = session.runtime._actions[action]
+        method = session.runtime.handlers[ACTIONS[action]]
 
         def poisoned(op: Op) -> None:
             method(op)
             if (op.block, op.index) == (block, index):
                 session.gpu.hidden[op.slots["out"]][3, 5] = NAN
 
-        session.runtime._actions[action] = poisoned
+        session.runtime.handlers[ACTIONS[action]] = poisoned
         with pytest.raises(DivergedError, match=rf"step 2: {message}.* is not finite"):
             train_step(session)
     with closing(NvmeStore.open(tmp_path / "state")) as store:
@@ -98,7 +100,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exce
     perform = Runtime.perform
 
     def failing(self: Runtime, op: Op) -> Any:
-        if op.action == action and op.step == step and op.index == 1:
+        if op.action.name == action and op.step == step and op.index == 1:
             raise error
         return perform(self, op)
 
@@ -181,12 +183,10 @@ recipe = Recipe(
 def test_an_op_is_described_by_its_tokens(tmp_path: Path) -> None:
     with tiny.session(tmp_path) as session:
         plan = session.plan
-    common: dict[str, Any] = {"id": 0, "block": "layers.1", "step": 7, "reads": (), "writes": (), "deps": ()}
-    part = Op(lane="h2d", action="load_weights_part", index=3, **common)
+    part = an_op(0, LOAD_WEIGHTS_PART, block="layers.1", index=3, step=7)
     assert describe(part, plan) == "load_weights_part of block layers.1, index 3, of step 7"
-    assert (
-        describe(Op(lane="compute", action="norm", index=WHOLE, **common), plan) == "norm of block layers.1, of step 7"
-    )
+    norm = an_op(0, NORM, block="layers.1", index=WHOLE, step=7)
+    assert describe(norm, plan) == "norm of block layers.1, of step 7"
     assert "what surrounds the ops" in str(explain(LOST, None, plan))
     assert explain(ValueError("CUDA error"), None, plan) is None
 

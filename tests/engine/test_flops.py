@@ -50,7 +50,7 @@ def plan_of(model: ModelSpec, **changes: Any) -> Plan:
     """Two chunks of 4 tokens, and what the test says about what is saved."""
     t = tiny.training(global_batch_size=1, chunk_tokens=4)
     plan = tiny.plan_of(model, tiny.recipe(data=tiny.data(sequence_length=8), train=t), "1GiB", "1GiB")
-    return replace(plan, **({"recomputed": frozenset(), "kept": frozenset()} | changes))
+    return replace(plan, **({"recomputed": frozenset(), "saved_graphs": frozenset()} | changes))
 
 
 def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
@@ -68,8 +68,8 @@ def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
     assert (flops.attention_forward, flops.attention_backward) == (2 * forward, 2 * backward)
     assert flops.total == 2 * 8 * (3 * layer + again) + 8 * 6 * head + 2 * (forward + backward)
 
-    # Layer 1 (block 2) keeps the graph of its second chunk, layer 0 (block 1) saves its input only.
-    plan = plan_of(model, recomputed=frozenset({1}), kept=frozenset({(2, 1)}))
+    # Layer 1 (block 2) saves the graph of its second chunk, layer 0 (block 1) saves its input only.
+    plan = plan_of(model, recomputed=frozenset({1}), saved_graphs=frozenset({(2, 1)}))
     changed = executed_flops(model, plan, [5, 3])
     projection = 2 * (32 * 32 + 2 * 32 * 16)  # queries, keys and values
     assert changed.layer_matmul == flops.layer_matmul + 8 * projection - 4 * again

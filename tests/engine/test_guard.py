@@ -10,14 +10,15 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from some_ops import an_op
 
 from engine.machine.limits import GIB, FreeMemory
 from engine.plan.plan import Plan
 from engine.runtime.guard import INTERVAL_S, MemoryGuard, hard_reserve
-from engine.schedule.ops import Op
+from engine.schedule.actions import LAYER_FORWARD
 from storage.errors import UserError
 
-OP = Op(id=7, lane="compute", action="layer_forward", block="layers.3", index=1, step=5, reads=(), writes=(), deps=())
+OP = an_op(7, LAYER_FORWARD, block="layers.3", index=1, step=5)
 
 
 @pytest.fixture(scope="module")

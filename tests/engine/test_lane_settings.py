@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from some_ops import an_op
 
 from engine.config import BudgetConfig
 from engine.optim.adamw import AdamW, scalars
+from engine.optim.base import UpdateRange
 from engine.runtime.executor import Executor
 from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
 from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
 from engine.train import train
+from storage.layout import FlatLayout
 
 CPU = torch.device("cpu")
 
@@ -67,7 +70,7 @@ def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
         done.append(threading.current_thread().name)
 
     executor = Executor(perform, CPU)
-    executor.submit([Op(id=0, lane="d2h", action="a", block="b", index=0, step=1, reads=(), writes=(), deps=())])
+    executor.submit([an_op(0, "d2h")])
     threading.Timer(0.05, gate.set).start()
     assert executor.call("d2h", lambda: (list(done), threading.current_thread().name)) == (["d2h"], "d2h")
     with pytest.raises(KeyError, match="mine"):
@@ -83,7 +86,7 @@ def test_a_call_behind_a_failing_op_gets_its_failure() -> None:
 
     gate = threading.Event()
     executor = Executor(perform, CPU)
-    executor.submit([Op(id=0, lane="h2d", action="a", block="b", index=0, step=1, reads=(), writes=(), deps=())])
+    executor.submit([an_op(0, "h2d")])
     threading.Timer(0.05, gate.set).start()
     with pytest.raises(ValueError, match="the op's own"):
         executor.call("h2d", lambda: 1)
@@ -97,13 +100,12 @@ def test_an_update_leaves_the_interpreter_to_others() -> None:
     for free_threaded in (False, True):
         generator = torch.Generator().manual_seed(0)
         state = [torch.rand(numel, generator=generator) for _ in range(4)]
-        master, first, second, gradient = state
+        kinds = dict(zip(("master", "exp_avg", "exp_avg_sq"), state, strict=False))
+        where = UpdateRange(FlatLayout((), {}, numel, numel), 0, numel)
         weights = torch.empty(numel, dtype=torch.bfloat16)
         adamw = AdamW("compiled", free_threaded=free_threaded)
 
-        def update(
-            adamw: AdamW = adamw, args: Any = ((master, first, second), gradient, weights, numel, values)
-        ) -> None:
+        def update(adamw: AdamW = adamw, args: Any = (kinds, state[3], weights, where, values)) -> None:
             adamw.step(*args)
 
         update()  # compiles

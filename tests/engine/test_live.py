@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import tiny
 
-import engine.runtime.progress
+import engine.progress
 import engine.train
 from engine.events import LaneTotals, Progress, StepMetrics, Want
 from engine.progress import Live
-from engine.schedule.actions import LANES
+from engine.schedule.actions import CLIP, LANES
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import TrainResult, train, train_step
@@ -162,7 +162,7 @@ def blocked(session: Session, action: str, until: threading.Event) -> None:
     inner, once = session.runtime.perform, threading.Event()
 
     def perform(op: Op) -> Any:
-        if op.action == action and not once.is_set():
+        if op.action.name == action and not once.is_set():
             once.set()
             assert until.wait(20), "nothing was told within the step"
         return inner(op)
@@ -171,7 +171,7 @@ def blocked(session: Session, action: str, until: threading.Event) -> None:
 
 
 def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.runtime.progress, "TELL_S", 0.01)
+    monkeypatch.setattr(engine.progress, "TELL_S", 0.01)
     observer = Waiting()
     with tiny.session(tmp_path) as session, Live(session, observer):
         blocked(session, "head", observer.told)
@@ -191,7 +191,7 @@ def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
         inner = session.runtime.perform
 
         def perform(op: Op) -> Any:
-            if op.action == "clip":
+            if op.action is CLIP:
                 raise RuntimeError("broken")
             return inner(op)
 
@@ -202,7 +202,7 @@ def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
 
 
 def test_a_failure_to_tell_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.runtime.progress, "TELL_S", 0.001)
+    monkeypatch.setattr(engine.progress, "TELL_S", 0.001)
 
     class Broken(tiny.Silent):
         def on_progress(self, progress: Progress) -> None:

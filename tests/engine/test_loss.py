@@ -52,13 +52,13 @@ def test_pieces_are_few_and_alike(rows: int, most: int) -> None:
 
 @pytest.mark.parametrize("targets", [1, 9, 10, 11, 20, 21])
 def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 rows at once, 21 targets are three times 7 and not 10, 10 and 1; scoring cuts them as training does."""
+    """Of 10 rows at once, 21 targets are three times 7 and not 10, 10 and 1; evaluation cuts them as training does."""
     runner, weights = head_of()
     grads = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
     x = torch.randn(24, runner.spec.hidden_size, dtype=torch.bfloat16)
     labels = torch.full((24,), -100).index_fill_(0, torch.arange(targets) + 2, 7)
     tokens = ChunkTokens.of(torch.zeros(24, dtype=torch.int64), labels, torch.arange(24))
-    runner.score(weights, x, tokens, 1 << 20)  # looks at a row of logits once
+    runner.evaluate(weights, x, tokens, 1 << 20)  # looks at a row of logits once
     seen: list[int] = []
     real = runner._skeleton.logits
 
@@ -73,7 +73,7 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
     assert len(seen) == count
     assert set(seen) <= {targets // count, -(-targets // count)}
     trained = list(seen)
-    runner.score(weights, x, tokens, 1 << 20)
+    runner.evaluate(weights, x, tokens, 1 << 20)
     assert seen == 2 * trained
 
 

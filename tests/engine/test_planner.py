@@ -41,13 +41,13 @@ def test_every_tier_adds_up_to_a_peak_within_its_budget(plan: Plan) -> None:
 def test_what_is_saved_of_a_chunk_is_in_one_place(plan: Plan) -> None:
     layers = {(i, c.index) for i, block in enumerate(plan.blocks) if block.role == "layer" for c in plan.chunks}
     assert plan.spilled <= layers
-    assert plan.held <= layers
-    assert plan.kept <= layers
-    assert not plan.spilled & (plan.held | plan.kept)
-    assert not {i for i, _ in plan.kept} & plan.recomputed, "nothing is computed again where everything is kept"
+    assert plan.saved_on_gpu <= layers
+    assert plan.saved_graphs <= layers
+    assert not plan.spilled & (plan.saved_on_gpu | plan.saved_graphs)
+    assert not {i for i, _ in plan.saved_graphs} & plan.recomputed, "nothing is recomputed where everything is saved"
     assert all(plan.blocks[i].attends for i in plan.recomputed)
     assert bool(plan.spilled) <= (plan.activation_stages > 0)
-    in_ram = layers - plan.spilled - plan.kept - plan.held
+    in_ram = layers - plan.spilled - plan.saved_graphs - plan.saved_on_gpu
     if plan.spilled and in_ram:
         assert min(in_ram) >= (max(i for i, _ in plan.spilled), 0), "backward's last ones are spilled first"
 
@@ -98,10 +98,11 @@ def test_ram_is_filled_in_the_order_that_the_choice_says() -> None:
 def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Plan, gpu: int, ram: int) -> None:
     p = plan.problem
     more = make_plan(replace(p, ram_budget=p.ram_budget + ram, nvme_budget=None), plan.choice)
-    assert (more.kept, more.held, more.recomputed) == (plan.kept, plan.held, plan.recomputed)
+    for name in ("saved_graphs", "saved_on_gpu", "recomputed"):
+        assert getattr(more, name) == getattr(plan, name)
     both = make_plan(replace(more.problem, gpu_budget=p.gpu_budget + gpu), plan.choice)
-    assert both.kept >= plan.kept
-    assert both.held >= plan.held
+    assert both.saved_graphs >= plan.saved_graphs
+    assert both.saved_on_gpu >= plan.saved_on_gpu
     for less, found in ((plan, more), (more, both)):
         assert found.spilled <= less.spilled
         for name, buffer in less.buffers.items():
@@ -117,24 +118,24 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
         for first in ("graphs", "blocks", "half", "records")
     }
     resident = {first: sum(b.numel for b in plan.buffers.values() if b.state == "gpu") for first, plan in plans.items()}
-    kept = {first: len(plan.kept) for first, plan in plans.items()}
+    kept = {first: len(plan.saved_graphs) for first, plan in plans.items()}
     assert kept["graphs"] > kept["half"] > kept["blocks"] == kept["records"] == 0
     assert resident["graphs"] < resident["half"] < resident["blocks"]
-    assert {first: bool(plan.held) for first, plan in plans.items()} == dict.fromkeys(plans, False) | {"records": True}
-    for found, first in ((plans["graphs"].kept, "graphs"), (plans["records"].held, "records")):
+    assert [first for first, plan in plans.items() if plan.saved_on_gpu] == ["records"]
+    for found, first in ((plans["graphs"].saved_graphs, "graphs"), (plans["records"].saved_on_gpu, "records")):
         order = [(i, c.index) for i in (3, 2, 1) for c in reversed(plans[first].chunks)]
         assert found == set(order[: len(found)]), "backward's first ones first"
     held = plans["records"]
-    assert held.tiers["gpu"].parts["held activations"] == sum(held.record_bytes(*key) for key in held.held)
+    assert held.tiers["gpu"].parts["saved activations"] == sum(held.record_bytes(*key) for key in held.saved_on_gpu)
     for first in ("graphs", "blocks", "half"):
         roomy = make_plan(
             problem(activation_checkpointing="auto"), PlanOptions(gpu_first=first, ram_first="activations")
         )  # type: ignore[arg-type]
-        assert roomy.kept == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
+        assert roomy.saved_graphs == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
         assert {b.state for b in roomy.buffers.values()} == {"gpu"}
     assert not make_plan(
         problem(activation_checkpointing="auto"), PlanOptions(gpu_first="graphs", ram_first="weights")
-    ).kept
+    ).saved_graphs
 
 
 def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
@@ -206,7 +207,7 @@ def test_everything_is_kept_or_refused_with_the_need() -> None:
         make_plan(problem(activation_checkpointing="none", gpu_budget=400_000), PlanOptions())
     assert e.value.tier == "gpu"
     plan = make_plan(problem(activation_checkpointing="none", gpu_budget=e.value.need_bytes), PlanOptions())
-    assert len(plan.kept) == 3 * len(plan.chunks)
+    assert len(plan.saved_graphs) == 3 * len(plan.chunks)
     with pytest.raises(
         BudgetError, match=r"train\.activation_checkpointing: what layers\.0 would have to keep is not known"
     ):

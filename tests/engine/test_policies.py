@@ -63,11 +63,11 @@ def test_saving_less_or_more_changes_no_bit(tmp_path: Path, expected: Any, check
     ) as session:
         layers, chunks = 3, len(session.plan.chunks)
         assert len(session.plan.recomputed) == (layers if checkpointing == "full" else 0)
-        assert len(session.plan.kept) == (layers * chunks if checkpointing == "none" else 0)
+        assert len(session.plan.saved_graphs) == (layers * chunks if checkpointing == "none" else 0)
         assert same(run(session), expected)
         ops = {span.op for span in session.executor.take_spans()}
-        assert ("layer_again" in ops) == (checkpointing == "full")
-        assert session.runtime.layer_ops.kept_bytes == 0
+        assert ("layer_recompute" in ops) == (checkpointing == "full")
+        assert session.runtime.layer_ops.graphs_bytes == 0
 
 
 def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Path, expected: Any) -> None:
@@ -77,9 +77,9 @@ def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Pat
     need += 100_000  # a third of the records, less than a resident block
     with tiny.session(tmp_path, m=MODEL, d=DATA, t=training(), gpu=need, ram=ram, gpu_first="records") as session:
         plan = session.plan
-        assert plan.held
+        assert plan.saved_on_gpu
         assert len(plan.spilled) < spilled
-        assert not plan.held & plan.spilled
+        assert not plan.saved_on_gpu & plan.spilled
         assert same(run(session), expected)
         assert session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"] <= need
 
@@ -152,11 +152,11 @@ def test_gradients_are_those_of_plain_pytorch(
         assert (found[name] - moment).norm() <= 2e-5 * moment.norm(), name
 
 
-def test_the_kept_graphs_are_as_large_as_planned(tmp_path: Path) -> None:
+def test_the_saved_graphs_are_as_large_as_planned(tmp_path: Path) -> None:
     with tiny.session(
         tmp_path, m=MODEL, d=DATA, t=training(activation_checkpointing="none", chunk_tokens=48)
     ) as session:
         run(session)
-        planned = session.plan.tiers["gpu"].parts["kept activations"]
-        measured = session.runtime.layer_ops.kept_peak_bytes
+        planned = session.plan.tiers["gpu"].parts["saved graphs"]
+        measured = session.runtime.layer_ops.graphs_peak_bytes
     assert 0.9 * planned <= measured <= planned

@@ -16,13 +16,23 @@ from small_problems import planned, problem
 
 from engine.plan.plan import Plan, cut_chunks
 from engine.plan.planner import make_plan
-from engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, PlanOptions
-from engine.schedule.actions import LANES
+from engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
+from engine.schedule import actions as a
+from engine.schedule import resources as r
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import Op
 
-BLOCK_OPS = {f"{role}_{mode}" for role in ("embed", "layer") for mode in ("forward", "backward")} | {"head"}
-SCORE_OPS = {"embed_score", "layer_score", "head_score"}
+TRAINS = {
+    a.EMBED_FORWARD,
+    a.LAYER_FORWARD,
+    a.LAYER_FORWARD_BOTTOM,
+    a.HEAD,
+    a.LAYER_BACKWARD,
+    a.LAYER_BACKWARD_BOTTOM,
+    a.EMBED_BACKWARD,
+}
+"""What takes a chunk through a block to its output, in a step; in a validation:"""
+EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.HEAD_EVALUATE}
 
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
@@ -50,7 +60,7 @@ def steps_of(
         for number, count in enumerate((passes or {}).get(step, ()), start=1):
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
-            for some in builder.score(step, number, documents=looked_at, commit_previous=commit):
+            for some in builder.evaluate(step, number, documents=looked_at, commit_previous=commit):
                 ops += some
     ops += builder.finish(commit=True)
     assert not builder.uncommitted
@@ -65,7 +75,7 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
         assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
     ops = steps_of(plan, passes=passes)
     assert [op.id for op in ops] == list(range(len(ops)))
-    assert {op.lane for op in ops} <= set(LANES)
+    assert {op.lane for op in ops} <= set(a.LANES)
     assert list(races(ops)) == []
 
 
@@ -74,20 +84,18 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
 def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: dict[int, list[int]]) -> None:
     """Replays the ops and follows what each slot, region and part on disk holds."""
     limits = {
-        ("gpu.weights", "layer"): plan.weight_slots["layer"],
-        ("gpu.weights", "edge"): plan.weight_slots["edge"],
-        ("gpu.gradient", "layer"): plan.gradient_slots["layer"],
-        ("gpu.gradient", "edge"): plan.gradient_slots["edge"],
-        ("ram.state_stage",): plan.state_stages,
-        ("ram.part_stage",): plan.part_stages,
-        ("ram.activation_stage",): plan.activation_stages,
-        ("gpu.kv",): KV_SLOTS if plan.streamed else plan.window_chunks,
-        ("gpu.dkv",): DKV_SLOTS,
+        **{(r.GPU_WEIGHTS, pool): plan.weight_slots[pool] for pool in POOLS},
+        **{(r.GPU_GRADIENT, pool): plan.gradient_slots[pool] for pool in POOLS},
+        (r.RAM_STATE_STAGE,): plan.state_stages,
+        (r.RAM_PART_STAGE,): plan.part_stages,
+        (r.RAM_ACTIVATION_STAGE,): plan.activation_stages,
+        (r.GPU_KV,): KV_SLOTS if plan.streamed else plan.window_chunks,
+        (r.GPU_DKV,): DKV_SLOTS,
     }
     version = dict.fromkeys(plan.buffers, 0)
-    held: dict[tuple[str | int, ...], tuple[str, int]] = {}
-    computed: Counter[tuple[int, str, str, int]] = Counter()
-    scored: Counter[tuple[int, int, str, int]] = Counter()
+    held: dict[r.Resource, tuple[str, int]] = {}
+    computed: Counter[tuple[int, a.Action, str, int]] = Counter()
+    evaluated: Counter[tuple[int, int, str, int]] = Counter()
     updated: Counter[tuple[int, str]] = Counter()
     coming: dict[tuple[str, int, str], int] = {}
     ops = steps_of(plan, passes=passes)
@@ -96,11 +104,11 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
             for prefix, limit in limits.items():
                 if resource[: len(prefix)] == prefix and len(resource) == len(prefix) + 1:
                     assert int(resource[-1]) < limit
-        if op.action.startswith("update"):
+        if op.action.phase == "update":
             updated[op.step, op.block] += 1
-            last = op.action == "update_on_gpu" or op.index == plan.buffers[op.block].num_updates - 1
+            last = op.action is a.UPDATE_ON_GPU or op.index == plan.buffers[op.block].num_updates - 1
             version[op.block] += last
-        if op.action in ("load_weights", "load_weights_part"):
+        if op.action in (a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART):
             # A slot holds a buffer's weights once all of them have come, in order.
             start, end = pieces_of(plan, op)
             arrived = 0 if start == 0 else coming.pop((plan.buffers[op.block].pool, op.slots[op.block], op.block))
@@ -109,12 +117,12 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
             assert start < end
             if end < plan.buffers[op.block].numel:
                 continue
-        if op.action in ("load_weights", "load_weights_part", "read_weights_whole"):
-            held["gpu.weights", plan.buffers[op.block].pool, op.slots[op.block]] = (op.block, version[op.block])
-        if op.action in BLOCK_OPS | SCORE_OPS:
-            newest = op.step - (op.action in BLOCK_OPS)
+        if op.action in (a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART, a.READ_WEIGHTS_WHOLE):
+            held[r.weight_slot(plan.buffers[op.block].pool, op.slots[op.block])] = (op.block, version[op.block])
+        if op.action in TRAINS | EVALUATES:
+            newest = op.step - (op.action in TRAINS)
             if op.batch:
-                scored[op.step, op.batch, op.block, op.index] += 1
+                evaluated[op.step, op.batch, op.block, op.index] += 1
             else:
                 computed[op.step, op.action, op.block, op.index] += 1
             block = next(b for b in plan.blocks if b.name == op.block)
@@ -123,7 +131,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
                 # One update of the waiting gradient lies between any two steps, and before a validation.
                 assert version[name] == newest
                 if buffer.weights != "gpu":
-                    assert held["gpu.weights", buffer.pool, op.slots[name]] == (name, newest)
+                    assert held[r.weight_slot(buffer.pool, op.slots[name])] == (name, newest)
     chunks = len(plan.chunks)
     assert set(computed.values()) == {1}
     assert len(computed) == 3 * chunks * (2 * (len(plan.blocks) - 1) + 1)
@@ -136,15 +144,15 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
         assert not staged or ranges == [buffer.part(part) for part in range(buffer.num_parts)]
     micro_batches = plan.problem.micro_batches
     looked_at = sum(min(count, micro_batches) for counts in passes.values() for count in counts)
-    assert set(scored.values()) <= {1}
-    assert len(scored) == looked_at * plan.window_chunks * len(plan.blocks)
+    assert set(evaluated.values()) <= {1}
+    assert len(evaluated) == looked_at * plan.window_chunks * len(plan.blocks)
     assert_generations(plan, ops, passes)
 
 
 def pieces_of(plan: Plan, op: Op) -> tuple[int, int]:
     """Elements that an op brings of a buffer's weights."""
     buffer = plan.buffers[op.block]
-    return buffer.part(op.index) if op.action == "load_weights_part" else buffer.piece(op.index, op.slots["pieces"])
+    return buffer.part(op.index) if op.action is a.LOAD_WEIGHTS_PART else buffer.piece(op.index, op.slots[a.PIECES])
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 6, 16])
@@ -155,26 +163,26 @@ def test_a_large_load_lets_small_ones_pass(chunks: int) -> None:
     plan = make_plan(replace(shape, buffers=large), PlanOptions(gpu_first="records"))
     assert plan.buffers["layers.1"].weights == "ram"
     ops = steps_of(plan, 1)
-    loads = [op for op in ops if op.action == "load_weights" and op.block == "layers.1"][: max(1, chunks // 2)]
-    assert len(loads) == loads[0].slots["pieces"] == max(1, chunks // 2)
+    loads = [op for op in ops if op.action is a.LOAD_WEIGHTS and op.block == "layers.1"][: max(1, chunks // 2)]
+    assert len(loads) == loads[0].slots[a.PIECES] == max(1, chunks // 2)
     copies = [op for op in ops if op.lane == "h2d"]
-    between = [copies[copies.index(a) + 1 : copies.index(b)] for a, b in itertools.pairwise(loads)]
-    forward = [op.id for op in ops if op.action == "layer_forward" and op.block == "layers.0"]
+    between = [copies[copies.index(one) + 1 : copies.index(two)] for one, two in itertools.pairwise(loads)]
+    forward = [op.id for op in ops if op.action is a.LAYER_FORWARD and op.block == "layers.0"]
     assert all(forward[i] < load.id < forward[i + 1] for i, load in enumerate(loads[: chunks - 1]))
-    assert chunks < 6 or all(any(op.action == "load_x" for op in some) for some in between)
+    assert chunks < 6 or all(any(op.action is a.LOAD["x"] for op in some) for some in between)
 
 
 def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) -> None:
     """Each commit has all of its generation's state behind it, of which nothing is written twice."""
     written: Counter[tuple[int, str]] = Counter()
     for op in ops:
-        if op.action == "write_state" or op.action.startswith("checkpoint_"):
+        if op.action in (a.WRITE_STATE, a.CHECKPOINT_STATE, a.CHECKPOINT_STAGED):
             written[op.step, op.block] += 1
-        if op.action == "commit":
+        if op.action is a.COMMIT:
             for buffer in plan.buffers.values():
                 kinds = 3 if buffer.state == "gpu" else 1
                 assert written[op.step, buffer.name] == kinds * buffer.num_parts
-    assert [op.step for op in ops if op.action == "commit"] == [2, 3]
+    assert [op.step for op in ops if op.action is a.COMMIT] == [2, 3]
 
 
 @settings(max_examples=200, deadline=None)
@@ -192,10 +200,10 @@ def test_every_op_finds_what_it_wants_where_it_looks(
     files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
     assert files == [], "a file is left when the step is over"
     assert replay.graphs == 0
-    kept_in_ram = [key for key in records(plan) if key not in plan.spilled and key not in plan.kept]
-    if plan.spilled and kept_in_ram:
+    in_ram = [key for key in records(plan) if key not in plan.spilled and key not in plan.saved_graphs]
+    if plan.spilled and in_ram:
         last = max(block for block, _ in plan.spilled)
-        assert all(block >= last for block, _ in kept_in_ram), "backward's last spill first"
+        assert all(block >= last for block, _ in in_ram), "backward's last spill first"
 
 
 def records(plan: Plan) -> list[tuple[int, int]]:

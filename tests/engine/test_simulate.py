@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from machines import ROUND, machines
 from msgspec import structs
 from small_problems import planned, problem, some_plan
+from some_ops import an_op
 
 from engine.events import Span
 from engine.forecast.costs import Costs
@@ -35,12 +36,6 @@ class Given:
 
     def seconds(self, op: Op) -> float:
         return self._seconds[op.id]
-
-
-def an_op(number: int, lane: Lane, *deps: int) -> Op:
-    return Op(
-        id=number, lane=lane, action="act", block="b", index=0, step=1, reads=(), writes=(), deps=deps, nbytes=number
-    )
 
 
 def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list[tuple[float, float]]:
@@ -124,7 +119,7 @@ def test_lanes_share_the_cores_where_there_is_no_gpu() -> None:
     ],
 )
 def test_lanes_that_wait_for_each_other_are_a_deadlock(ops: list[Op]) -> None:
-    with pytest.raises(Deadlock, match="act of b"):
+    with pytest.raises(Deadlock, match="noop of b"):
         times(ops, [1.0] * len(ops))
 
 
@@ -142,7 +137,7 @@ def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, mach
     builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
     steps = [builder.step(1), builder.step(2, commit_previous=True)]
     for number in (1, 2):
-        passes = builder.score(2, number, documents=plan.row_documents[:number], commit_previous=number == 1)
+        passes = builder.evaluate(2, number, documents=plan.row_documents[:number], commit_previous=number == 1)
         steps.append([op for ops in passes for op in ops])
     steps += [builder.step(3), builder.finish(commit=True)]
     for ops in steps:
@@ -194,7 +189,7 @@ DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "all in RAM": ({"layers": 32, "gpu_budget": 1}, PlanOptions()),
     "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, PlanOptions(gpu_first="blocks")),
     "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "activation_checkpointing": "auto"}, PlanOptions()),
-    "records held": (
+    "records on the GPU": (
         {"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000},
         PlanOptions(gpu_first="records"),
     ),
@@ -204,7 +199,7 @@ DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
         {"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000},
         PlanOptions(ram_first="activations"),
     ),
-    "attention again": (
+    "attention recomputed": (
         {"layers": 36, "gpu_budget": 1, "activation_checkpointing": "full"},
         PlanOptions(recompute="all"),
     ),
@@ -250,6 +245,6 @@ def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     for lane in LANES:
         assert short.busy_s[lane] == pytest.approx(whole.busy_s[lane], rel=0.1, abs=0.1 * whole.step_s)
         assert short.bytes[lane] == pytest.approx(whole.bytes[lane], rel=0.1, abs=0.01 * max(whole.bytes.values()))
-    score_s = estimate_evaluation(plan, machine, full=True)
-    assert estimate_evaluation(plan, machine) == pytest.approx(score_s, rel=0.1)
-    assert score_s < 0.7 * whole.step_s
+    evaluation_s = estimate_evaluation(plan, machine, full=True)
+    assert estimate_evaluation(plan, machine) == pytest.approx(evaluation_s, rel=0.1)
+    assert evaluation_s < 0.7 * whole.step_s

@@ -178,7 +178,7 @@ def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> No
         perform = session.runtime.perform
 
         def broken_update(op: Op) -> Any:
-            if op.action.startswith("update"):
+            if op.action.phase == "update":
                 raise RuntimeError("the lane broke")
             return perform(op)
 

@@ -34,22 +34,24 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ram": ({}, {"gpu": tiny.FLOOR}),
     "nvme-spilled": ({}, FLOORS),
     "ram-two-rows": ({"chunk_tokens": 7, "micro_batch_size": 2}, {"gpu": tiny.FLOOR}),
-    "nvme-held": ({}, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
+    "nvme-aside": ({}, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
     "nvme-recomputed": ({"activation_checkpointing": "full"}, FLOORS),
-    "gpu-kept": ({"activation_checkpointing": "none"}, {}),
+    "gpu-graphs": ({"activation_checkpointing": "none"}, {}),
     "mixed": ({"activation_checkpointing": "auto", "kv_window": "auto"}, FLOORS | {"gpu": 1_100_000}),
     "ram-streamed": (STREAMED, {"gpu": tiny.FLOOR}),
     "nvme-streamed-spilled": (STREAMED, FLOORS),
-    "nvme-streamed-held": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
+    "nvme-streamed-aside": (STREAMED, FLOORS | {"gpu": 620_000, "gpu_first": "records"}),
     "nvme-streamed-recomputed": (STREAMED | {"activation_checkpointing": "full"}, FLOORS),
-    "gpu-streamed-kept": (STREAMED | {"activation_checkpointing": "none"}, {}),
+    "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
 }
 """Settings and budgets by what they come to: every way to save activations, the state on every tier."""
 
 
 def features(plan: Plan) -> set[str]:
     """The words of PLANS that are true of a plan."""
-    found = {name for name in ("spilled", "held", "recomputed", "kept", "streamed") if getattr(plan, name)}
+    fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs"}
+    names = ("spilled", "aside", "recomputed", "graphs", "streamed")
+    found = {name for name in names if getattr(plan, fields.get(name, name))}
     return found | {buffer.state for buffer in plan.buffers.values()}
 
 
@@ -291,7 +293,7 @@ def test_weights_that_are_not_finite_are_told_and_not_raised(tmp_path: Path) -> 
         train_step(session)
         for memory in session.gpu.buffers.values():
             assert memory.state is not None
-            memory.state[0].fill_(float("nan"))
+            memory.state["master"].fill_(float("nan"))
         assert math.isnan(validate(session).loss)
 
 

@@ -17,6 +17,7 @@ from engine.config import BudgetConfig as BudgetConfig
 from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, make_validation, prepare_data
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from engine.forecast.problem import DTYPE_BYTES
 from engine.forecast.request import PlanRequest
 from engine.forecast.search import dimensions
 from engine.hf.config import make_config, model_config
@@ -148,7 +149,7 @@ def train_run(
 @cache
 def _spec(config_json: str) -> ModelSpec:
     spec = take_apart(make_config(json.loads(config_json), "test"))
-    for dtype in ("float32", "bfloat16"):
+    for dtype in DTYPE_BYTES:
         find_graph_bytes(spec, dtype)
     return spec
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.schedule.actions import LANES
+from app.lanes import LANES
 from storage.errors import UserError
 from tui.bench import Sample, bench_tui, page, summarise
 from tui.synthetic import Steps, Writer, metrics_line

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule.actions import LANES
+from app.lanes import LANES
 from tui.data.critical import Blockers, analyse
 from tui.data.spans import SpanStore, SpanView, StepWindow
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.lanes import LANES
 from app.rows import ASCII, UNICODE, Glyphs, plain
-from engine.schedule.actions import LANES
 from tui.data.spans import Busy, SpanStore, SpanView, StepWindow
 from tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 

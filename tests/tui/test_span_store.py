@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.schedule.actions import LANES
+from app.lanes import LANES
 from tui.data.spans import MAX_LANES, OTHER, SpanStore, StepWindow
 
 

@@ -11,11 +11,9 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, Literal
 
-from app.recipe import apply_overrides, from_dict, to_dict
+from app.recipe import Recipe, apply_overrides, from_dict, to_dict
 from app.recipe_fields import RecipeField, field_type, fields, parse_value
-from engine.config import Recipe
 from storage.errors import UserError
-from tui.data.draft import number_text
 
 Kind = Literal["text", "choice", "switch"]
 PATHS = ("model.path", "data.path", "data.tokenizer", "storage.nvme")

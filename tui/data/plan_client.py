@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import app
 from app import memory_limit
-from app.recipe import to_dict
-from engine.config import Recipe
+from app.recipe import Recipe, to_dict
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
 

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
+from app.lanes import LANES
 from app.rows import Glyphs, Row
-from engine.schedule.actions import LANES
 from tui.data.spans import Floats, Ints, SpanView
 
 BOX_CELLS = 6

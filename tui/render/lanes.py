@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.lanes import LANES
 from app.rows import Glyphs, Row, exactly
-from engine.schedule.actions import LANES
 from storage.units import rate_text
 from tui.data.spans import IDLE, Busy, Floats, Ints, SpanView, StepWindow
 from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes

@@ -28,13 +28,13 @@ def span_row(view: SpanView, row: int) -> Row:
         (op_name(span), f"{lane_token(span.lane)} bold"),
         (f"  {seconds_text(length_s)}", "bold"),
     ]
-    if (action := action_of(span.op)) is not None:
-        pieces.append((f"  {action.says}", "text"))
     if span.bytes:
         rate = f"  {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
         pieces.append((f"  {bytes_text(span.bytes)}{rate}", "text"))
     pieces.append((f"  {waited_text(view, row)}", "text"))
     pieces.append((f"  step {span.step}, from {span.start_s:.6f} s", "dim"))
+    if (action := action_of(span.op)) is not None:
+        pieces.append((f"  {action.says}", "dim"))
     return pieces
 
 

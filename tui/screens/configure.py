@@ -16,8 +16,7 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
 from app.plan_view import fixes
-from app.recipe import from_dict, load_recipe, resolve_paths, save_recipe
-from engine.config import Recipe
+from app.recipe import Recipe, from_dict, load_recipe, resolve_paths, save_recipe
 from storage.errors import UserError
 from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of

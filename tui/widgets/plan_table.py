@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from app.lanes import LANES
 from app.rows import Row
-from engine.schedule.actions import LANES
 from tui.data.fields import number, text
 from tui.data.run_data import RunData
 from tui.render.plan_table import StepFigures, plan_rows

@@ -1,0 +1,214 @@
+"""What a model is made of, kept between plans: the same forecasts sooner, and never from a file that is not right."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import model_cache
+from app.launch import from_scratch
+from app.model_cache import kept_spec
+from app.plan import plan_recipe
+from app.recipe import load_recipe
+from engine.config import Recipe
+from engine.model.spec import AttentionShape, BlockSpec, ModelSpec
+from storage.errors import UserError
+from storage.layout import ParamSpec
+from storage.sealed import seal, unseal
+
+REPOSITORY = Path(__file__).parents[2]
+SPEC = ModelSpec(
+    config=object(),
+    model_type="some",
+    hidden_size=8,
+    vocab_size=16,
+    num_params=384,
+    blocks=(BlockSpec("embed", "embed", ("embed",)), BlockSpec("layers.0", "layer", ("layers.0",))),
+    buffers={"embed": (ParamSpec("e", (16, 8), True),), "layers.0": (ParamSpec("w", (32, 8), True),)},
+    constants={"scale": ()},
+    experts=(4,),
+    experts_per_token=2,
+    attention=(AttentionShape(2, 1, 4, 4, None),),
+    recurrent=False,
+    length_dependent_rotary=False,
+    structures=(0,),
+    unread=("mlp.down",),
+    returns=(0,),
+    graph_bytes={"bfloat16": (640,)},
+)
+KEPT = replace(SPEC, config=None)
+
+
+class Maker:
+    """Takes the model apart, and counts how often."""
+
+    calls = 0
+
+    def __call__(self) -> ModelSpec:
+        self.calls += 1
+        return SPEC
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "penstock" / "models"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return from_scratch(load_recipe(REPOSITORY / "recipes" / "8b_8k.py"))
+
+
+def test_it_is_taken_apart_once(folder: Path, recipe: Recipe) -> None:
+    make = Maker()
+    for _ in range(3):
+        found = kept_spec(recipe, make)
+        assert found == KEPT
+        assert found.graph_bytes == SPEC.graph_bytes
+    assert make.calls == 1
+    (file,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("model", {"num_layers": 2}),
+        ("model", {"overrides": {"rope_theta": 1e6}}),
+        ("data", {"sequence_length": 4096}),
+        ("data", {"tokenizer_vocab_size": 5000}),
+        ("train", {"compute_dtype": "float32"}),
+    ],
+)
+def test_another_model_is_another_file(recipe: Recipe, section: str, changes: dict[str, Any]) -> None:
+    make = Maker()
+    kept_spec(recipe, make)
+    part: Any = {section: replace(getattr(recipe, section), **changes)}
+    kept_spec(replace(recipe, **part), make)
+    kept_spec(replace(recipe, train=replace(recipe.train, steps=recipe.train.steps + 1)), make)
+    assert make.calls == 2
+
+
+def test_other_versions_and_another_config_are_another_file(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, version = Maker(), importlib.metadata.version
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    recipe = replace(recipe, model=replace(recipe.model, path=str(config.parent)))
+    for content in ("{}", '{"a": 1}', "{}"):
+        config.write_text(content)
+        kept_spec(recipe, make)
+    assert make.calls == 2
+    for name in ("penstock", "torch", "transformers"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda n, name=name: version(n) + "x" * (n == name))
+        kept_spec(recipe, make)
+    assert make.calls == 5
+
+
+def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A change of the file's content under a checksum that is right."""
+
+    def edit(file: Path) -> None:
+        content = unseal(json.loads(file.read_text())).content
+        change(content)
+        file.write_text(json.dumps(seal(content)))
+
+    return edit
+
+
+def _to_link(file: Path) -> None:
+    file.rename(file.with_suffix(".moved"))
+    file.symlink_to(file.with_suffix(".moved"))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "torn": lambda file: file.write_bytes(file.read_bytes()[:-40]),
+    "no JSON": lambda file: file.write_bytes(b"\xff\x00" * 500),
+    "flipped": lambda file: file.write_text(file.read_text().replace("384", "385")),
+    "no checksum": lambda file: file.write_text(json.dumps(unseal(json.loads(file.read_text())).content)),
+    "no spec": _edit(lambda content: content.pop("spec")),
+    "another's": _edit(lambda content: content.update(digest="0" * 64)),
+    "of other types": _edit(lambda content: content["spec"].update(num_params="many")),
+    "a list": _edit(lambda content: content.update(spec=[1])),
+    "too long": lambda file: file.write_bytes(file.read_bytes() + b" " * (1 << 22)),
+    "a link": _to_link,
+    "others may write it": lambda file: file.chmod(0o622),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_what_is_not_right_is_made_again(folder: Path, recipe: Recipe, damage: Callable[[Path], Any]) -> None:
+    make = Maker()
+    kept_spec(recipe, make)
+    (file,) = folder.iterdir()
+    damage(file)
+    assert kept_spec(recipe, make) == KEPT
+    assert make.calls == 2
+    assert kept_spec(recipe, make) == KEPT
+    assert make.calls == 2
+
+
+def test_nothing_is_read_of_another_user(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, me = Maker(), os.geteuid()
+    kept_spec(recipe, make)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    kept_spec(recipe, make)
+    assert make.calls == 2
+
+
+def test_a_folder_that_cannot_be_used_is_done_without(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept_spec(recipe, Maker()) == KEPT
+
+
+def test_the_newest_are_kept(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cache, "_MOST_FILES", 2)
+    make = Maker()
+    recipes = [replace(recipe, model=replace(recipe.model, num_layers=layers)) for layers in (1, 2, 3)]
+    for age, one in enumerate(recipes):
+        kept_spec(one, make)
+        newest = max(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+        os.utime(newest, (1000 + age, 1000 + age))
+    assert len(list(folder.iterdir())) == 2
+    kept_spec(recipes[2], make)
+    assert make.calls == 3
+
+
+def test_a_refusal_is_not_kept(folder: Path, recipe: Recipe) -> None:
+    long = replace(recipe, data=replace(recipe.data, sequence_length=1 << 20))
+    for _ in range(2):
+        with pytest.raises(UserError, match="tokens do not fit model type"):
+            plan_recipe(long)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["8b_8k", "120b_moe", "7b_512k_24gb"])
+def test_plans_are_the_same(name: str) -> None:
+    """Taken apart here, then in a process of its own that finds it kept and loads neither PyTorch nor transformers."""
+    forecast = plan_recipe(from_scratch(load_recipe(REPOSITORY / "recipes" / f"{name}.py")))
+    code = (
+        "import sys\nfrom app.cli import main\n"
+        f"code = main(['plan', 'recipes/{name}.py', '--from-scratch', '--json'])\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = json.loads(done.stdout)
+    for found in (forecast, again):
+        del found["search_s"]
+    assert again == json.loads(json.dumps(forecast))
