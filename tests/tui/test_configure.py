@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_planner
 import pytest
 from rich.style import Style
 from textual.pilot import Pilot
@@ -29,7 +30,7 @@ from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_
 from tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FAKE = Path(__file__).with_name("fake_planner.py")
+FAKE = Path(fake_planner.__file__)
 WAIT_S = 120
 
 

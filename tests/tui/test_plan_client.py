@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_planner
 import pytest
 
 from engine.config import Recipe, TrainConfig
 from tui.data.plan_client import PlanClient, PlanState
 
-FAKE = Path(__file__).with_name("fake_planner.py")
+FAKE = Path(fake_planner.__file__)
 WAIT_S = 60
 
 

@@ -23,14 +23,14 @@ from engine.plan.plan import Plan
 from engine.preparing import Checklist
 from storage.errors import BudgetError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 PROCESS = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace as Some
-from engine.machine.limits import free_budgets
+from engine.machine.budgets import free_budgets
 from engine.preparing import Checklist
 from engine.machine.reservations import Reservation
 
