@@ -163,7 +163,7 @@ class DataConfig:
     @property
     def lacks_path(self) -> bool:
         """Whether the source reads a path and none is named."""
-        return self.path is None and self.source in ("text", "jsonl")
+        return self.path is None and self.source not in ("python_stdlib", "random")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from engine.config import DataConfig
 from engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
+from engine.data.formats.base import Piece, find_format
 from engine.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -28,22 +26,9 @@ from engine.data.tokenizer import (
 )
 from storage.disk import build_folder
 from storage.errors import UserError
-from storage.untrusted import open_regular, parse_json, real_path
 
-_PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
 _BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
 _RANDOM_DOCUMENTS = 64
-_LINE_BYTES = 64 << 20  # of a line of JSON, which is held whole
-
-
-class Piece(NamedTuple):
-    """Text of a document, or of a part of it when it is long."""
-
-    document: str
-    """Where it comes from: a path, or `file:line`."""
-    text: str
-    last: bool
-    """The document ends here."""
 
 
 def source_files(config: DataConfig) -> list[Path]:
@@ -52,27 +37,17 @@ def source_files(config: DataConfig) -> list[Path]:
         return []
     if config.lacks_path:
         raise UserError(f"data.path: data.source={config.source} needs it")
-    if config.source == "python_stdlib":
-        return sorted(_library_files(Path(sysconfig.get_paths()["stdlib"])))
-    root = Path(str(config.path)).expanduser()
+    reader, root = find_format(config.source), Path(config.path or "").expanduser()
     try:
-        if root.is_file():
+        if reader.NEEDS_PATH and root.is_file():
             return [root]
-        if not root.is_dir():
+        if reader.NEEDS_PATH and not root.is_dir():
             raise UserError(
                 f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
             )
-        pattern = "*.jsonl" if config.source == "jsonl" else "*"
-        return sorted(f for f in root.rglob(pattern) if f.is_file())
+        return sorted(reader.files(root))
     except OSError as error:
         raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
-
-
-def _library_files(root: Path) -> Iterator[Path]:
-    """Python files of the standard library in `root`; what is installed into it, which is far more, is not walked."""
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in ("site-packages", "dist-packages")]
-        yield from (path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file())
 
 
 def read_pieces(config: DataConfig) -> Iterator[Piece]:
@@ -82,71 +57,14 @@ def read_pieces(config: DataConfig) -> Iterator[Piece]:
     """
     documents = 0
     for file in source_files(config):
-        for piece in _read_jsonl(file) if config.source == "jsonl" else _read_text(file, config):
-            if config.max_documents is not None and documents >= config.max_documents:
-                return
-            yield piece
-            documents += piece.last
-
-
-def _read_text(file: Path, config: DataConfig) -> Iterator[Piece]:
-    if config.source == "python_stdlib":
-        # A few files of the library's own tests are deliberately not UTF-8.
         try:
-            text = file.read_text("utf-8")
-        except UnicodeDecodeError:
-            return
-        if text:
-            yield Piece(str(file), text, True)
-        return
-    try:
-        with open(_open(file), encoding="utf-8", newline="") as stream:
-            text = stream.read(_PIECE_CHARS)
-            while text:
-                text += stream.readline(_PIECE_CHARS) if len(text) == _PIECE_CHARS else ""
-                following = stream.read(_PIECE_CHARS)
-                yield Piece(str(file), text, not following)
-                text = following
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file}: not UTF-8 text ({error.reason} at byte {error.start}); convert it or move it"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def _open(file: Path) -> int:
-    """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
-    return open_regular(real_path(file))
-
-
-def _read_jsonl(file: Path) -> Iterator[Piece]:
-    try:
-        with open(_open(file), "rb") as stream:
-            for number in itertools.count(1):
-                line = stream.readline(_LINE_BYTES + 1)
-                if not line:
+            for piece in find_format(config.source).read(file):
+                if config.max_documents is not None and documents >= config.max_documents:
                     return
-                if text := _text_of(line, f"{file}:{number}"):
-                    yield Piece(f"{file}:{number}", text, True)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def _text_of(line: bytes, where: str) -> str:
-    """The text of a line; empty for an empty line. Raises UserError naming `where` for anything but a text."""
-    if len(line) > _LINE_BYTES:
-        raise UserError(f"{where}: a line of more than {_LINE_BYTES >> 20} MiB; split it into several documents")
-    if not line.strip():
-        return ""
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not a JSON object: {error}; each line needs one, with a `text` field") from error
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f'{where}: no `text` field that is a string; write {{"text": "..."}}')
-    return text
+                yield piece
+                documents += piece.last
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 _Text = tuple[TextTokenizer, TokenCorpus]

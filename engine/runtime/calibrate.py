@@ -31,7 +31,7 @@ from engine.schedule import actions as a
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE, Op
 from storage.arena import HostArena
-from storage.layout import FlatLayout
+from storage.layout import FlatLayout, ParamSpec
 
 REPEATS = 3
 """Times that ops are measured after they have run once, which compiles them."""
@@ -260,7 +260,7 @@ def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: to
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
     values = optimizer.scalars(train, 1, 1.0, cpu)
-    where = UpdateRange(FlatLayout((), {}, numel, numel // 2), 0, numel)
+    where = UpdateRange(FlatLayout((ParamSpec("all", (numel,), True),), {"all": 0}, numel, numel // 2), 0, numel)
     times = [
         elapsed_s(lambda: optimizer.step(state, gradient, weights, where, values), cpu) for _ in range(3 * REPEATS)
     ]

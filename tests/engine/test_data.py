@@ -25,6 +25,7 @@ from engine.data.corpus import (
     read_pieces,
 )
 from engine.data.corpus_files import CorpusWriter, TokenCorpus
+from engine.data.formats import text as text_format
 from engine.data.loader import DataLoader, MicroBatch, ValidationSet, split_documents
 from engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from engine.model.tokens import IGNORE_LABEL
@@ -135,7 +136,7 @@ def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer,
     (folder / "b.txt").write_text(long)
     (folder / "below" / "c.md").write_text("short")
     (folder / "a.txt").write_text("")
-    monkeypatch.setattr(corpus_module, "_PIECE_CHARS", 1000)
+    monkeypatch.setattr(text_format, "_PIECE_CHARS", 1000)
     config = DataConfig(source="text", path=str(folder))
     pieces = list(read_pieces(config))
     assert len(pieces) > 10

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from engine.config import DataConfig
-from engine.data import corpus
 from engine.data.corpus import read_pieces
+from engine.data.formats import jsonl
+from engine.data.formats import text as text_format
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.hf.weights import _copied_names
 from storage.errors import UserError
@@ -88,7 +89,7 @@ def test_ids_beyond_the_number_of_entries_are_below_the_vocabulary(tmp_path: Pat
 
 
 def test_a_long_line_is_refused_by_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(jsonl, "_LINE_BYTES", 1 << 20)
     line = b'{"text": "' + b"a" * (1 << 20) + b'"}\n'
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "first"}\n' + line)
     pieces = read_pieces(DataConfig(source="jsonl", path=str(tmp_path)))
@@ -98,7 +99,7 @@ def test_a_long_line_is_refused_by_its_length(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_long_line_of_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_PIECE_CHARS", 100)
+    monkeypatch.setattr(text_format, "_PIECE_CHARS", 100)
     text = "a" * 1000 + "\nb"
     (tmp_path / "a.txt").write_text(text)
     pieces = [piece.text for piece in read_pieces(DataConfig(source="text", path=str(tmp_path)))]
