@@ -8,8 +8,10 @@ replaces them, for the ops that it measured, by their times on the real device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from engine.attention.pairs import chunk_pairs
 from engine.machine.profile import AttentionRate, Machine
@@ -90,8 +92,8 @@ def _twins(op: Op) -> tuple[Op, ...]:
     """Ops that are measured and do what `op` does, or as good as; the likest first."""
     if op.action.measured_as is None:
         return (op,)
-    twin = replace(op, action=ACTIONS[op.action.measured_as])
-    return twin, replace(twin, flags=op.flags | {a.SAVED_GRAPH})
+    twin = structs.replace(op, action=ACTIONS[op.action.measured_as])
+    return twin, structs.replace(twin, flags=op.flags | {a.SAVED_GRAPH})
 
 
 class Costs:
@@ -119,6 +121,7 @@ class Costs:
         self._numel = {name: sum(plan.buffers[b].numel for b in buffers) for name, buffers in own.items()}
         self._pairs: dict[tuple[Any, ...], int] = {}
         self._known: dict[tuple[Any, ...], float] = {}
+        self._nvme_read, self._nvme_write = machine.nvme_read_bytes_per_s, machine.nvme_write_bytes_per_s
         self._h2d = self._calibration.h2d_bytes_per_s or machine.h2d_bytes_per_s
         self._d2h = self._calibration.d2h_bytes_per_s or machine.d2h_bytes_per_s
         self._update_bytes = 8 * len(plan.problem.state_kinds) + UPDATE_BYTES - 24
@@ -154,14 +157,14 @@ class Costs:
         return COPY_S + (end - start) / self._update
 
     def _read(self, op: Op) -> float:
-        return DISK_S + op.nbytes / self._machine.nvme_read_bytes_per_s
+        return DISK_S + op.nbytes / self._nvme_read
 
     def _read_to_device(self, op: Op) -> float:
         seconds = self._read(op)
         return seconds if self._machine.gpu is None else max(seconds, op.nbytes / self._h2d)  # they cross the same link
 
     def _write(self, op: Op) -> float:
-        return DISK_S + op.nbytes / self._machine.nvme_write_bytes_per_s
+        return DISK_S + op.nbytes / self._nvme_write
 
     def _buffer(self, op: Op) -> float:
         numel = self._plan.buffers[op.block].numel

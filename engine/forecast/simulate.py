@@ -84,7 +84,8 @@ def simulate(
     spans = clocks.spans(start)
     moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
     for op in second:
-        moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
+        if op.nbytes and not stays_aside(plan, op):
+            moved[op.lane] += op.nbytes
     return Simulation(end - start, busy_seconds(spans, 0.0, end - start), dict(moved), spans)
 
 
@@ -109,57 +110,59 @@ class Clocks:
         self.times: list[tuple[Op, float, float]] = []
         """(op, start, end) in order of end."""
         self._speeds = [_speeds(machine, mask) for mask in range(1 << len(LANES))]
+        self._lanes = [[i for i in range(len(LANES)) if mask >> i & 1] for mask in range(1 << len(LANES))]
+        """Mask of lanes -> their numbers; counted from the end, by ~mask, the numbers of all others."""
         self._free_at = [0.0] * len(LANES)
 
     def run(self, ops: Sequence[Op], costs: Costs, from_s: float = 0.0) -> None:
         """Carry out `ops`, handed over one by one from `from_s` on. Raises Deadlock."""
         numbers = {lane: i for i, lane in enumerate(LANES)}
         queues: list[list[Op]] = [[] for _ in LANES]
-        given: dict[int, float] = {}
+        earliest: dict[int, float] = {}
         missing: dict[int, int] = {}
-        followers: dict[int, list[Op]] = {}
+        followers: dict[int, list[int]] = {}
         for i, op in enumerate(ops):
-            queues[numbers[op.lane]].append(op)
-            given[op.id] = from_s + i * BUILD_S
-            waits = [dep for dep in op.deps if dep not in self.done_at]
-            missing[op.id] = len(waits)
-            for dep in waits:
-                followers.setdefault(dep, []).append(op)
+            queues[numbers[op.action.lane]].append(op)
+            start, waits = from_s + i * BUILD_S, 0
+            for dep in op.deps:
+                done = self.done_at.get(dep)
+                if done is None:
+                    waits += 1
+                    followers.setdefault(dep, []).append(op.id)
+                elif done > start:
+                    start = done
+            earliest[op.id], missing[op.id] = start, waits
         heads = [0] * len(LANES)
         left = [0.0] * len(LANES)
         began = [0.0] * len(LANES)
-        ready_at = {op.id: max((self.done_at[d] for d in op.deps if d in self.done_at), default=0.0) for op in ops}
         now, mask, todo = 0.0, 0, len(ops)
         while todo:
             coming = math.inf
-            for lane, queue in enumerate(queues):
-                bit = 1 << lane
-                if mask & bit or heads[lane] == len(queue):
+            for lane in self._lanes[~mask]:
+                if heads[lane] == len(queues[lane]):
                     continue
-                op = queue[heads[lane]]
+                op = queues[lane][heads[lane]]
                 if missing[op.id]:
                     continue
-                start = max(given[op.id], ready_at[op.id], self._free_at[lane])
+                start = max(earliest[op.id], self._free_at[lane])
                 if start > now:
                     coming = min(coming, start)
                     continue
-                mask |= bit
+                mask |= 1 << lane
                 began[lane], left[lane] = now, costs.seconds(op)
-            speeds = self._speeds[mask]
+            speeds, under_way = self._speeds[mask], self._lanes[mask]
             pace, first = coming - now, -1
-            for lane in range(len(LANES)):
-                if mask >> lane & 1:
-                    takes = left[lane] / speeds[lane]
-                    if takes <= pace:
-                        pace, first = takes, lane
+            for lane in under_way:
+                takes = left[lane] / speeds[lane]
+                if takes <= pace:
+                    pace, first = takes, lane
             if pace == math.inf:
                 stuck = ", ".join(
                     f"{q[h].action.name} of {q[h].block}" for q, h in zip(queues, heads, strict=True) if h < len(q)
                 )
                 raise Deadlock(f"the lanes wait for each other at {stuck}")
-            for lane in range(len(LANES)):
-                if mask >> lane & 1:
-                    left[lane] -= pace * speeds[lane]
+            for lane in under_way:
+                left[lane] -= pace * speeds[lane]
             now += pace
             if first < 0:
                 continue
@@ -170,8 +173,8 @@ class Clocks:
             self.done_at[op.id] = now
             self.times.append((op, began[first], now))
             for follower in followers.pop(op.id, ()):
-                missing[follower.id] -= 1
-                ready_at[follower.id] = max(ready_at[follower.id], now)
+                missing[follower] -= 1
+                earliest[follower] = max(earliest[follower], now)
             todo -= 1
 
     def spans(self, start: float) -> list[Span]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from engine.schedule.actions import Action, Lane
 from engine.schedule.resources import Resource
@@ -13,9 +14,8 @@ WHOLE = -1
 """Index of an op that concerns a whole block; slot number of a buffer that is resident and needs none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
-    """One piece of work on a lane."""
+class Op(Struct, frozen=True, kw_only=True, gc=False):
+    """One piece of work on a lane; of parts that hold no circle, so that nobody looks for one (`gc`)."""
 
     id: int
     action: Action
@@ -72,9 +72,12 @@ class Emitter:
     ) -> None:
         """Append an op; `step` where it is not the current one."""
         reads, writes = tuple(reads), tuple(writes)
-        deps = {self._writer[resource] for resource in (*reads, *writes) if resource in self._writer}
+        writer, readers = self._writer, self._readers
+        deps = {writer[resource] for resource in reads if resource in writer}
         for resource in writes:
-            deps.update(self._readers.get(resource, ()))
+            if resource in writer:
+                deps.add(writer[resource])
+            deps.update(readers.get(resource, ()))
         op = Op(
             id=self._next_id,
             action=action,
@@ -90,10 +93,10 @@ class Emitter:
             batch=self.batch,
         )
         for resource in reads:
-            self._readers.setdefault(resource, []).append(op.id)
+            readers.setdefault(resource, []).append(op.id)
         for resource in writes:
-            self._writer[resource] = op.id
-            self._readers[resource] = []
+            writer[resource] = op.id
+            readers[resource] = []
         self._next_id += 1
         self._ops.append(op)
 
@@ -123,9 +126,11 @@ class Slots:
 
     def take(self, content: Any) -> int:
         """A slot, pinned until `release`, that is to hold `content`."""
-        free = [i for i, pins in enumerate(self._pinned) if not pins]
-        assert free, f"{self.name}: all {len(self._content)} slots are in use"
-        slot = min(free, key=lambda i: (self._content[i] is not None, self._used[i]))
+        slot, best = None, (True, self._clock + 1)
+        for i, pins in enumerate(self._pinned):
+            if not pins and (rank := (self._content[i] is not None, self._used[i])) < best:
+                slot, best = i, rank
+        assert slot is not None, f"{self.name}: all {len(self._content)} slots are in use"
         self._content[slot] = content
         self._pin(slot)
         return slot

@@ -328,7 +328,7 @@ class Files:
     def spill(self, name: str, data: Tensor) -> Future[None]:
         return self._moved(data, write=False)
 
-    def unspill(self, name: str, out: Tensor, *, keep: bool) -> Future[None]:
+    def unspill(self, name: str, out: Tensor, *, keep: bool = False) -> Future[None]:
         return self._moved(out, write=True)
 
     def discard(self, name: str) -> Future[None]:

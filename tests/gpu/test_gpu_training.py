@@ -15,6 +15,7 @@ import torch
 from engine.machine.affinity import place_threads
 from engine.model.tokens import ChunkTokens
 from engine.runtime.failures import explain
+from engine.schedule.actions import HEAD
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
@@ -142,13 +143,13 @@ def test_the_budget_is_enforced_and_what_breaks_it_is_explained(tmp_path: Path) 
         train_step(session)
         session.finish()
         before = tiny.digest(session.store)
-        head = session.runtime._actions["head"]
+        head = session.runtime.handlers[HEAD]
 
         def greedy(op: Op) -> Any:
             torch.empty(2**30, dtype=torch.uint8, device=CUDA)
             return head(op)
 
-        session.runtime._actions["head"] = greedy
+        session.runtime.handlers[HEAD] = greedy
         with pytest.raises(torch.OutOfMemoryError) as caught:
             train_step(session)
         text = str(explain(caught.value, session.executor.failed_op, session.plan))

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ import tiny
 import torch
 
 from engine.machine import device as compute_device
+from engine.schedule.actions import UPDATE
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
@@ -79,11 +79,11 @@ class Meter:
         """Action -> least milliseconds, millions of instructions, launches of an op that is handed out alone."""
 
     def perform(self, op: Op) -> Any:
-        if self.dissect and op.action in OPS and op.action not in self.alone:
-            self.alone[op.action] = self._dissected(op)
+        if self.dissect and op.action.name in OPS and op.action.name not in self.alone:
+            self.alone[op.action.name] = self._dissected(op)
         begin = time.perf_counter()
         result = self._perform(op)
-        self.times_ms[self.phase, op.action].append((time.perf_counter() - begin) * 1e3)
+        self.times_ms[self.phase, op.action.name].append((time.perf_counter() - begin) * 1e3)
         return result
 
     def _dissected(self, op: Op) -> tuple[float, float, float]:
@@ -132,8 +132,7 @@ def measure(layers: int, vocab: int, width: int, tokens: int, chunks: int, threa
             gc.freeze()
             gc.disable()  # as a run does: engine/train.py
             steps("beside AdamW", STEPS)
-            updates: dict[str, Callable[[Op], Any]] = session.runtime._actions  # type: ignore[assignment]
-            updates["update"] = lambda op: None
+            session.runtime.handlers[UPDATE] = lambda op: None
             steps("warm", 1)
             steps("quiet", STEPS)
             session.executor.drain()

@@ -10,7 +10,7 @@ import tiny
 import torch
 from torch._dynamo.utils import compilation_time_metrics, counters
 
-from engine.schedule.actions import LANES
+from engine.schedule.actions import LANES, NORM
 from engine.train import train_step
 from storage.readers import KvikioReader
 
@@ -74,14 +74,14 @@ def test_a_lane_that_waits_is_found(tmp_path: Path) -> None:
     """The test above would see a stream that is waited for on a lane, and know the lane."""
     t = small_model.training(compile="off")
     with tiny.session(tmp_path, m=small_model.model(), d=tiny.data(sequence_length=512), t=t, device=CUDA) as session:
-        norm = session.runtime._actions["norm"]
+        norm = session.runtime.handlers[NORM]
 
         def waits(op):  # type: ignore[no-untyped-def]
             assert threading.current_thread().name == "compute"
             torch.cuda.current_stream().synchronize()
             return norm(op)
 
-        session.runtime._actions["norm"] = waits
+        session.runtime.handlers[NORM] = waits
         before = standin.counts()
         train_step(session)
         assert (standin.counts() - before).by_thread("stream_sync")["compute"] >= len(session.plan.buffers)
