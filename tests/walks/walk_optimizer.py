@@ -19,7 +19,9 @@ from engine.session import Session
 from engine.train import train_step
 
 STEPS = 4
-BUDGETS = {"sgd": (1_000_000, 1_200_000), "normalised": (1_000_000, 1_200_000)}
+BUDGETS = {"sgd": (900_000, 1_450_000), "normalised": (900_000, 1_200_000)}
+TIERS = {"sgd": {"gpu", "ram", "nvme"}, "normalised": {"gpu", "nvme"}}
+"""Of the state, within these budgets."""
 
 
 def training(optimizer: str) -> TrainConfig:
@@ -35,7 +37,7 @@ def train(folder: Path, optimizer: str, *parts: int) -> dict[str, Tensor]:
     """The weights after sessions of so many steps, one after the other."""
     for steps in parts:
         with session(folder, optimizer) as opened:
-            assert {buffer.state for buffer in opened.plan.buffers.values()} == {"gpu", "ram", "nvme"}
+            assert {buffer.state for buffer in opened.plan.buffers.values()} == TIERS[optimizer]
             for _ in range(steps):
                 train_step(opened)
             opened.finish()
