@@ -116,11 +116,20 @@ class ModelConfig:
         return self.num_layers is not None and self.hidden_size is not None
 
 
+Source = Literal[
+    "python_stdlib",
+    "text",
+    "jsonl",
+    "random",
+]
+"""Formats of engine/data/formats/base.py, and `random`, which reads nothing."""
+
+
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Which text, which tokenizer, how it is packed."""
 
-    source: Literal["python_stdlib", "text", "jsonl", "random"] = "python_stdlib"
+    source: Source = "python_stdlib"
     """python_stdlib: the running interpreter's library; text: files below path; jsonl: a `text` field per line of
     path; random: seeded random token ids (benchmarks)."""
     path: str | None = None

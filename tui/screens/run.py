@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,71 @@ from tui.widgets.loss_chart import LossChart
 from tui.widgets.plan_table import PlanTable
 from tui.widgets.tier_gauges import TierGauges
 
-PANES = ("loss", "lanes", "tiers", "blocks", "log", "plan")
-"""In the order of their keys, 1 to 6."""
+
+class Room(NamedTuple):
+    """The terminal's size, in cells."""
+
+    width: int
+    height: int
+
+    @property
+    def wide(self) -> bool:
+        """Panes stand in two columns."""
+        return self.width >= 100
+
+    @property
+    def stacked(self) -> bool:
+        """The side's panes stand below the main ones."""
+        return not self.wide and self.height >= 44
+
+
+class Pane(NamedTuple):
+    """One pane; its key is in tui/actions.py, as `pane_NAME`."""
+
+    make: Callable[[RunData], LineWidget]
+    side: bool
+    """Stands beside the main panes, not among them."""
+    fits: Callable[[Room], bool]
+    """Whether there is room for it."""
+    height: Callable[[Room], int | str]
+    """Cells, or a share as Textual writes it."""
+    news: frozenset[str] = frozenset()
+    """What RunData.poll may have found that it is drawn again for, where `_show` has no rule of its own."""
+
+
+PANES = {
+    "loss": Pane(LossChart, False, lambda room: True, lambda room: "1fr"),
+    "lanes": Pane(
+        lambda data: LaneView(data.spans),
+        False,
+        lambda room: room.height >= 14,
+        lambda room: 9 if room.height < 34 else 11,
+    ),
+    "tiers": Pane(
+        TierGauges, True, lambda room: room.wide or room.stacked, lambda room: min(12, max(6, room.height // 3))
+    ),
+    "blocks": Pane(
+        lambda data: BlockMap(),
+        True,
+        lambda room: (room.wide and room.height >= 20) or room.stacked,
+        lambda room: "1fr" if room.wide else 9,
+    ),
+    "log": Pane(
+        LogPane,
+        False,
+        lambda room: room.height >= 22,
+        lambda room: 5 if room.height < 30 else 9 if room.height < 48 else 14,
+        news=frozenset({"log"}),
+    ),
+    "plan": Pane(
+        PlanTable,
+        True,
+        lambda room: room.wide and room.height >= 34,
+        lambda room: 13,
+        news=frozenset({"metrics", "plan"}),
+    ),
+}
+"""In the order of their keys, 1 to 6, and of their places in their column."""
 
 _TICK_S = 0.5
 """What only time changes (time to the end, drive rates, silence) is drawn so often."""
@@ -80,15 +144,19 @@ class RunScreen(PenstockScreen):
         yield AlertBar(self.data, id="alerts")
         with Container(id="body"):
             with Vertical(id="main"):
-                yield LossChart(self.data, id="loss", classes="pane")
-                yield LaneView(self.data.spans, id="lanes", classes="pane")
-                yield LogPane(self.data, id="log", classes="pane")
+                yield from self._made(side=False)
                 yield FilterInput(placeholder="words, !words that must not be there", id="filter", compact=True)
             with Vertical(id="side"):
-                yield TierGauges(self.data, id="tiers", classes="pane")
-                yield BlockMap(id="blocks", classes="pane")
-                yield PlanTable(self.data, id="plan", classes="pane")
+                yield from self._made(side=True)
         yield Footer(compact=True, show_command_palette=False)
+
+    def _made(self, *, side: bool) -> Iterator[LineWidget]:
+        for name, pane in PANES.items():
+            if pane.side == side:
+                widget = pane.make(self.data)
+                widget.id = name
+                widget.add_class("pane")
+                yield widget
 
     def on_mount(self) -> None:
         self.data.clock = self.penstock.clock
@@ -122,42 +190,25 @@ class RunScreen(PenstockScreen):
 
     def _arrange(self) -> None:
         """Which panes there is room for, and how high they are."""
-        width, height = self.app.size
-        wide = width >= 100
-        stacked = not wide and height >= 44
+        room = Room(*self.app.size)
         shown = {
-            "loss": True,
-            "lanes": height >= 14,
-            "tiers": wide or stacked,
-            "blocks": (wide and height >= 20) or stacked,
-            "plan": wide and height >= 34,
-            "log": height >= 22,
+            name: pane.fits(room) if self.maximised is None else name == self.maximised for name, pane in PANES.items()
         }
-        if self.maximised is not None:
-            shown = {name: name == self.maximised for name in PANES}
-        heights: dict[str, int | str] = {
-            "loss": "1fr",
-            "lanes": 9 if height < 34 else 11,
-            "log": 5 if height < 30 else 9 if height < 48 else 14,
-            "tiers": min(12, max(6, height // 3)),
-            "blocks": "1fr" if wide else 9,
-            "plan": 13,
-        }
-        for name in PANES:
-            pane = self.pane(name)
-            pane.display = shown[name]
-            pane.styles.height = "1fr" if name == self.maximised else heights[name]
+        for name, pane in PANES.items():
+            widget = self.pane(name)
+            widget.display = shown[name]
+            widget.styles.height = "1fr" if name == self.maximised else pane.height(room)
         self._draws_blocks = shown["blocks"]
         side = self.query_one("#side")
         main = self.query_one("#main")
-        side.display = shown["tiers"] or shown["blocks"] or shown["plan"]
-        main.display = shown["loss"] or shown["lanes"] or shown["log"]
-        alone = not main.display or not wide
-        self.query_one("#body").styles.layout = "horizontal" if wide else "vertical"
-        side.styles.width = "1fr" if alone else max(38, min(72, width // 3))
-        side.styles.height = "auto" if stacked and main.display else "1fr"
-        self.query_one("#alerts", AlertBar).most = 1 if height < 30 else AlertBar.MOST
-        self.query_one(Footer).display = height >= 8
+        side.display = any(shown[name] for name, pane in PANES.items() if pane.side)
+        main.display = any(shown[name] for name, pane in PANES.items() if not pane.side)
+        alone = not main.display or not room.wide
+        self.query_one("#body").styles.layout = "horizontal" if room.wide else "vertical"
+        side.styles.width = "1fr" if alone else max(38, min(72, room.width // 3))
+        side.styles.height = "auto" if room.stacked and main.display else "1fr"
+        self.query_one("#alerts", AlertBar).most = 1 if room.height < 30 else AlertBar.MOST
+        self.query_one(Footer).display = room.height >= 8
 
     # ------------------------------------------------------------------ feed
 
@@ -183,12 +234,11 @@ class RunScreen(PenstockScreen):
             self.query_one("#alerts", AlertBar).update()
         if changed & {"metrics", "checkpoints"} or (not data.metrics.rows and "status" in changed):
             self._redraw("loss")
-        if changed & {"metrics", "plan"}:
-            self._redraw("plan")
         if changed & {"metrics", "plan", "spans", "tick"} and (data.is_live or changed != {"tick"}):
             self._redraw("tiers")
-        if "log" in changed:
-            self._redraw("log")
+        for name, pane in PANES.items():
+            if changed & pane.news:
+                self._redraw(name)
         if update.blocks is not None:
             self.query_one("#blocks", BlockMap).show(update.blocks)
         self._show_lanes(changed)
@@ -252,31 +302,8 @@ class RunScreen(PenstockScreen):
 
     # ------------------------------------------------------------------ panes
 
-    def action_pane_loss(self) -> None:
-        """Focus; again: alone, or back."""
-        self._go_to("loss")
-
-    def action_pane_lanes(self) -> None:
-        """Focus; again: alone, or back."""
-        self._go_to("lanes")
-
-    def action_pane_tiers(self) -> None:
-        """Focus; again: alone, or back."""
-        self._go_to("tiers")
-
-    def action_pane_blocks(self) -> None:
-        """Focus; again: alone, or back."""
-        self._go_to("blocks")
-
-    def action_pane_log(self) -> None:
-        """Focus; again: alone, or back."""
-        self._go_to("log")
-
-    def action_pane_plan(self) -> None:
-        """Focus; again: alone, or back."""
-        self._go_to("plan")
-
     def _go_to(self, name: str) -> None:
+        """Focus a pane; again: alone, or back."""
         pane = self.pane(name)
         if self.maximised == name:
             self.maximised = None
@@ -461,3 +488,7 @@ def _resume(path: Path) -> tuple[bool, str]:
     except (UserError, OSError) as error:
         return False, str(error)
     return True, "the run goes on in a process of its own"
+
+
+for _name in PANES:
+    setattr(RunScreen, f"action_pane_{_name}", partialmethod(RunScreen._go_to, _name))

@@ -1,0 +1,62 @@
+"""docs/EXTENDING.md, followed to the letter in a copy of the source: what it adds is trained, planned and shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+WALKS = sorted((REPOSITORY / "tests" / "walks").glob("walk_*.py"))
+STEP = re.compile(r"^(New file|In) `([\w/]+\.py)`:\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def follow(page: str, root: Path) -> list[str]:
+    """Do what the page says, to the source in `root`; the files that were made or changed."""
+    done = []
+    for how, name, code in STEP.findall(page):
+        file = root / name
+        if how == "New file":
+            assert not file.exists(), f"{name} is there already"
+            file.write_text(code)
+        else:
+            anchor, _, new = code.partition("\n")
+            text = file.read_text()
+            assert text.count(f"{anchor}\n") == 1, f"{name} has not one line {anchor!r}"
+            file.write_text(text.replace(f"{anchor}\n", f"{anchor}\n{new}"))
+        done.append(name)
+    return done
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What pytest says of all walks, in a copy of the repository in which the page was followed."""
+    root = tmp_path_factory.mktemp("copy")
+    for name in ("app", "engine", "storage", "tui", "tests"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
+    page = (REPOSITORY / "docs" / "EXTENDING.md").read_text()
+    assert len(follow(page, root)) == page.count("```python") > len(WALKS)
+    arguments = ["-m", "pytest", "-v", "-p", "no:cacheprovider", *(f"tests/walks/{walk.name}" for walk in WALKS)]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.stem)
+def test_what_the_page_adds_works(walk: Path, outcome: str) -> None:
+    wanted = re.findall(r"^(?:async )?def (test_\w+)", walk.read_text(), re.MULTILINE)
+    assert wanted
+    for name in wanted:
+        assert re.search(rf"{walk.name}::{name}(\[.*\])? PASSED", outcome), outcome
+        assert not re.search(rf"{walk.name}::{name}(\[.*\])? (FAILED|ERROR)", outcome), outcome
+
+
+def test_there_are_six_walks() -> None:
+    headings = re.findall(r"^## (.*)$", (REPOSITORY / "docs" / "EXTENDING.md").read_text(), re.MULTILINE)
+    assert len(headings) == len(WALKS) == 6

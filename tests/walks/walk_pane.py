@@ -1,0 +1,31 @@
+"""The pane of docs/EXTENDING.md, on a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import real_runs
+
+from app.rows import plain
+from tui.app import PenstockApp
+from tui.screens.run import RunScreen
+
+
+async def test_it_is_shown_and_its_key_goes_there(tmp_path: Path) -> None:
+    root = real_runs.make_root(tmp_path)
+    real_runs.train(root, "first")
+    run = root / "runs" / "first"
+    best = min(json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines())
+    app = PenstockApp(root, run=run)
+    async with app.run_test(size=(120, 50)) as pilot:
+        await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
+        screen = cast("RunScreen", app.screen)
+        await real_runs.until(lambda: screen.data.metrics.rows == 12, pilot.pause)
+        await pilot.pause(0.3)
+        pane = screen.pane("best")
+        assert plain(pane.rows(40, 1)).strip() == f"best loss {best:.4f}"
+        assert pane.region.height > 0
+        await pilot.press("7")
+        assert screen.focused is pane
