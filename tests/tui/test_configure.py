@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_planner
 import pytest
 from rich.style import Style
 from textual.pilot import Pilot
@@ -30,7 +29,7 @@ from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_
 from tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FAKE = Path(fake_planner.__file__)
+FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 120
 
 

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fake_planner
 import pytest
 
 from engine.config import Recipe, TrainConfig
 from tui.data.plan_client import PlanClient, PlanState
 
-FAKE = Path(fake_planner.__file__)
+FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 60
 
 
