@@ -176,13 +176,7 @@ def test_runs_export_and_trace(cli: Cli) -> None:
     [
         (["train", "none.py"], ["none.py: no such file"]),
         (["train", "tiny.py", "--set", "train.step=3"], ["train.step", "did you mean 'train.steps'"]),
-        (["train", "tiny.py", "--set", "train.steps=x"], ["train.steps", "whole number"]),
-        (["train", "tiny.py", "--run-dir", "tiny.py"], ["tiny.py"]),
         (["resume", "nothing"], ["nothing: no such run"]),
-        (["export", "nothing", "out"], ["nothing: no such run"]),
-        (["trace", "nothing"], ["nothing: no such run"]),
-        (["check", "nothing"], ["nothing: no such file"]),
-        (["check", "tiny.py"], ["tiny.py: not JSON"]),
         (["nonsense"], ["No such command"]),
         (["train"], ["Missing argument"]),
     ],
