@@ -33,7 +33,8 @@ _STYLES = {"good": "green", "bad": "red", "warn": "yellow", "accent": "cyan", "e
 _STYLES |= {"dim": "dim", "axis": "dim", "lane": "cyan", "tier": "cyan"}
 _SAVED = {"none": "graph", "selective": "attention", "full": "input"}
 """train.activation_checkpointing -> what forward saves."""
-_POOLS = {"layer": "for layers", "edge": "for embedding and head"}
+_POOLS = {"layer": "layers", "edge": "embedding and head"}
+"""Pools of slots whose names in plan.json are not what people read; an older run's has `edge`."""
 _SLOTS = {
     "weight slots": "weight_slots",
     "gradient slots": "gradient_slots",
@@ -435,7 +436,7 @@ def _slots(page: Page, forecast: dict[str, Any]) -> None:
     for what, key in _SLOTS.items():
         if value := forecast.get(key):
             if isinstance(value, dict):
-                value = " + ".join(f"{count} {_POOLS.get(pool, pool)}" for pool, count in value.items() if count)
+                value = " + ".join(f"{count} for {_POOLS.get(pool, pool)}" for pool, count in value.items() if count)
             items.append(f"{what}: {value or 0}")
     page.items(items, "; ", "dim")
 

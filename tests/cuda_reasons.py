@@ -29,7 +29,7 @@ REASONS: dict[str, str] = {
     "engine/attention/flash_attn.py:FlashAttention4._options": _FLASH,
     "engine/machine/device.py:why_no_cuda": "asks a torch that is built for CUDA why it finds no device",
     "engine/opening.py:choose_kernels": "measures CUDA's kernels; on a CPU there is one",
-    "engine/runtime/progress.py:memory_peaks": "the allocator's peak of a session on a GPU",
+    "engine/progress.py:memory_peaks": "the allocator's peak of a session on a GPU",
     "engine/runtime/calibrate.py:calibrate": (
         "empties the allocator's cache and waits for the device before the lanes begin"
     ),
@@ -51,7 +51,7 @@ REASONS: dict[str, str] = {
     "storage/readers.py:_probe": "waits for the GPU's memory; tests/gpu/test_gpu_readers.py",
     "engine/machine/device.py:configure": "takes the GPU's number, for the allocator's limit",
     "engine/runtime/executor.py:_settle_stream": "waits for a GPU's stream that has failed",
-    "engine/forecast/request.py:this_machine": "asks the driver for the GPU's name",
+    "engine/machine/presets.py:this_machine": "asks the driver for the GPU's name",
     "engine/machine/probe_compute.py:link_rates": "copies between pinned and GPU memory; tests/gpu/test_gpu_probe.py",
     **{
         f"app/gpu_check/device.py:{name}": _CHECK

@@ -161,7 +161,7 @@ def forecast(steps: Steps, spans: list[Line]) -> Line:
         "chunks": 1,
         "chunk_tokens": 8192,
         "kv_window": "whole",
-        "weight_slots": {"layer": 2, "edge": 1},
+        "weight_slots": {"layer": 2, "embedding and head": 1},
         "step_s": steps.step_s,
         "tokens_per_s": TOKENS / steps.step_s,
         "bound_by": "compute",

@@ -14,7 +14,7 @@ from tui.render.blockmap import block_map
 def plan(layers: int, weights: str = "ram", state: str = "nvme", gradient: str = "ram") -> dict[str, Any]:
     names = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
     blocks = [{"name": name, "weights": weights, "state": state, "gradient": gradient} for name in names]
-    return {"blocks": blocks, "weight_slots": {"layer": 2, "edge": 0}}
+    return {"blocks": blocks, "weight_slots": {"layer": 2, "embedding and head": 0}}
 
 
 def ended(op: str, block: str, end_s: float = 1.0) -> dict[str, Any]:
@@ -35,6 +35,15 @@ def test_weights_lose_their_slot_to_later_ones() -> None:
         "layers.2": "gpu",
         "head": "ram",
     }
+
+
+@pytest.mark.parametrize("pool", ["embedding and head", "edge"])
+def test_embedding_and_head_may_have_slots_of_their_own(pool: str) -> None:
+    """Whatever older runs called the pool."""
+    found = BlockPlaces(plan(3) | {"weight_slots": {"layer": 2, pool: 1}})
+    found.add([ended("load_weights", name) for name in ("embed", "layers.0", "layers.1", "head")])
+    on_gpu = [name for name, place in places(found, "weights").items() if place == "gpu"]
+    assert on_gpu == ["layers.0", "layers.1", "head"]
 
 
 def test_a_gradient_is_summed_waits_and_is_gone_with_the_update() -> None:

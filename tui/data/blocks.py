@@ -18,6 +18,8 @@ from tui.data.fields import number, objects, text, whole
 KINDS = ("weights", "state", "gradient")
 Kind = Literal["weights", "state", "gradient"]
 
+_OUTER = "embedding and head"
+"""Pool of the slots of what is no layer."""
 NOWHERE = ""
 """Place of a gradient that does not exist."""
 
@@ -58,10 +60,13 @@ class BlockPlaces:
             if name:
                 self._home[name] = {kind: text(block, kind) or "" for kind in KINDS}
                 self._num_bytes[name] = number(block, "bytes")
-        slots = [whole(plan, "weight_slots", pool) or 0 for pool in ("layer", "edge")]
-        self._slots = {"layer": max(1, slots[0]), "edge": max(1, slots[1])}
-        self._edge_pool = slots[1] > 0
-        self._on_gpu: dict[str, OrderedDict[str, None]] = {"layer": OrderedDict(), "edge": OrderedDict()}
+        slots = {  # "edge": in the plans of older runs
+            "layer": whole(plan, "weight_slots", "layer") or 0,
+            _OUTER: whole(plan, "weight_slots", _OUTER) or whole(plan, "weight_slots", "edge") or 0,
+        }
+        self._slots = {pool: max(1, count) for pool, count in slots.items()}
+        self._has_outer_pool = slots[_OUTER] > 0
+        self._on_gpu: dict[str, OrderedDict[str, None]] = {pool: OrderedDict() for pool in slots}
         """Weights in slots, by pool, oldest first."""
         self._place: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
         """Kind -> block -> where it is, unless it is at home."""
@@ -109,7 +114,7 @@ class BlockPlaces:
                 pool.pop(block, None)  # an older version
 
     def _pool(self, block: str) -> str:
-        return "layer" if block.startswith("layers.") or not self._edge_pool else "edge"
+        return "layer" if block.startswith("layers.") or not self._has_outer_pool else _OUTER
 
     def _take_slot(self, block: str) -> None:
         pool = self._pool(block)
