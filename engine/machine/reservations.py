@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from engine.machine.budgets import Reserved, gpu_name, words
 from engine.machine.limits import free_memory
 from storage.errors import BudgetError
+from storage.units import bytes_text
 from storage.untrusted import is_whole, parse_object, printable
 
 if TYPE_CHECKING:
@@ -154,8 +155,8 @@ class Reservation:
         planned = ram + (gpu if self._shared else 0)
         if self.others and planned > self._left_bytes:
             self._observer.on_message(
-                f"warning: this run plans {_gb(planned)} of RAM, and {_gb(self._left_bytes)} are free besides what "
-                f"others need: {words(self.others)}; lower budgets.ram, or a run may be stopped for want of memory"
+                f"warning: this run plans {bytes_text(planned)} of RAM, and {bytes_text(self._left_bytes)} are free "
+                f"besides what others need: {words(self.others)}; lower budgets.ram, or a run may be stopped for want of memory"
             )
 
     def allocated(self) -> None:
@@ -308,7 +309,3 @@ def _touched(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return (int(resident) - int(shared)) * resource.getpagesize()
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

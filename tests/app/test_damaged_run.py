@@ -17,6 +17,7 @@ from app.recipe import from_json, from_run_json, to_run_json
 from app.rundir import RunDir, read_recipe
 from engine.config import Recipe
 from storage.errors import UserError
+from storage.units import bytes_text
 
 RECIPE = """
 from app.recipe import Recipe
@@ -177,7 +178,7 @@ def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "penstock" / "run-1").write_text(json.dumps(record))
     with (tmp_path / "penstock" / "run-1").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield f"/runs/x (process {os.getppid()}) has 1,000,000.0 GB reserved"
+        yield f"/runs/x (process {os.getppid()}) has {bytes_text(10**15)} reserved"
 
 
 def test_a_run_and_a_plan_say_who_has_reserved_the_memory(
@@ -191,5 +192,5 @@ def test_a_run_and_a_plan_say_who_has_reserved_the_memory(
     assert holder in json.loads(capsys.readouterr().out)["budgets"]["ram"]
     assert main(["train", "tiny.py", "--run-dir", str(tmp_path / "given")]) == 0, "explicit budgets are only warned of"
     told = [json.loads(line)["text"] for line in (tmp_path / "given" / "log.jsonl").read_text().splitlines()]
-    assert [text for text in told if text.startswith("warning: this run plans 0.0 GB of RAM") and holder in text]
+    assert [text for text in told if text.startswith("warning: this run plans 2.0 MiB of RAM") and holder in text]
     assert sorted(path.name for path in (tmp_path / "penstock").iterdir()) == ["lock", "run-1"], "and gone at the end"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_process import REPOSITORY, Cli, default_signals
+from cli_process import FAKE_RUN, REPOSITORY, Cli, default_signals
 
 from app.recipe import load_recipe
 from storage.errors import UserError
@@ -57,7 +57,7 @@ def test_output_that_is_not_printed_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("redirections", [">&-", "| head -c 1", "2>&1 | true"])
 def test_a_reader_that_is_gone_stops_nothing(cli: Cli, redirections: str) -> None:
-    words = f"{sys.executable} {Path(__file__).with_name('fake_run.py')} train tiny.py --run-dir out {redirections}"
+    words = f"{sys.executable} {FAKE_RUN} train tiny.py --run-dir out {redirections}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {words}"],
         cwd=cli.folder,
@@ -72,7 +72,7 @@ def test_a_reader_that_is_gone_stops_nothing(cli: Cli, redirections: str) -> Non
 
 def test_what_is_printed_reaches_no_file_of_the_run(cli: Cli) -> None:
     """A file opened in the place of a closed standard output would be written over."""
-    words = f"{sys.executable} {Path(__file__).with_name('fake_run.py')} train tiny.py --run-dir out >&- 2>&-"
+    words = f"{sys.executable} {FAKE_RUN} train tiny.py --run-dir out >&- 2>&-"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(["bash", "-c", words], cwd=cli.folder, env=environment, timeout=60)
     assert done.returncode == 0

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 
 import engine.preparing
 from engine.events import Preparing, StepMetrics
 from engine.preparing import TELL_S, Checklist
 from engine.train import train
-from tests.engine import tiny
 
 
 class Listening:

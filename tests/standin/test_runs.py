@@ -33,7 +33,7 @@ def command(folder: Path, wanted: dict[str, Any]) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), str(HERE.parent / "engine")])
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), str(HERE.parent / "support")])
     return os.environ | {"PYTHONPATH": path} | changes
 
 

@@ -29,7 +29,7 @@ from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_
 from tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FAKE = Path(__file__).with_name("fake_planner.py")
+FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 120
 
 

@@ -14,7 +14,7 @@ import pytest
 from engine.config import Recipe, TrainConfig
 from tui.data.plan_client import PlanClient, PlanState
 
-FAKE = Path(__file__).with_name("fake_planner.py")
+FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 60
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from sample_forecast import fitting, refused
 from textual.app import App, ComposeResult
 
 from app.rows import ASCII, UNICODE, Glyphs, plain
@@ -15,9 +14,6 @@ from tui.data.plan_client import PlanState
 from tui.render.plan import state_rows, summary_row
 from tui.theme import THEMES
 from tui.widgets.plan_panel import PlanPanel, PlanSummary
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "app"))
-from sample_forecast import fitting, refused
 
 
 def page(state: PlanState, machine: str = "", width: int = 76, glyphs: Glyphs = UNICODE) -> str:

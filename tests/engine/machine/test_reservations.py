@@ -22,15 +22,16 @@ from engine.machine.reservations import Reservation, reserved
 from engine.plan.plan import Plan
 from engine.preparing import Checklist
 from storage.errors import BudgetError
+from storage.units import bytes_text
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 PROCESS = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace as Some
-from engine.machine.limits import free_budgets
+from engine.machine.budgets import free_budgets
 from engine.preparing import Checklist
 from engine.machine.reservations import Reservation
 
@@ -136,7 +137,7 @@ def test_three_at_once_never_plan_more_than_there_is(machine: Path, start: Start
     if takes < 1:
         assert all(each["planned"] > 0 for each in found)
     last = min(found, key=lambda each: each["budget"])
-    assert last["why"]["ram"].count("GB reserved") == 2
+    assert last["why"]["ram"].count(" reserved") == 2
 
 
 def test_a_reservation_ends_with_its_process(machine: Path, start: Start, places: tuple[Path, Path]) -> None:
@@ -177,7 +178,7 @@ def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: St
     process = start("holder", 1.0)
     planned = said(process)["planned"]
     observer = Listening()
-    name = f"(process {process.pid}) has {reserved()[0].ram_bytes / 1e9:.1f} GB reserved"
+    name = f"(process {process.pid}) has {bytes_text(reserved()[0].ram_bytes)} reserved"
     assert planned > 15 * GIB
     refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
     with refusal as error, reservation(machine) as mine:
@@ -190,7 +191,7 @@ def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: St
         mine.reserve(budgets(given))
         mine.settle(plan(GIB, 8 * GIB))
     assert len(observer.texts) == 1
-    assert observer.texts[0].startswith("warning: this run plans 9.7 GB of RAM")
+    assert observer.texts[0].startswith("warning: this run plans 9.0 GiB of RAM")
     assert name in observer.texts[0]
 
 
@@ -203,7 +204,7 @@ def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, sta
         alone = free_budgets(CPU, root=machine)
         taken = alone.gpu + alone.ram - other["budget"]
         assert 2 * GIB - GIB // 4 < taken <= 2 * GIB
-        assert f"mine (process {os.getpid()}) has 2.1 GB reserved" in other["why"]["gpu"]
+        assert f"mine (process {os.getpid()}) has 2.0 GiB reserved" in other["why"]["gpu"]
 
 
 def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places: tuple[Path, Path]) -> None:
@@ -244,7 +245,7 @@ def test_what_is_no_record_is_left_out(machine: Path, places: tuple[Path, Path])
         fcntl.flock(held[-1], fcntl.LOCK_EX)
     try:
         assert reserved() == [Reserved("/x\x1b[2J", 1, 7, {"one": 5})]
-        assert words(reserved(), "one") == "/x�[2J (process 1) has 0.0 GB reserved"
+        assert words(reserved(), "one") == "/x�[2J (process 1) has 5 B reserved"
         with reservation(machine) as mine:
             assert mine.others == reserved()
     finally:
@@ -275,5 +276,5 @@ def test_a_gpus_memory_is_reserved_until_it_is_allocated(
     free = free_budgets(cuda, others=others, root=machine)
     if not integrated:
         assert free.gpu == 15 * GIB - 768 * 2**20
-        assert "20.0 GiB free, of which /runs/x (process 1) has 5.4 GB reserved, 4.0 GiB of 24.0" in free.why["gpu"]
+        assert "20.0 GiB free, of which /runs/x (process 1) has 5.0 GiB reserved, 4.0 GiB of 24.0" in free.why["gpu"]
         assert free.ram == 19 * GIB - int(2.56 * GIB)

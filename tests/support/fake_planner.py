@@ -27,7 +27,6 @@ def send(answer: object) -> None:
 
 def sample(request: dict[str, Any]) -> dict[str, Any]:
     """Chunks beyond 4,096 tokens do not fit; twice the steps take twice the time."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "app"))
     from sample_forecast import fitting, refused
 
     recipe = request["recipe"]

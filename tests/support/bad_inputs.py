@@ -1,6 +1,6 @@
 """A catalogue of what a command may be given by mistake or malice: each input is bad, and none may end in a traceback.
 
-`python tests/app/bad_inputs.py` runs all of it and writes docs/results/bad-inputs.md.
+`python tests/support/bad_inputs.py` runs all of it and writes docs/results/bad-inputs.md.
 """
 
 from __future__ import annotations
@@ -700,7 +700,7 @@ def write_page(page: Path) -> int:
     lines = [
         "# Bad inputs",
         "",
-        "What each command makes of input that is damaged or hostile: `python tests/app/bad_inputs.py` runs the",
+        "What each command makes of input that is damaged or hostile: `python tests/support/bad_inputs.py` runs the",
         "catalogue (tests/app/test_bad_inputs_all.py) through the real command line and writes this page.",
         "",
         "| family | inputs | exit codes | tracebacks | examples |",

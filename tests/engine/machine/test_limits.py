@@ -180,7 +180,7 @@ def test_an_address_space_limit_counts() -> None:
         text=True,
         check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     free, _, where = done.stdout.strip().partition(" ")
     assert where == "ulimit -v"
