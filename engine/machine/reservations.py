@@ -156,8 +156,8 @@ class Reservation:
         if self.others and planned > self._left_bytes:
             self._observer.on_message(
                 f"warning: this run plans {bytes_text(planned)} of RAM, and {bytes_text(self._left_bytes)} are free "
-                f"besides what others need: {words(self.others)}; lower budgets.ram, or a run may be stopped for want of "
-                "memory"
+                f"besides what others need: {words(self.others)}; lower budgets.ram, or a run may be stopped for want "
+                "of memory"
             )
 
     def allocated(self) -> None:
