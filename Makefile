@@ -1,5 +1,6 @@
 # make quickstart   train the quickstart recipe, installing into .venv first where needed
-# make test         lint, types and tests
+# make test         lint, types and tests: ten minutes on 2 cores
+# make test-all     the same with longer soaks, more seeds and more kills: 45 minutes
 # make cuda-branches   docs/cuda-branches.md: the lines that only a GPU executes, from a run of all tests under coverage
 # make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; five minutes
 # make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
@@ -13,14 +14,22 @@ CUDA_VENV := .venv-cuda
 STANDIN_PYTHON ?= $(CUDA_VENV)/bin/python
 STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
+SPREAD := -n 2 --dist worksteal
 
-.PHONY: quickstart test lint types screens gpu-check standin cuda-branches clean
+.PHONY: quickstart test test-all test-long lint types screens gpu-check standin cuda-branches clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python recipes/quickstart.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest $(SPREAD)
+
+test-all: lint types
+	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m ''
+
+# What test-all has beyond test.
+test-long: $(VENV)/.installed-dev
+	ALL_SAMPLES=1 $(BIN)/python -m pytest $(SPREAD) -m 'long or sampled'
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

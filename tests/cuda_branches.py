@@ -176,7 +176,7 @@ def run_suite(folder: Path, tests: Sequence[str]) -> list[Path]:
     source = "\n".join(f"    {ROOT / package}" for package in PACKAGES)
     settings.write_text(SETTINGS.format(source=source, data=folder / "data"), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *tests]
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-m", "", *tests]
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     if code != 0:
         raise SystemExit(f"the tests failed (exit {code}): lines behind a failure would be missing for another reason")

@@ -15,8 +15,9 @@ import pytest
 from bad_inputs import RECIPE
 from bad_model_files import CONFIG, safetensors, tensor
 from bad_run_files import manifest, signed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from samples import sampled
 
 from app.lanes import lanes_report
 from app.recipe import from_json, to_json
@@ -131,7 +132,7 @@ def _through_json(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@sampled(30, 120, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_file_is_read_or_refused(kind: str, seed: int) -> None:
     good, read = KINDS[kind]

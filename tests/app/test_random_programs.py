@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from samples import samples
 
 from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
 from app.recipe import to_json
@@ -525,9 +527,10 @@ class Programs(RuleBasedStateMachine):
                 assert read_state(checkpoint_folder(root, name), self.drives(run)) == number
 
 
+@pytest.mark.sampled
 def test_random_programs() -> None:
     checks = settings(
-        max_examples=EXPLORED or PROGRAMS,
+        max_examples=EXPLORED or samples(60, PROGRAMS),
         derandomize=not EXPLORED,
         stateful_step_count=STEPS,
         deadline=None,

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvme_state import SPECS, assert_holds, content, read_all, write_all
+from samples import sampled
 
 from storage import chunk, manifest
 from storage.errors import UserError
@@ -397,7 +398,7 @@ def test_metadata_comes_back_as_json_has_it(store: NvmeStore) -> None:
         assert again.meta == {"10": 1, "9": [float("inf"), 1e-320, 0.1, -0.0], "ü": ["a", None], "n": 2**70}
 
 
-@settings(max_examples=60, deadline=None)
+@sampled(15, 60)
 @given(data=st.data())
 def test_no_damage_of_the_manifest_goes_unseen(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("m")

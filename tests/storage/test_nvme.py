@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nvme_state import SPECS, assert_holds, content, read_all, write_all
+from samples import sampled
 
 from storage import chunk
 from storage.arena import HostArena
@@ -143,7 +144,7 @@ def test_zeros_are_stored(store: NvmeStore) -> None:
     store.close()
 
 
-@settings(max_examples=40, deadline=None)
+@sampled(10, 40)
 @given(data=st.data())
 def test_any_order_of_operations(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Random writes, commits and crashes of arrays of ugly sizes against a dictionary."""

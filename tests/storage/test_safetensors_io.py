@@ -5,10 +5,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from samples import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from storage.errors import UserError
@@ -43,7 +44,7 @@ def sharded(tmp_path: Path) -> Path:
     return folder
 
 
-@settings(max_examples=40, deadline=None)
+@sampled(10, 40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=9),
     max_shard_bytes=st.integers(1, 5000),

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 
 from app.lanes import LANES
 from app.rows import ASCII, UNICODE, Glyphs, plain
@@ -168,7 +169,7 @@ def test_step_borders_cursor_and_critical_path() -> None:
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 @pytest.mark.parametrize("predicted", [False, True])
-@settings(deadline=None, max_examples=40)
+@sampled(10, 40)
 @given(
     st.integers(1, 220),
     st.integers(1, 40),

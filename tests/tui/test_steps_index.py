@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from samples import sampled
 
 import tui.data.steps as steps_module
 from tui.data.steps import StepIndex
@@ -58,7 +59,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_module, "_SCAN_BYTES", 8192)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@sampled(15, 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.usefixtures("small_blocks")
 def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.DataObject) -> None:

@@ -9,8 +9,9 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from samples import sampled
 
 from tui.data.tail import JsonTail
 
@@ -35,7 +36,7 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@sampled(15, 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(LINES), max_size=12),
     st.lists(st.integers(0, 120), max_size=8),

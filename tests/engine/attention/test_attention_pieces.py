@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from attention_reference import visible_keys
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 from torch import Tensor
 
 from engine.attention.spans import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
@@ -34,7 +35,7 @@ def divided_stream(draw: st.DrawFn) -> tuple[int, list[int], int, int, int | Non
 
 
 @given(divided_stream(), st.sampled_from(["whole", "split"]), st.booleans(), st.none() | st.integers(1, 100))
-@settings(max_examples=150, deadline=None)
+@sampled(37, 150)
 def test_calls_cover_the_visible_keys_exactly_once(
     stream: tuple[int, list[int], int, int, int | None], how: Cut, segments: bool, keys_per_call: int | None
 ) -> None:

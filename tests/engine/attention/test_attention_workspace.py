@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import tiny
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from samples import sampled
 
 from engine.attention.flash_attn import FlashAttention2
 from engine.attention.select import _strategies
@@ -45,7 +46,7 @@ def flash3_backward(geometry: Geometry, heads: int, kv_heads: int, dim: int) -> 
     return sums + results + n * heads * dim * (2 + 2 + 4)
 
 
-@settings(max_examples=200, deadline=None)
+@sampled(50, 200)
 @given(st.data(), st.sampled_from(SHAPES), st.integers(1, 20000), st.integers(1, 4), st.integers(1, 2000))
 @example(None, (32, 8, 128), 8192, 4, 30)
 @example(None, (4, 1, 80), 12000, 3, 64)

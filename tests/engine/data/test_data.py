@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 from transformers import AutoTokenizer
 
 from engine.config import DataConfig
@@ -276,7 +277,7 @@ def unique_documents(lengths: list[int]) -> list[list[int]]:
     return [list(range(int(end) - length + 1, int(end) + 1)) for end, length in zip(ends, lengths, strict=True)]
 
 
-@settings(max_examples=40, deadline=None)
+@sampled(10, 40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     length=st.integers(2, 33),
@@ -358,7 +359,7 @@ def test_seek_continues_exactly(tmp_path):
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), alone=st.booleans(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@sampled(15, 60)
 def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_factory, lengths, alone, data):
     length, rows, per_pass = data.draw(st.integers(4, 16)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     held_out, seed = data.draw(st.integers(1, len(lengths) - 1)), data.draw(st.integers(0, 3))

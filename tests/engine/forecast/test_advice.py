@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import tiny
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from samples import sampled
 
 from engine.config import DataConfig, StorageConfig, TrainConfig
 from engine.forecast.advice import Change, applied, best_change, fits, fixes
@@ -55,7 +56,7 @@ tasks = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@sampled(10, 40, derandomize=True)
 @given(tasks)
 def test_every_suggested_change_is_accepted(task: PlanRequest) -> None:
     error = task.refusal()

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from machines import ROUND, machines
 from msgspec import structs
+from samples import sampled
 from small_problems import TIERS, problem, window_chunks, with_need
 
 from engine.forecast.costs import Costs
@@ -22,7 +23,7 @@ from engine.plan.problem import PlanInput, PlanOptions
 from engine.schedule.builder import ScheduleBuilder
 from storage.errors import BudgetError
 
-EVENLY = settings(max_examples=30, deadline=None, derandomize=True)
+EVENLY = sampled(10, 30, derandomize=True)
 
 
 def found(shape: PlanInput, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> SearchResult:
@@ -76,7 +77,7 @@ def slowdown(shape: PlanInput, richer: PlanInput, machine: Machine) -> float:
     return promised_s(found(richer, machine).best.step_s) / promised_s(found(shape, machine).best.step_s)
 
 
-@settings(EVENLY, max_examples=40, phases=[Phase.explicit, Phase.generate])
+@sampled(10, 40, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(small, machines(), st.sets(st.sampled_from(["gpu", "ram", "nvme"]), min_size=1), st.sampled_from([1.05, 1.3, 2]))
 def test_more_budget_never_promises_a_clearly_slower_step(
     shape: PlanInput, machine: Machine, tiers: set[str], times: float
@@ -156,7 +157,7 @@ def test_a_refusal_names_a_tier_and_what_it_needs(shape: PlanInput, order: list[
     assert e.value.tier in TIERS
 
 
-@settings(EVENLY, max_examples=60)
+@sampled(15, 60, derandomize=True)
 @given(small, st.floats(1, 10), st.floats(1, 1.5))
 def test_nothing_is_refused_that_some_choice_fits(shape: PlanInput, gpu: float, ram: float) -> None:
     poor, _ = fitting(replace(shape, gpu_budget=1, ram_budget=1, nvme_budget=None), ROUND)
@@ -233,7 +234,7 @@ def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
     assert found(poor, ROUND, only=(length, refused.choice)).plan.tiers["gpu"].peak_bytes <= poor.gpu_budget
 
 
-@settings(EVENLY, max_examples=40)
+@sampled(10, 40, derandomize=True)
 @given(small, machines(), st.lists(st.floats(0.6, 1.6), min_size=3, max_size=3))
 def test_a_second_search_looks_again_at_what_other_times_may_favour(
     shape: PlanInput, machine: Machine, factors: list[float]

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from machines import ROUND, machines
 from msgspec import structs
+from samples import sampled
 from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
@@ -131,7 +132,7 @@ def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
     assert busy_seconds(spans, 0, 10) == dict.fromkeys(LANES, 0) | {"h2d": 1 + 2 + 1, "compute": 1}
 
 
-@settings(max_examples=60, deadline=None)
+@sampled(15, 60)
 @given(planned(), machines())
 def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, machine: Machine) -> None:
     builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
@@ -155,7 +156,7 @@ def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, mach
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
 
 
-@settings(max_examples=60, deadline=None)
+@sampled(15, 60)
 @given(planned(), machines())
 def test_a_step_takes_at_least_as_long_as_any_of_its_lanes(plan: Plan, machine: Machine) -> None:
     costs = Costs(plan, machine)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 from small_problems import planned, problem, problems, some_plan, window_chunks, with_need
 
 from engine.forecast.search import dimensions
@@ -25,7 +26,7 @@ def floor(tier: str, choice: PlanOptions | None = None, **shape: Any) -> int:
     return some_plan(problem(**shape | {f"{tier}_budget": 1}), choice).tiers[tier].peak_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@sampled(50, 200)
 @given(planned())
 def test_every_tier_adds_up_to_a_peak_within_its_budget(plan: Plan) -> None:
     assert plan.tiers.keys() == {"gpu", "ram", "nvme"}
@@ -36,7 +37,7 @@ def test_every_tier_adds_up_to_a_peak_within_its_budget(plan: Plan) -> None:
     assert plan.tiers["ram"].budget_bytes == plan.problem.ram_budget
 
 
-@settings(max_examples=200, deadline=None)
+@sampled(50, 200)
 @given(planned())
 def test_what_is_saved_of_a_chunk_is_in_one_place(plan: Plan) -> None:
     layers = {(i, c.index) for i, block in enumerate(plan.blocks) if block.role == "layer" for c in plan.chunks}
@@ -93,7 +94,7 @@ def test_ram_is_filled_in_the_order_that_the_choice_says() -> None:
     assert len(plan("state", weights + 28 * 2048 * 15).spilled) == 24
 
 
-@settings(max_examples=200, deadline=None)
+@sampled(50, 200)
 @given(planned(), st.integers(0, 1_000_000), st.integers(0, 1_000_000))
 def test_with_more_of_a_tier_a_choice_gives_all_that_it_gave_with_less(plan: Plan, gpu: int, ram: int) -> None:
     p = plan.problem
@@ -237,7 +238,7 @@ def test_a_budget_below_what_is_needed_is_refused_with_the_need(tier: str) -> No
     assert make_plan(with_need(shape, e.value), PlanOptions()).tiers[tier].peak_bytes == e.value.need_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@sampled(50, 200)
 @given(problems)
 def test_what_a_refusal_asks_for_is_enough_whatever_the_choice(shape: PlanInput) -> None:
     values = dimensions(shape, window_chunks(shape))

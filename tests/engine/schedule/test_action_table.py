@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from samples import sampled
 from small_problems import planned, problem, some_plan
 
 from engine.plan.plan import Plan
@@ -64,7 +65,7 @@ def test_every_action_is_emitted_by_some_plan() -> None:
     assert emitted == set(a.ACTIONS.values())
 
 
-@settings(max_examples=100, deadline=None)
+@sampled(25, 100)
 @given(planned())
 def test_an_op_touches_what_its_action_says(plan: Plan) -> None:
     for op in run_of(plan):

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 from schedule_check import races
 from schedule_replay import Replay
 from small_problems import planned, problem
@@ -68,7 +69,7 @@ def steps_of(
     return ops
 
 
-@settings(max_examples=100, deadline=None)
+@sampled(25, 100)
 @given(planned(), validations)
 def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int, list[int]]) -> None:
     for tier in plan.tiers.values():
@@ -79,7 +80,7 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
     assert list(races(ops)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@sampled(25, 100)
 @given(planned(), validations)
 def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: dict[int, list[int]]) -> None:
     """Replays the ops and follows what each slot, region and part on disk holds."""
@@ -185,7 +186,7 @@ def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) 
     assert [op.step for op in ops if op.action is a.COMMIT] == [2, 3]
 
 
-@settings(max_examples=200, deadline=None)
+@sampled(50, 200)
 @given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6), validations)
 def test_every_op_finds_what_it_wants_where_it_looks(
     plan: Plan, cuts: list[int] | None, passes: dict[int, list[int]]

@@ -1,0 +1,26 @@
+"""How many examples tests look at: a few in `make test`, all of them in `make test-all`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+_ALL = os.environ.get("ALL_SAMPLES") == "1"
+
+
+def samples(few: int, many: int) -> int:
+    """How many to look at; for a test that bears the mark `sampled`."""
+    return many if _ALL else few
+
+
+def sampled(few: int, many: int, **more: Any) -> Callable[[Any], Any]:
+    """The mark, and hypothesis' settings with so many examples; `more` of them."""
+
+    def decorate(test: Any) -> Any:
+        return pytest.mark.sampled(settings(**({"deadline": None} | more), max_examples=samples(few, many))(test))
+
+    return decorate
