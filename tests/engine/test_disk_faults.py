@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny
+from samples import samples
 
 from engine.events import StepMetrics
 from engine.schedule.ops import Op
@@ -24,7 +25,7 @@ from storage.errors import UserError
 from storage.nvme import NvmeStore
 
 STEPS = 4
-MOMENTS = 4
+MOMENTS = samples(1, 4)
 """Random moments at which each fault is tried, on each of two placements."""
 
 PLACEMENTS = {"nvme": (tiny.FLOOR, tiny.FLOOR), "mixed": (1_100_000, 1_000_000)}
@@ -93,6 +94,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
         return tiny.digest(session.store)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, placement: str) -> None:

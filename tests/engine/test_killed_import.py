@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from samples import samples
 from test_train import train_run
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +26,7 @@ from engine.hf import weights
 from engine.hf.config import model_config
 from storage.nvme import NvmeStore
 
-KILLS = 3
+KILLS = samples(1, 3)
 """Of an import, and of an export."""
 
 CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "mkdir")
@@ -95,6 +96,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.sampled
 def test_a_killed_import_begins_again_and_a_killed_export_is_no_model(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from plain import plain_training
+from samples import samples
 from torch import Tensor
 
 from engine.forecast.extrapolate import estimate
@@ -77,11 +78,12 @@ def test_placement_changes_no_bit(tmp_path: Path, gradient_dtype: str) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("gpu", "ram"), TIERS)
 def test_random_delays_change_no_bit(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
-    """Sixty runs of two steps with the ops of every lane delayed at random."""
+    """Runs of two steps with the ops of every lane delayed at random."""
     digests = set()
-    for seed in range(60):
+    for seed in range(samples(12, 60)):
         with tiny.session(tmp_path, t=tiny.training(chunk_tokens=20), gpu=gpu, ram=ram) as session:
             _delay(session, random.Random(f"{gpu} {ram} {seed}"))
             train_step(session)
@@ -101,12 +103,13 @@ POLICIES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("policy", "gpu"), POLICIES, ids=str)
 def test_random_delays_change_no_bit_of_any_policy(tmp_path: Path, policy: dict[str, Any], gpu: str) -> None:
-    """Twelve runs of a step, activations on NVMe, with the ops of every lane delayed at random."""
+    """Runs of a step, activations on NVMe, with the ops of every lane delayed at random."""
     digests = set()
     t = tiny.training(chunk_tokens=9, **policy)
-    for seed in range(12):
+    for seed in range(samples(4, 12)):
         with tiny.session(tmp_path, t=t, gpu=gpu, ram=tiny.FLOOR) as session:
             _delay(session, random.Random(f"{policy} {seed}"))
             train_step(session)

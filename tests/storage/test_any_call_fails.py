@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from nvme_state import SPECS, advance, assert_holds
 from powercut import CHANGING
+from samples import samples
 
 from storage import drives as drives_module
 from storage.checkpoints import delete_checkpoint, list_checkpoints
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 
-MOMENTS = 10
+MOMENTS = samples(4, 10)
 """Calls of each operation that are made to fail, chosen at random; all of them were tried, which takes minutes."""
 
 
@@ -106,6 +107,7 @@ OPERATIONS: dict[str, tuple[Callable[[Path], None], set[int]]] = {
 """The operation, and the steps that may be committed afterwards."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_any_call_fails(workspace: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     monkeypatch.setattr(drives_module, "WRITE_THREADS", 1)

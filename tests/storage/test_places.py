@@ -20,12 +20,13 @@ import pytest
 import torch
 from nvme_state import SPECS, advance, assert_holds
 from powercut import CHANGING
+from samples import samples
 
 from storage.checkpoints import checkpoint_names
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 
-MOMENTS = 12
+MOMENTS = samples(4, 12)
 
 
 @contextmanager
@@ -59,6 +60,7 @@ def outcome(store: NvmeStore) -> str | None:
     return None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drives", [["root"], ["a", "b"]], ids=["one drive", "two drives"])
 def test_a_disk_that_turns_read_only_in_a_checkpoint(tmp_path: Path, drives: list[str]) -> None:
     """As ext4 does after an error: not even what was begun can be removed; nothing that is listed lacks a file."""

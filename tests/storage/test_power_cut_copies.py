@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from nvme_state import SPECS, advance, assert_holds
 from powercut import Disk
+from samples import samples
 
 from storage import copying
 from storage.checkpoints import checkpoint_names, delete_checkpoint
@@ -65,12 +66,13 @@ class Copies:
             return step
 
 
+@pytest.mark.sampled
 def test_power_cut_while_a_copy_gets_its_own_state(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top, images = workspace / "disk", workspace / "images"
     top.mkdir()
     images.mkdir()
     with monkeypatch.context() as patch:
-        copies = Copies(top, images, patch, seed=3, share=1 / 3)
+        copies = Copies(top, images, patch, seed=3, share=1 / samples(12, 3))
         assert copy_state(top / "two", [top / "b"]) > 0
         copies.promised = True
         copies.disk.cut()
@@ -85,7 +87,7 @@ def test_power_cut_while_a_copy_gets_its_own_state(workspace: Path, monkeypatch:
         copies.kept = {False}
         copies.disk.cut()
         copies.disk.close()
-    assert copies.disk.images > 100
+    assert copies.disk.images > samples(25, 100)
 
 
 def test_the_model_finds_a_copy_that_is_not_synced(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
