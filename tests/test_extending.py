@@ -42,7 +42,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     page = (REPOSITORY / "docs" / "EXTENDING.md").read_text()
     assert len(follow(page, root)) == page.count("```python") > len(WALKS)
-    arguments = ["-m", "pytest", "-v", "-p", "no:cacheprovider", *(f"tests/walks/{walk.name}" for walk in WALKS)]
+    arguments = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", *(f"tests/walks/{walk.name}" for walk in WALKS)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     return done.stdout + done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 
 from engine.clock import elapsed_s
 from engine.config import TrainConfig
@@ -227,7 +228,7 @@ def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
         if graph * plan.max_chunk_tokens > room:
             continue
         ops = (*forward[op.block, op.index].ops, op)
-        found[kind] = replace(unit, ops=tuple(replace(o, flags=o.flags | {a.SAVED_GRAPH}) for o in ops))
+        found[kind] = replace(unit, ops=tuple(structs.replace(o, flags=o.flags | {a.SAVED_GRAPH}) for o in ops))
     return list(found.values())
 
 

@@ -269,7 +269,8 @@ class LayerOps:
         assert graph is not None
         assert graph.projection is not None
         dq = self._typed("partial", torch.float32, _tokens(chunk), shape.heads, shape.qk_dim)
-        dsinks = attention.sink_gradient(self._given(op, shape), graph.projection.call)
+        call = graph.projection.call
+        dsinks = None if call.sinks is None else attention.sink_gradient(self._given(op, shape), call)
         given = [g.to(self._dtype) for g in (dq, *self._slot("dkv", op, shape))]
         dx = graph.bottom(views.weights(op), given, views.gradients(op), dsinks)
         self._graph = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from cuda_pretended import DEVICE, LARGE_PAGE, SMALL_PAGE, Pretended, Stream, pretended
 from cuda_replay import Case, Replay, planned, replay
 from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
+from msgspec import structs
 from some_ops import an_op
 
 from engine.clock import wait_for_copies
@@ -225,6 +225,8 @@ def test_dependencies_left_out_of_a_real_schedule_are_found(lane: str | None) ->
     """The same run twice: with its dependencies, and with those of one lane's ops left out."""
     with replay(SMALL, 4) as run:
         for ops in run.streamed(1):
-            run.perform([replace(each, deps=()) if each.lane == lane else each for each in ops])
-        run.perform(replace(each, deps=()) if each.lane == lane else each for each in run.builder.finish(commit=True))
+            run.perform([structs.replace(each, deps=()) if each.lane == lane else each for each in ops])
+        run.perform(
+            structs.replace(each, deps=()) if each.lane == lane else each for each in run.builder.finish(commit=True)
+        )
         assert found(run.watch) == (set() if lane is None else {"order"})

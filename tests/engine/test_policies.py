@@ -100,7 +100,7 @@ def test_a_streamed_window_gives_the_same_gradients(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    activation_checkpointing=st.sampled_from(["auto", "full", "selective", "none"]),
+    checkpointing=st.sampled_from(["auto", "full", "selective", "none"]),
     kv_window=st.sampled_from(["whole", "streamed", "auto"]),
     chunk_tokens=st.integers(5, 70),
     sequences=st.sampled_from([(1, 1), (2, 1), (2, 2)]),

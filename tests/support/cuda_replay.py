@@ -28,7 +28,9 @@ from engine.attention.chunk import AttentionCall, AttentionState, Gradients, Ope
 from engine.config import TrainConfig
 from engine.data.loader import MicroBatch
 from engine.forecast.problem import LOGITS_BYTES
+from engine.hf.config import model_config
 from engine.machine.device import compute_dtype
+from engine.model.anatomy import model_spec
 from engine.model.layers import LayerInputs, Projection
 from engine.model.runner import ModelRunner
 from engine.model.skeleton import LayerCall
@@ -74,9 +76,11 @@ class Planned:
 def planned(case: Case) -> Planned:
     """Plan a case; outside of `pretended`, which a model on the meta device is not made for."""
     machine, task = recipe_task(load_recipe(RECIPES / f"{case.recipe}.py"), case.machine)
-    task = replace(task, device_reads=case.device_reads)
+    recipe = task.recipe
+    spec = model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)  # a kept one has no config
+    task = replace(task, spec=spec, device_reads=case.device_reads)
     plan = task.search(machine).plan if case.choice is None else task.plan(case.choice)
-    return Planned(plan, task.spec, task.recipe.train, inputs_bytes(task.spec, compute_dtype(task.recipe.train)))
+    return Planned(plan, spec, recipe.train, inputs_bytes(spec, compute_dtype(recipe.train)))
 
 
 class Registrations:
