@@ -1,4 +1,4 @@
-"""Runs the real command line with a stand-in for engine.train: `python fake_run.py train RECIPE ...`.
+"""Runs the real command line with a stand-in for training and export: `python fake_run.py train RECIPE ...`.
 
 The stand-in trains nothing: it sleeps through its steps, commits a step number and reports as the engine does.
 FAKE_PREPARE_S and FAKE_STEP_S set the seconds before the first step and of a step; FAKE_FAIL_AT=step:user, step:bug
@@ -101,9 +101,9 @@ def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | No
 
 
 if __name__ == "__main__":
-    fake = ModuleType("engine.train")
-    fake.train, fake.export = train, export  # type: ignore[attr-defined]
-    sys.modules["engine.train"] = fake
+    for name, function in (("train", train), ("export", export)):
+        sys.modules[f"engine.{name}"] = fake = ModuleType(f"engine.{name}")
+        setattr(fake, name, function)
     # What is begun beside the imports of the real one has nothing to do here.
     beside = {
         "engine.data.corpus": ("prepare_text_ahead", "cancel_text_ahead"),
