@@ -48,9 +48,10 @@ def take_apart(config: PretrainedConfig) -> ModelSpec:
     blocks += [BlockSpec(f"layers.{i}", "layer", (f"layers.{i}",)) for i in range(len(layers))]
     blocks.append(BlockSpec(HEAD, "head", tuple(b for b in (HEAD, *([EMBED] if shared else [])) if b in buffers)))
     text = config.get_text_config(decoder=True)
-    shapes = [
-        AttentionShape(*shape) if shape else None
-        for shape in attention_shapes(_build(config), structures, attends, returns)
+    constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
+    length_dependent = _length_dependent(model)
+    shapes = [  # last, as it takes the model's layers away
+        AttentionShape(*shape) if shape else None for shape in attention_shapes(model, structures, attends, returns)
     ]
     specs = [spec for params in buffers.values() for spec in params]
     return ModelSpec(
@@ -61,12 +62,12 @@ def take_apart(config: PretrainedConfig) -> ModelSpec:
         num_params=sum(math.prod(spec.shape) for spec in specs),
         blocks=tuple(blocks),
         buffers=buffers,
-        constants={name: tuple(model.state_dict()[name].shape) for name in _persistent(model)},
+        constants=constants,
         experts=tuple(sorted({n for name in _EXPERT_COUNTS if isinstance(n := getattr(text, name, None), int)})),
         experts_per_token=getattr(text, "num_experts_per_tok", None) or 1,
         attention=tuple(shapes),
         recurrent=trial.recurrent,
-        length_dependent_rotary=_length_dependent(model),
+        length_dependent_rotary=length_dependent,
         structures=tuple(structures),
         unread=tuple(trial.unread[i] for i in stand_ins),
         returns=tuple(returns),

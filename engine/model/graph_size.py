@@ -39,12 +39,15 @@ def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
     model = skeleton.build(spec.config)
     prefix, layers = skeleton.find_layers(model)
     runner = LayerRunner(spec, layers, prefix, device=META, dtype=dtype, compile=False)
+    # Every layer's arguments are made on the CPU, where positions have values.
+    frame = Skeleton(skeleton.build(spec.config), device=torch.device("cpu"), dtype=dtype, returns=list(spec.returns))
+    inputs = [_inputs(frame, tokens) for tokens in _TOKENS]
     found: dict[int, int | None] = {}
     for index in sorted(set(spec.structures)):
         flat = FlatLayout.build(spec.buffers[f"layers.{index}"])
         weights = flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
         try:
-            sizes = [_graph_bytes(spec, runner, index, weights, dtype, tokens) for tokens in _TOKENS]
+            sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(_TOKENS, inputs, strict=True)]
         except Exception:  # whatever a layer does that needs data
             found[index] = None
             continue
@@ -53,7 +56,7 @@ def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
 
 
 def _graph_bytes(
-    spec: ModelSpec, runner: LayerRunner, index: int, weights: dict[str, Tensor], dtype: torch.dtype, tokens: int
+    spec: ModelSpec, runner: LayerRunner, index: int, weights: dict[str, Tensor], tokens: int, inputs: LayerInputs
 ) -> int:
     shape = spec.attention[index]
 
@@ -61,16 +64,13 @@ def _graph_bytes(
         assert shape is not None
         return p.q.new_empty(tokens, shape.heads, shape.v_dim)
 
-    x = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=META)
-    inputs = _inputs(spec, dtype, tokens)
+    x = torch.empty(tokens, spec.hidden_size, dtype=next(iter(weights.values())).dtype, device=META)
     if shape is None:
         return runner.keep(index, weights, x, inputs, None).nbytes
     return runner.graph(index, weights, x, inputs, attend, keep=True).nbytes
 
 
-def _inputs(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> LayerInputs:
-    """Every layer's arguments, on the meta device; made on the CPU, where positions have values."""
-    frame = Skeleton(skeleton.build(spec.config), device=torch.device("cpu"), dtype=dtype, returns=list(spec.returns))
+def _inputs(frame: Skeleton, tokens: int) -> LayerInputs:
     with torch.no_grad():
         calls = frame.calls(torch.arange(tokens))
 
