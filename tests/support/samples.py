@@ -21,6 +21,6 @@ def sampled(few: int, many: int, **more: Any) -> Callable[[Any], Any]:
     """The mark, and hypothesis' settings with so many examples; `more` of them."""
 
     def decorate(test: Any) -> Any:
-        return pytest.mark.sampled(settings(**({"deadline": None} | more), max_examples=samples(few, many))(test))
+        return pytest.mark.sampled(settings(**more, max_examples=samples(few, many))(test))
 
     return decorate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with two finished runs, `first` and `second` (other learning rate); read only: tests take `root`."""
     root = real_runs.make_root(tmp_path_factory.mktemp("tui"))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     real_runs.train(root, "first")
     real_runs.train(root, "second", "train.lr=3e-3", "train.steps=8")
     return root
