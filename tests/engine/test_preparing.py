@@ -15,14 +15,6 @@ from engine.preparing import TELL_S, Checklist
 from engine.train import train
 
 
-class Listening:
-    def __init__(self) -> None:
-        self.told: list[Preparing] = []
-
-    def on_prepare(self, item: Preparing) -> None:
-        self.told.append(item)
-
-
 class Clock:
     """Stands where engine.preparing reads the time."""
 
@@ -37,13 +29,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_items_are_told_as_they_begin_and_end(clock: Clock) -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         clock.now += 1.5
     with checklist.step("plan"):
         clock.now += 0.25
-    assert listening.told == [
+    assert listening.prepared == [
         Preparing("data", "begun", 0.0),
         Preparing("data", "done", 1.5),
         Preparing("plan", "begun", 0.0),
@@ -52,29 +44,29 @@ def test_items_are_told_as_they_begin_and_end(clock: Clock) -> None:
 
 
 def test_progress_is_told_every_so_often(clock: Clock) -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("pinning 350 GB"):
         for gigabyte in range(350):
             clock.now += TELL_S / 8
             checklist.progress(gigabyte / 350, f"{gigabyte} GB")
-    told = [item for item in listening.told if item.state == "progress"]
+    told = [item for item in listening.prepared if item.state == "progress"]
     assert [item.seconds for item in told] == [TELL_S * count for count in range(1, 350 // 8 + 1)]
     assert [item.fraction for item in told] == [int(str(item.detail).split()[0]) / 350 for item in told]
 
 
 def test_a_fraction_beyond_its_ends_is_cut(clock: Clock) -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         for fraction in (-0.1, 1.2, None):
             clock.now += 1.0
             checklist.progress(fraction)
-    assert [item.fraction for item in listening.told[1:-1]] == [0.0, 1.0, None]
+    assert [item.fraction for item in listening.prepared[1:-1]] == [0.0, 1.0, None]
 
 
 def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: Clock) -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         clock.now += 1.0
@@ -83,7 +75,7 @@ def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: Cl
         thread.join()
     clock.now += 1.0
     checklist.progress(1.0, "too late")
-    assert [(item.state, item.detail) for item in listening.told] == [
+    assert [(item.state, item.detail) for item in listening.prepared] == [
         ("begun", None),
         ("progress", "half"),
         ("done", None),
@@ -91,13 +83,13 @@ def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: Cl
 
 
 def test_an_error_passes_through_and_leaves_its_item_undone() -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with pytest.raises(KeyboardInterrupt), checklist.step("data"):
         raise KeyboardInterrupt
     with checklist.step("again"):
         pass
-    assert [(item.name, item.state) for item in listening.told] == [
+    assert [(item.name, item.state) for item in listening.prepared] == [
         ("data", "begun"),
         ("again", "begun"),
         ("again", "done"),
@@ -105,11 +97,11 @@ def test_an_error_passes_through_and_leaves_its_item_undone() -> None:
 
 
 def test_an_item_that_is_not_due_is_not_told() -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("on a GPU only", when=False), checklist.step("inside"):
         pass
-    assert [item.name for item in listening.told] == ["inside", "inside"]
+    assert [item.name for item in listening.prepared] == ["inside", "inside"]
 
 
 def test_items_do_not_nest() -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
+import time
+from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +34,10 @@ from engine.plan.problem import GpuFirst, PlanOptions
 from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
 from engine.runtime.state import fill_store, read_parameters, state_arrays
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 from engine.session import Session, run_identity, run_meta
-from engine.train import train
+from engine.train import train, train_step
 from storage.errors import BudgetError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
@@ -40,20 +46,25 @@ from storage.readers import Readers, select_readers
 CPU = torch.device("cpu")
 FLOOR = "floor"
 """As a budget: the least that the planner accepts."""
+TIERS = [("1GiB", "1GiB"), (FLOOR, "1GiB"), (FLOOR, FLOOR), (1_100_000, 750_000)]
+"""Budgets of GPU and RAM: all state on the GPU, in RAM, on NVMe, some of it on each."""
 
 
 class Silent:
-    """An observer that keeps the metrics."""
+    """An observer that keeps what it is told."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.metrics: list[StepMetrics] = []
         self.validations: list[ValidationMetrics] = []
         self.spans: list[Span] = []
         self.plan: dict[str, Any] = {}
+        self.prepared: list[Preparing] = []
+        self.messages: list[str] = []
+        self.checkpoints: list[tuple[str, int, str | None]] = []
         self._stop_after = stop_after
 
     def on_prepare(self, item: Preparing) -> None:
-        pass
+        self.prepared.append(item)
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.plan = plan
@@ -68,13 +79,13 @@ class Silent:
         self.validations.append(metrics)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
-        pass
+        self.messages.append(text)
 
     def checkpoint_requests(self) -> list[str]:
         return []
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        pass
+        self.checkpoints.append((name, step, error))
 
     def wanted(self) -> Want:
         return "stop" if self._stop_after is not None and len(self.metrics) >= self._stop_after else "run"
@@ -261,6 +272,42 @@ def session(
     )
 
 
+def steps(session: Session, count: int | None = None) -> list[StepMetrics]:
+    """So many steps, or all that are left, and the commit."""
+    left = session.recipe.train.steps - session.step if count is None else count
+    metrics = [train_step(session) for _ in range(left)]
+    session.finish()
+    return metrics
+
+
+def settle(session: Session) -> None:
+    """Apply the last update without committing it."""
+    session.executor.submit(session.builder.finish(commit=False))
+    session.executor.drain()
+
+
+def before_ops(session: Session, act: Callable[[Op], None]) -> None:
+    """Call `act` with every op from now on, on its lane, right before it is carried out."""
+    perform = session.executor._perform
+
+    def acted(op: Op) -> Any:
+        act(op)
+        return perform(op)
+
+    session.executor.attach(acted)
+
+
+def delay(session: Session, chance: random.Random) -> None:
+    """Delay the ops of every lane at random, those of one lane more often."""
+    slow_lane = chance.choice(LANES)
+
+    def wait(op: Op) -> None:
+        if chance.random() < (0.3 if op.lane == slow_lane else 0.03):
+            time.sleep(chance.random() * 2e-3)
+
+    before_ops(session, wait)
+
+
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     """All master weights of the committed generation, by name."""
     found: dict[str, Tensor] = {}
@@ -287,6 +334,12 @@ def digest(store: NvmeStore) -> str:
         for part in range(len(array.parts())):
             total.update(_stored(store, array, part).numpy().tobytes())
     return total.hexdigest()
+
+
+def digest_of(run_dir: Path) -> str:
+    """`digest` of what a run has committed."""
+    with closing(NvmeStore.open(run_dir / "state", read_only=True)) as store:
+        return digest(store)
 
 
 def live_digest(session: Session) -> str:

@@ -14,14 +14,12 @@ import tiny
 import torch
 from some_ops import an_op
 
-from engine.config import BudgetConfig
 from engine.optim.adamw import AdamW, scalars
 from engine.optim.base import UpdateRange
 from engine.runtime.executor import Executor
 from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
 from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
-from engine.train import train
 from storage.layout import FlatLayout
 
 CPU = torch.device("cpu")
@@ -162,15 +160,6 @@ def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCapture
 
 def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     observer = tiny.Silent()
-    told: list[str] = []
-    observer.on_message = lambda text, *, detail=False: told.append(text)  # type: ignore[method-assign]
-    train(
-        tiny.recipe(
-            train=tiny.training(steps=1, compile="auto", calibrate=True),
-            budgets=BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"),
-        ),
-        run_dir=tmp_path,
-        observer=observer,
-        resume=False,
-    )
-    assert [line for line in told if line.startswith("layers are not compiled: 1 steps of about")]
+    t = tiny.training(steps=1, compile="auto", calibrate=True)
+    tiny.train_run(tmp_path, observer, train=t, budgets=tiny.BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"))
+    assert [line for line in observer.messages if line.startswith("layers are not compiled: 1 steps of about")]
