@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,27 @@ import torch
 
 from engine.machine.affinity import place_threads
 from engine.model.tokens import ChunkTokens
+from engine.runtime.executor import GPU_LANES
 from engine.runtime.failures import explain
 from engine.schedule.actions import HEAD
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
+from engine.validation import due, validate
 from storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
 CUDA = torch.device("cuda")
 
 
 def steps(session: Session, count: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of `count` steps, then the commit."""
-    metrics = [train_step(session) for _ in range(count)]
-    session.finish()
+    metrics = tiny.steps(session, count)
     return [m.loss for m in metrics], [m.grad_norm for m in metrics]
 
 
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS)
 def test_float32_steps_are_those_of_the_cpu(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
     with tiny.session(tmp_path / "cpu", gpu=gpu, ram=ram) as session:
         losses, norms = steps(session, 4)
@@ -45,28 +44,27 @@ def test_float32_steps_are_those_of_the_cpu(tmp_path: Path, gpu: str | int, ram:
     assert cuda_norms == pytest.approx(norms, rel=1e-3)
 
 
-def delayed(perform: Callable[[Op], Any], chance: random.Random) -> Callable[[Op], Any]:
-    """`perform` with idle time in front of ops: on the host for host lanes, on the stream for GPU lanes."""
+def delay(session: Session, chance: random.Random) -> None:
+    """Idle time in front of ops: on the host for host lanes, on the stream for GPU lanes."""
 
-    def run(op: Op) -> Any:
+    def idle(op: Op) -> None:
         if chance.random() < 0.2:
-            if op.lane in ("h2d", "compute", "d2h"):
+            if op.lane in GPU_LANES:
                 torch.cuda._sleep(int(chance.random() * 5_000_000))
             else:
                 time.sleep(chance.random() * 2e-3)
-        return perform(op)
 
-    return run
+    tiny.before_ops(session, idle)
 
 
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS)
 def test_delays_on_streams_and_hosts_change_nothing(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
     """Not to the bit: without deterministic kernels a gradient may differ in its last one."""
     results = []
     for seed in range(10):
         with tiny.session(tmp_path / "run", gpu=gpu, ram=ram, device=CUDA) as session:
             if seed:
-                session.executor._perform = delayed(session.runtime.perform, random.Random(seed))
+                delay(session, random.Random(seed))
             metrics = [train_step(session) for _ in range(2)]
             results.append([m.loss for m in metrics] + [m.grad_norm for m in metrics])
     for other in results[1:]:
@@ -106,33 +104,37 @@ def test_the_optimizer_under_the_next_forward_changes_no_bit_on_streams(tmp_path
             for step in range(4):
                 train_step(session)
                 if not overlapped and step < 3:
-                    session.executor.submit(session.builder.finish(commit=False))
-                    session.executor.drain()
+                    tiny.settle(session)
             session.finish()
             digests.append(tiny.digest(session.store))
     assert digests[0] == digests[1]
 
 
-def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
-    """torch itself refuses what synchronises while a compute op is issued, once everything is warm.
+def refuse_waits(session: Session) -> None:
+    """From now on torch itself refuses what synchronises while a compute op is issued.
 
-    Its check counts for all threads. So nothing is fetched ahead: that waits for a stream, which is none of a lane's.
+    Its check counts for all threads, so nothing may be fetched ahead: that waits for a stream that is no lane's.
     """
+    torch.cuda.synchronize()
+    perform = session.runtime.perform
+
+    def strict(op: Op) -> Any:
+        if op.lane != "compute":
+            return perform(op)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return perform(op)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    session.executor.attach(strict)
+
+
+def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
+    """Once everything is warm."""
     with tiny.session(tmp_path, t=tiny.training(steps=1), gpu=tiny.FLOOR, device=CUDA) as session:
         train_step(session)
-        torch.cuda.synchronize()
-        perform = session.runtime.perform
-
-        def strict(op: Op) -> Any:
-            if op.lane != "compute":
-                return perform(op)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return perform(op)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        session.executor._perform = strict
+        refuse_waits(session)
         for _ in range(2):
             train_step(session)
 
@@ -140,8 +142,7 @@ def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
 def test_the_budget_is_enforced_and_what_breaks_it_is_explained(tmp_path: Path) -> None:
     """A kernel that asks for more than the plan foresaw: named, with its bytes, and nothing is lost."""
     with tiny.session(tmp_path, gpu="1GiB", device=CUDA) as session:
-        train_step(session)
-        session.finish()
+        tiny.steps(session, 1)
         before = tiny.digest(session.store)
         head = session.runtime.handlers[HEAD]
 
@@ -177,13 +178,59 @@ def test_lanes_are_bound_near_the_gpu(tmp_path: Path) -> None:
         pytest.skip("too few CPUs to share out")
     seen: dict[str, set[int]] = {}
     with tiny.session(tmp_path, gpu=tiny.FLOOR, device=CUDA) as session:
-        perform = session.runtime.perform
 
-        def look(op: Op) -> Any:
+        def look(op: Op) -> None:
             seen[op.lane] = os.sched_getaffinity(0)
-            return perform(op)
 
-        session.executor._perform = look
-        steps(session, 1)
+        tiny.before_ops(session, look)
+        tiny.steps(session, 1)
     assert seen["compute"] == seen["h2d"] == where.lanes
     assert seen["optimizer"] == where.optimizer
+
+
+HELD_OUT = tiny.data(validation_documents=7)
+PLANS: list[tuple[dict[str, Any], str | int, str | int]] = [
+    ({}, "1GiB", "1GiB"),
+    ({}, tiny.FLOOR, tiny.FLOOR),
+    ({"activation_checkpointing": "none"}, "1GiB", "1GiB"),
+    ({"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR, tiny.FLOOR),
+]
+
+
+def validated(session: Session) -> tuple[str, list[float]]:
+    """The end's digest, and the validation losses that were due."""
+    losses = []
+    while session.step < session.recipe.train.steps:
+        train_step(session)
+        if due(session):
+            losses.append(validate(session).loss)
+    session.finish()
+    return tiny.digest(session.store), losses
+
+
+@pytest.mark.parametrize(("policy", "gpu", "ram"), PLANS, ids=str)
+def test_the_validation_loss_is_that_of_the_cpu_and_changes_no_bit(
+    tmp_path: Path, policy: dict[str, Any], gpu: str | int, ram: str | int
+) -> None:
+    budgets: dict[str, Any] = {"gpu": gpu, "ram": ram, "d": HELD_OUT}
+    settings: dict[str, Any] = {"deterministic": True} | policy
+    scored = tiny.training(validate_every=2, validation_sequences=6, **settings)
+    with tiny.session(tmp_path / "cpu", t=scored, **budgets) as session:
+        _, expected = validated(session)
+    with tiny.session(tmp_path / "off", t=tiny.training(**settings), device=CUDA, **budgets) as session:
+        digest, none = validated(session)
+    with tiny.session(tmp_path / "on", t=scored, device=CUDA, **budgets) as session:
+        found = validated(session)
+    assert none == []
+    assert found[0] == digest
+    assert found[1] == pytest.approx(expected, rel=1e-4)
+
+
+def test_no_compute_op_of_a_validation_waits_for_the_gpu(tmp_path: Path) -> None:
+    """Of one pass, as the tokens of a second would be fetched meanwhile."""
+    t = tiny.training(steps=9, validate_every=1)
+    with tiny.session(tmp_path, t=t, d=HELD_OUT, gpu=tiny.FLOOR, device=CUDA) as session:
+        train_step(session)
+        validate(session)
+        refuse_waits(session)
+        validate(session)

@@ -134,16 +134,6 @@ class Pretended(TorchFunctionMode):
         """What tensors on the device take now."""
         return sum(self._live.values())
 
-    def peaks(self) -> dict[str, int]:
-        """Stream -> most bytes allocated for it."""
-        found: Counter[str] = Counter()
-        for (stream, _), peak in self._peak.items():
-            found[stream] += peak
-        return dict(found)
-
-    def restart_peaks(self) -> None:
-        self._peak = Counter(self._live)
-
     # ------------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -310,7 +300,7 @@ class Pretended(TorchFunctionMode):
     def _cpu(self, tensor: Tensor) -> Tensor:
         if not self.on_device(tensor):
             return tensor.cpu()
-        self.watch.synchronous.add("main thread" if self.watch.current is None else self.watch.current)
+        self.watch.synchronous.add(self.watch.current)
         self.use(tensor, write=False)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
