@@ -19,7 +19,6 @@ from engine.schedule.actions import HEAD
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
-from engine.validation import due, validate
 from storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -110,31 +109,11 @@ def test_the_optimizer_under_the_next_forward_changes_no_bit_on_streams(tmp_path
     assert digests[0] == digests[1]
 
 
-def refuse_waits(session: Session) -> None:
-    """From now on torch itself refuses what synchronises while a compute op is issued.
-
-    Its check counts for all threads, so nothing may be fetched ahead: that waits for a stream that is no lane's.
-    """
-    torch.cuda.synchronize()
-    perform = session.runtime.perform
-
-    def strict(op: Op) -> Any:
-        if op.lane != "compute":
-            return perform(op)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return perform(op)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    session.executor.attach(strict)
-
-
 def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
     """Once everything is warm."""
     with tiny.session(tmp_path, t=tiny.training(steps=1), gpu=tiny.FLOOR, device=CUDA) as session:
         train_step(session)
-        refuse_waits(session)
+        tiny.refuse_waits(session)
         for _ in range(2):
             train_step(session)
 
@@ -186,51 +165,3 @@ def test_lanes_are_bound_near_the_gpu(tmp_path: Path) -> None:
         tiny.steps(session, 1)
     assert seen["compute"] == seen["h2d"] == where.lanes
     assert seen["optimizer"] == where.optimizer
-
-
-HELD_OUT = tiny.data(validation_documents=7)
-PLANS: list[tuple[dict[str, Any], str | int, str | int]] = [
-    ({}, "1GiB", "1GiB"),
-    ({}, tiny.FLOOR, tiny.FLOOR),
-    ({"activation_checkpointing": "none"}, "1GiB", "1GiB"),
-    ({"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR, tiny.FLOOR),
-]
-
-
-def validated(session: Session) -> tuple[str, list[float]]:
-    """The end's digest, and the validation losses that were due."""
-    losses = []
-    while session.step < session.recipe.train.steps:
-        train_step(session)
-        if due(session):
-            losses.append(validate(session).loss)
-    session.finish()
-    return tiny.digest(session.store), losses
-
-
-@pytest.mark.parametrize(("policy", "gpu", "ram"), PLANS, ids=str)
-def test_the_validation_loss_is_that_of_the_cpu_and_changes_no_bit(
-    tmp_path: Path, policy: dict[str, Any], gpu: str | int, ram: str | int
-) -> None:
-    budgets: dict[str, Any] = {"gpu": gpu, "ram": ram, "d": HELD_OUT}
-    settings: dict[str, Any] = {"deterministic": True} | policy
-    scored = tiny.training(validate_every=2, validation_sequences=6, **settings)
-    with tiny.session(tmp_path / "cpu", t=scored, **budgets) as session:
-        _, expected = validated(session)
-    with tiny.session(tmp_path / "off", t=tiny.training(**settings), device=CUDA, **budgets) as session:
-        digest, none = validated(session)
-    with tiny.session(tmp_path / "on", t=scored, device=CUDA, **budgets) as session:
-        found = validated(session)
-    assert none == []
-    assert found[0] == digest
-    assert found[1] == pytest.approx(expected, rel=1e-4)
-
-
-def test_no_compute_op_of_a_validation_waits_for_the_gpu(tmp_path: Path) -> None:
-    """Of one pass, as the tokens of a second would be fetched meanwhile."""
-    t = tiny.training(steps=9, validate_every=1)
-    with tiny.session(tmp_path, t=t, d=HELD_OUT, gpu=tiny.FLOOR, device=CUDA) as session:
-        train_step(session)
-        validate(session)
-        refuse_waits(session)
-        validate(session)

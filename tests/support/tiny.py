@@ -308,6 +308,26 @@ def delay(session: Session, chance: random.Random) -> None:
     before_ops(session, wait)
 
 
+def refuse_waits(session: Session) -> None:
+    """From now on torch itself refuses what synchronises while a compute op is issued.
+
+    Its check counts for all threads, so nothing may be fetched ahead: that waits for a stream that is no lane's.
+    """
+    torch.cuda.synchronize()
+    perform = session.runtime.perform
+
+    def strict(op: Op) -> Any:
+        if op.lane != "compute":
+            return perform(op)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return perform(op)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    session.executor.attach(strict)
+
+
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     """All master weights of the committed generation, by name."""
     found: dict[str, Tensor] = {}
