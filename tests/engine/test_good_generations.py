@@ -24,12 +24,6 @@ from storage.errors import UserError
 from storage.nvme import NvmeStore
 from storage.retention import Retention
 
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "gpu": {},
-    "ram": {"gpu": tiny.FLOOR},
-    "nvme": {"gpu": tiny.FLOOR, "ram": tiny.FLOOR},
-}
-
 
 def run(folder: Path, **options: Any) -> tiny.Silent:
     observer = tiny.Silent()
@@ -80,10 +74,10 @@ def test_the_last_step_is_looked_at_too(tmp_path: Path, lr: float) -> None:
         assert store.meta["step"] == 0
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS[:3])
 @pytest.mark.parametrize("kind", ["master", "exp_avg", "exp_avg_sq"])
-def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, placement: str, kind: str) -> None:
-    with tiny.session(tmp_path, **PLACEMENTS[placement]) as session:
+def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, gpu: str, ram: str, kind: str) -> None:
+    with tiny.session(tmp_path, gpu=gpu, ram=ram) as session:
         tiny.steps(session, 1)
         before = tiny.digest(session.store)
         optimizer = session.runtime.optimizer

@@ -22,22 +22,21 @@ def training(**changes: Any) -> Any:
     return tiny.training(**({"steps": 2, "global_batch_size": 2, "chunk_tokens": 13} | changes))
 
 
-def run(session: Session) -> tuple[list[float], dict[str, torch.Tensor]]:
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def run(session: Session) -> Result:
     """Losses and norms of all steps, and the parameters after them."""
     metrics = tiny.steps(session)
     figures = [value for m in metrics for value in (m.loss, m.grad_norm)]
     return figures, tiny.parameters(session.store, session.spec)
 
 
-def same(
-    found: tuple[list[float], dict[str, torch.Tensor]], expected: tuple[list[float], dict[str, torch.Tensor]]
-) -> bool:
+def same(found: Result, expected: Result) -> bool:
     return found[0] == expected[0] and all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
-def close(
-    found: tuple[list[float], dict[str, torch.Tensor]], expected: tuple[list[float], dict[str, torch.Tensor]]
-) -> None:
+def close(found: Result, expected: Result) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     for name, value in expected[1].items():
         # Adam's first steps are near its sign: what is rounding in a gradient near zero is not in the step.
@@ -45,7 +44,7 @@ def close(
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
     with tiny.session(tmp_path_factory.mktemp("plain"), m=MODEL, d=DATA, t=training()) as session:
         return run(session)
 
@@ -83,7 +82,7 @@ def test_what_ram_cannot_hold_stays_on_the_gpu_where_there_is_room(tmp_path: Pat
 @pytest.mark.parametrize("ram", ["1GiB", tiny.FLOOR])
 @pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
 def test_a_streamed_window_gives_the_same_gradients(
-    tmp_path: Path, expected: Any, checkpointing: str, ram: str
+    tmp_path: Path, expected: Result, checkpointing: str, ram: str
 ) -> None:
     t = training(activation_checkpointing=checkpointing, kv_window="streamed")
     gpu = "1GiB" if checkpointing == "none" else tiny.FLOOR

@@ -334,30 +334,11 @@ class Pretended(TorchFunctionMode):
         self.use(tensor[index], write=True)
 
 
+_VIEWS = ("__getitem__", "view", "view_as", "split", "unbind", "narrow", "detach", "untyped_storage")
+_ASKED = ("data_ptr", "numel", "nelement", "element_size", "is_contiguous", "stride", "storage_offset", "size", "dim")
+_FIELDS = ("shape", "dtype", "itemsize", "nbytes")
 _HARMLESS = frozenset(
-    {
-        Tensor.__getitem__,
-        Tensor.view,
-        Tensor.view_as,
-        Tensor.split,
-        Tensor.unbind,
-        Tensor.narrow,
-        Tensor.detach,
-        Tensor.data_ptr,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.is_contiguous,
-        Tensor.stride,
-        Tensor.storage_offset,
-        Tensor.untyped_storage,
-        Tensor.size,
-        Tensor.dim,
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-        Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    }
+    [*(getattr(Tensor, name) for name in _VIEWS + _ASKED), *(getattr(Tensor, name).__get__ for name in _FIELDS)]
 )
 """Views, and questions that are not about the content."""
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from engine.train import train, train_step
 from storage.errors import BudgetError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
-from storage.readers import Readers, select_readers
+from storage.readers import select_readers
 
 CPU = torch.device("cpu")
 FLOOR = "floor"
@@ -187,19 +188,14 @@ def plan_of(
         budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
         task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
         chunk = task.chunks[-1]
-        values = dimensions(
-            task.problem(chunk), -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
-        )
+        window_chunks = -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
+        values = dimensions(task.problem(chunk), window_chunks)
+        options = PlanOptions(gpu_first=gpu_first, recompute=values["recompute"][0])
         refusals: list[BudgetError] = []
         ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
         for streamed, ram_first, stages in ways:
-            again = values["recompute"][0]
             try:
-                return task.plan(
-                    PlanOptions(
-                        streamed=streamed, gpu_first=gpu_first, recompute=again, ram_first=ram_first, stages=stages
-                    )
-                )
+                return task.plan(replace(options, streamed=streamed, ram_first=ram_first, stages=stages))
             except BudgetError as refusal:
                 refusals.append(refusal)
         least = min(refusals, key=lambda refusal: refusal.need_bytes)
@@ -208,24 +204,6 @@ def plan_of(
             raise least
         sizes[least.tier] = least.need_bytes
     raise AssertionError("refused what the refusal asked for")
-
-
-def make_store(
-    folder: Path,
-    spec: ModelSpec,
-    plan: Plan,
-    cursor: dict[str, Any],
-    identity: dict[str, Any],
-    seed: int = 0,
-    drives: list[Path] | None = None,
-    readers: Readers | None = None,
-) -> NvmeStore:
-    """A store whose first generation is the model's own initialisation."""
-    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
-    initializer = Initializer(spec, seed)
-    buffers = ((name, initializer.values(name)) for name in spec.buffers)
-    fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor, identity))
-    return store
 
 
 def session(
@@ -255,7 +233,10 @@ def session(
     if (root / "manifest.json").exists():
         store = NvmeStore.open(root, drives=drives, readers=readers)
     else:
-        store = make_store(root, spec, plan, loader.cursor, identity, train.seed, drives, readers)
+        store = NvmeStore.create(root, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
+        initializer = Initializer(spec, train.seed)
+        buffers = ((name, initializer.values(name)) for name in spec.buffers)
+        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
     return Session(
         spec=spec,
         plan=plan,
@@ -342,8 +323,7 @@ def first_moments(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     flat = layouts(spec)
     for array in store.arrays():
         if array.kind == "exp_avg":
-            whole = torch.cat([_stored(store, array, part) for part in range(len(array.parts()))])
-            found |= flat[array.buffer].views(whole)
+            found |= flat[array.buffer].views(_stored(store, array))
     return found
 
 
@@ -351,8 +331,7 @@ def digest(store: NvmeStore) -> str:
     """A hash of every byte of the committed generation."""
     total = hashlib.sha256()
     for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
-        for part in range(len(array.parts())):
-            total.update(_stored(store, array, part).numpy().tobytes())
+        total.update(_stored(store, array).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -368,18 +347,17 @@ def live_digest(session: Session) -> str:
     for array in sorted(session.store.arrays(), key=lambda array: (array.buffer, array.kind)):
         tier = session.plan.buffers[array.buffer].state
         memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
-        for part, (start, end) in enumerate(array.parts()):
-            if memory is None:
-                rows = _stored(session.store, array, part)
-            else:
-                assert memory.state is not None
-                rows = memory.state[array.kind][start:end]
-            total.update(rows.numpy().tobytes())
+        if memory is None:
+            whole = _stored(session.store, array)
+        else:
+            assert memory.state is not None
+            whole = memory.state[array.kind][: array.numel]
+        total.update(whole.numpy().tobytes())
     return total.hexdigest()
 
 
-def _stored(store: NvmeStore, array: ArraySpec, part: int) -> Tensor:
-    start, end = array.parts()[part]
-    rows = torch.empty(end - start)
-    store.read(array.buffer, array.kind, part, rows).result()
-    return rows
+def _stored(store: NvmeStore, array: ArraySpec) -> Tensor:
+    whole = torch.empty(array.numel)
+    for part, (start, end) in enumerate(array.parts()):
+        store.read(array.buffer, array.kind, part, whole[start:end]).result()
+    return whole

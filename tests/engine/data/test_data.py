@@ -1,10 +1,11 @@
 """Documents, tokenizer, corpus folder and packing."""
 
+import itertools
 import json
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,8 +57,18 @@ def make_corpus(folder: Path, documents: list[list[int]]) -> TokenCorpus:
     return TokenCorpus.open(folder)
 
 
-def rows_of(batch: MicroBatch) -> list[tuple[int, int]]:
-    return list(zip(batch.documents, [*batch.documents[1:], len(batch.ids)], strict=True))
+def loader_of(corpus: TokenCorpus, length: int, rows: int = 1, per_step: int = 1, **more: Any) -> DataLoader:
+    sizes = {"sequence_length": length, "global_batch_size": rows * per_step, "micro_batch_size": rows}
+    return DataLoader(corpus, **{"vocab_size": 10_000} | sizes | more)
+
+
+def check_rows(batch: MicroBatch, rows: int, length: int) -> list[tuple[int, int]]:
+    """Starts and ends of its documents, of which no row shares one with another and whose positions begin anew."""
+    assert set(range(0, rows * length, length)) <= set(batch.documents)
+    found = list(itertools.pairwise([*batch.documents, len(batch.ids)]))
+    for start, stop in found:
+        assert batch.positions[start:stop].tolist() == list(range(stop - start))
+    return found
 
 
 def test_tokenizer_is_deterministic_and_lossless(tmp_path, tokenizer):
@@ -265,17 +276,9 @@ def unique_documents(lengths: list[int]) -> list[list[int]]:
 def test_an_epoch_gives_every_token_and_target_once(tmp_path_factory, lengths, length, rows, seed, alone):
     documents = unique_documents(lengths)
     corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents)
-    loader = DataLoader(
-        corpus,
-        vocab_size=1000,
-        sequence_length=length,
-        global_batch_size=2 * rows,
-        micro_batch_size=rows,
-        seed=seed,
-        one_document_per_row=alone,
-    )
+    loader = loader_of(corpus, length, rows, per_step=2, seed=seed, one_document_per_row=alone)
     assert loader.num_split_documents == sum(n > length for n in lengths)
-    following = {a: b for ids in documents for a, b in pairwise(ids)}
+    following = {a: b for ids in documents for a, b in itertools.pairwise(ids)}
     seen: list[int] = []
     while len(seen) < 2 * corpus.info.num_tokens:
         step = loader.next_step()
@@ -283,12 +286,10 @@ def test_an_epoch_gives_every_token_and_target_once(tmp_path_factory, lengths, l
         for batch in step:
             assert batch.ids.dtype == batch.labels.dtype == batch.positions.dtype == torch.int64
             assert len(batch.ids) == rows * length
-            assert set(range(0, rows * length, length)) <= set(batch.documents)
             assert batch.documents == sorted(set(batch.documents))
             assert batch.num_targets == int((batch.labels != IGNORE_LABEL).sum())
             tokens = []
-            for start, stop in rows_of(batch):
-                assert batch.positions[start:stop].tolist() == list(range(stop - start))
+            for start, stop in check_rows(batch, rows, length):
                 tokens += [t for t in range(start, stop) if int(batch.ids[t]) != 0]
             assert sum(batch.lengths) == len(tokens)
             assert alone or len(tokens) == rows * length
@@ -304,7 +305,7 @@ def test_order_differs_by_seed_and_epoch(tmp_path):
     corpus = make_corpus(tmp_path, unique_documents([4] * 16))
 
     def epochs(seed: int) -> list[list[int]]:
-        loader = DataLoader(corpus, vocab_size=99, sequence_length=64, global_batch_size=1, seed=seed)
+        loader = loader_of(corpus, 64, seed=seed)
         return [loader.next_step()[0].ids.tolist() for _ in range(2)]
 
     first, second = epochs(0), epochs(1)
@@ -317,7 +318,7 @@ def test_seek_continues_exactly(tmp_path):
     corpus = make_corpus(tmp_path / "one", unique_documents([5, 17, 1, 9, 30]))
 
     def loader(seed: int = 3) -> DataLoader:
-        return DataLoader(corpus, vocab_size=99, sequence_length=7, global_batch_size=2, seed=seed)
+        return loader_of(corpus, 7, per_step=2, seed=seed)
 
     whole = loader()
     steps, cursors = [], []
@@ -332,7 +333,7 @@ def test_seek_continues_exactly(tmp_path):
         loader(seed=4).seek(cursors[0])
     other = make_corpus(tmp_path / "two", unique_documents([5, 6]))
     with pytest.raises(UserError, match="not the tokens that the run was trained on"):
-        DataLoader(other, vocab_size=99, sequence_length=7, global_batch_size=1, seed=3).seek(cursors[0])
+        loader_of(other, 7, seed=3).seek(cursors[0])
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), alone=st.booleans(), data=st.data())
@@ -347,17 +348,8 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
     assert sorted([*train, *validation]) == list(range(len(lengths)))
 
     def loader(chosen: object, endless: bool) -> DataLoader:
-        return DataLoader(
-            corpus,
-            vocab_size=10_000,
-            sequence_length=length,
-            global_batch_size=rows * per_pass,
-            micro_batch_size=rows,
-            seed=seed,
-            one_document_per_row=alone,
-            documents=chosen,
-            endless=endless,
-        )
+        options = {"seed": seed, "one_document_per_row": alone, "documents": chosen, "endless": endless}
+        return loader_of(corpus, length, rows, per_pass, **options)
 
     trained = loader(train, True)
     seen = {int(t) for _ in range(20) for batch in trained.next_step() for t in batch.ids} - {0}
@@ -382,9 +374,7 @@ def test_documents_held_out_are_validated_on_and_never_trained_on(tmp_path_facto
     assert set(found) <= set(targets)
     assert len(set(found)) == len(found), "each once"
     for batch in batches:
-        assert set(range(0, rows * length, length)) <= set(batch.documents)
-        for start, stop in rows_of(batch):
-            assert batch.positions[start:stop].tolist() == list(range(stop - start))
+        check_rows(batch, rows, length)
     for one, other in zip(batches, [batch for p in passes[1] for batch in p], strict=True):
         assert torch.equal(one.ids, other.ids)
         assert torch.equal(one.labels, other.labels)
@@ -412,9 +402,7 @@ def test_what_is_held_out_depends_on_the_seed_alone():
 
 
 def test_a_cursor_that_is_no_place_in_the_corpus(tmp_path):
-    loader = DataLoader(
-        make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), vocab_size=9, sequence_length=4, global_batch_size=1
-    )
+    loader = loader_of(make_corpus(tmp_path, [[1, 2, 0], [3, 4, 5, 6, 0]]), 4)
     good = loader.cursor
     for bad in (
         None,

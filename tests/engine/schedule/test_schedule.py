@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
-from schedule_check import races
-from schedule_replay import Replay
+from schedule_replay import Replay, races
 from small_problems import planned, problem
 
 from engine.plan.plan import Plan, cut_chunks
@@ -23,15 +22,8 @@ from engine.schedule import resources as r
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import Op
 
-TRAINS = {
-    a.EMBED_FORWARD,
-    a.LAYER_FORWARD,
-    a.LAYER_FORWARD_BOTTOM,
-    a.HEAD,
-    a.LAYER_BACKWARD,
-    a.LAYER_BACKWARD_BOTTOM,
-    a.EMBED_BACKWARD,
-}
+FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM}
+TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_BACKWARD}
 """What takes a chunk through a block to its output, in a step; in a validation:"""
 EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.HEAD_EVALUATE}
 
@@ -47,11 +39,11 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
+Documents = list[list[int]]
+
+
 def steps_of(
-    plan: Plan,
-    steps: int = 3,
-    documents: list[list[int]] | None = None,
-    passes: dict[int, list[int]] | None = None,
+    plan: Plan, steps: int = 3, documents: Documents | None = None, passes: dict[int, list[int]] | None = None
 ) -> list[Op]:
     """Ops of a whole run that commits every other step, be it in a validation."""
     builder = ScheduleBuilder(plan)
@@ -72,8 +64,6 @@ def steps_of(
 @sampled(25, 100)
 @given(planned(), validations)
 def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int, list[int]]) -> None:
-    for tier in plan.tiers.values():
-        assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
     ops = steps_of(plan, passes=passes)
     assert [op.id for op in ops] == list(range(len(ops)))
     assert {op.lane for op in ops} <= set(a.LANES)
@@ -201,15 +191,6 @@ def test_every_op_finds_what_it_wants_where_it_looks(
     files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
     assert files == [], "a file is left when the step is over"
     assert replay.graphs == 0
-    in_ram = [key for key in records(plan) if key not in plan.spilled and key not in plan.saved_graphs]
-    if plan.spilled and in_ram:
-        last = max(block for block, _ in plan.spilled)
-        assert all(block >= last for block, _ in in_ram), "backward's last spill first"
-
-
-def records(plan: Plan) -> list[tuple[int, int]]:
-    layers = [i for i, block in enumerate(plan.blocks) if block.role == "layer"]
-    return [(i, chunk.index) for i in layers for chunk in plan.chunks]
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())
