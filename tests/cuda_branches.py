@@ -94,6 +94,29 @@ def problems(found: Sequence[Group], reasons: dict[str, str]) -> list[str]:
     return unexplained + sorted(stale)
 
 
+PAGE_TEXT = """# Code that no test on a CPU executes
+
+Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the
+reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:
+these lines may never have run.
+
+## What needs a GPU: {count:,} lines in {functions} functions
+
+| file | function | lines | which | why no CPU test runs them |
+|---|---|---|---|---|
+{rows}
+
+## The rest: {rest:,} lines that have nothing to do with CUDA
+
+Refusals of rare faults, other kernels and other versions of libraries, and lines that run in processes
+which end by a signal, where coverage loses count.
+
+| file | lines | functions |
+|---|---|---|
+{short}
+"""
+
+
 def page(found: Sequence[Group], reasons: dict[str, str]) -> str:
     """The page, in Markdown."""
     cuda = [group for group in found if group.key in reasons]
@@ -107,30 +130,12 @@ def page(found: Sequence[Group], reasons: dict[str, str]) -> str:
         f"| `{file}` | {sum(len(g.lines) for g in each)} | {', '.join(f'`{g.function}`' for g in each)} |"
         for file, each in sorted(others.items())
     ]
-    return "\n".join(
-        [
-            "# Code that no test on a CPU executes",
-            "",
-            "Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the",
-            "reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:",
-            "these lines may never have run.",
-            "",
-            f"## What needs a GPU: {count:,} lines in {len(cuda)} functions",
-            "",
-            "| file | function | lines | which | why no CPU test runs them |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            f"## The rest: {sum(len(g.lines) for g in rest):,} lines that have nothing to do with CUDA",
-            "",
-            "Refusals of rare faults, other kernels and other versions of libraries, and lines that run in processes",
-            "which end by a signal, where coverage loses count.",
-            "",
-            "| file | lines | functions |",
-            "|---|---|---|",
-            *short,
-            "",
-        ]
+    return PAGE_TEXT.format(
+        count=count,
+        functions=len(cuda),
+        rows="\n".join(rows),
+        rest=sum(len(g.lines) for g in rest),
+        short="\n".join(short),
     )
 
 

@@ -29,6 +29,7 @@ from engine.hf import weights
 from engine.hf.config import model_config
 from engine.schedule.ops import Op
 from storage.checkpoints import good_name, list_checkpoints
+from storage.manifest import Manifest
 from storage.nvme import NvmeStore
 from storage.retention import automatic_name
 
@@ -125,9 +126,8 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
             died[(folder / "died-in").read_text()] += 1
             assert committed_step(folder) >= before
             continue
-        with closing(NvmeStore.open(folder / "state")) as store:
-            assert store.meta["step"] == STEPS
-            assert tiny.digest(store) == expected
+        assert committed_step(folder) == STEPS
+        assert tiny.digest_of(folder) == expected
         check_kept(folder)
         finished += 1
     print(f"killed in {dict(died)}; {finished} runs finished")
@@ -146,8 +146,7 @@ def committed_step(folder: Path) -> int:
     """Step of the committed generation; -1 before the first."""
     if not (folder / "state" / "manifest.json").exists():
         return -1
-    with closing(NvmeStore.open(folder / "state")) as store:
-        return int(store.meta["step"])
+    return int(Manifest.read(folder / "state").meta["step"])
 
 
 def die_at(moment: int, during: Callable[..., Any]) -> Callable[..., Any]:

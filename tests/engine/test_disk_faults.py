@@ -20,7 +20,6 @@ from samples import samples
 from engine.events import StepMetrics
 from engine.schedule.ops import Op
 from engine.session import Session
-from engine.train import train
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 
@@ -120,12 +119,7 @@ def test_the_message_names_file_and_generation(tmp_path: Path, monkeypatch: pyte
                 FAULTS["disk full"][0](monkeypatch, tmp_path)
 
     with pytest.raises(UserError, match=rf"{tmp_path}/state/.*No space left on device.*Generation \d \(step [12]\) is"):
-        train(
-            tiny.recipe(budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"), storage=tiny.storage(checkpoint_every=1)),
-            run_dir=tmp_path,
-            observer=Filling(),
-            resume=False,
-        )
+        tiny.train_run(tmp_path, Filling(), budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"))
 
 
 def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from engine.schedule.actions import CLIP, HEAD, LANES
 from engine.schedule.ops import Op
 from engine.train import TrainResult, train_step
 from storage.checkpoints import list_checkpoints
-from storage.nvme import NvmeStore
+from storage.manifest import Manifest
 
 BUDGETS = {"roomy": ("1GiB", "1GiB"), "tight": ("1100000", "750000")}
 
@@ -84,8 +83,7 @@ def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path
     result = run(tmp_path, observer)
     assert (result.stopped, result.steps) == (True, 3)
     assert observer.pauses == [(True, 3)]
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert store.meta["step"] == 3
+    assert Manifest.read(tmp_path / "state").meta["step"] == 3
 
 
 def test_a_stop_before_the_first_step_is_honoured(tmp_path: Path) -> None:

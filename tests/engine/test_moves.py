@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 
 from engine.train import train_step
 from storage.checkpoints import list_checkpoints
+from storage.disk import publish
 from storage.errors import UserError
+from storage.manifest import FILE_NAME, Manifest
 from storage.nvme import NvmeStore
 from storage.retention import automatic_name
 
@@ -147,10 +151,62 @@ def test_going_on_with_another_recipe_is_said(tmp_path: Path) -> None:
 
 def test_the_manifest_says_where_a_generation_comes_from(tmp_path: Path) -> None:
     tiny.train_run(tmp_path, tiny.Silent(stop_after=2))
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        meta = store.meta
+    meta = Manifest.read(tmp_path / "state").meta
     assert meta["step"] == 2
     assert len(meta["recipe"]) == 64
     assert meta["rng"] == {"train.seed": 0, "data.seed": 0}
     assert set(meta["versions"]) == {"torch", "transformers", "python"}
     assert meta["cursor"]
+
+
+THREE_STEPS: dict[str, Any] = {"train": tiny.training(steps=3), "storage": tiny.storage()}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    tiny.train_run(folder, tiny.Silent(stop_after=2), **THREE_STEPS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None},
+        {"step": -1},
+        {"step": "2"},
+        {"step": True},
+        {"step": 2.0},
+        {"step": 10**30},
+        {"tokens": None},
+        {"tokens": [1]},
+        {"recipe": 7},
+        {"cursor": []},
+        {"cursor": {}},
+        {"cursor": {"piece": -1}},
+        {"plan": {"chunk_tokens": "16"}},
+        {"plan": {"chunk_tokens": 16, "of_a_later_version": 1}},
+        {"plan": {"chunk_tokens": 16, "stages": True}},
+        {"plan": {"chunk_tokens": 16, "gpu_first": 3}},
+        {"plan": {"chunk_tokens": 16, "compiled": "no"}},
+    ],
+    ids=str,
+)
+def test_a_record_that_makes_no_sense_is_one_message(stopped: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right: somebody made it, or a later version did."""
+    root = stopped / "state"
+    current = Manifest.read(root)
+    meta = {name: value for name, value in (current.meta | change).items() if value is not None}
+    publish(replace(current, meta=meta).prepare(root), root / FILE_NAME)
+    try:
+        with pytest.raises(UserError, match=r"does not say where|another version|record of the generation"):
+            tiny.train_run(stopped, tiny.Silent(), resume=True, **THREE_STEPS)
+        assert Manifest.read(root).meta == meta
+    finally:
+        publish(current.prepare(root), root / FILE_NAME)
+
+
+def test_the_record_as_it_was_is_gone_on_from(stopped: Path) -> None:
+    observer = tiny.Silent()
+    tiny.train_run(stopped, observer, resume=True, **THREE_STEPS)
+    assert [metrics.step for metrics in observer.metrics] == [3]

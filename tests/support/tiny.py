@@ -323,7 +323,7 @@ def first_moments(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     flat = layouts(spec)
     for array in store.arrays():
         if array.kind == "exp_avg":
-            found |= flat[array.buffer].views(_stored(store, array))
+            found |= flat[array.buffer].views(stored(store, array))
     return found
 
 
@@ -331,7 +331,7 @@ def digest(store: NvmeStore) -> str:
     """A hash of every byte of the committed generation."""
     total = hashlib.sha256()
     for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
-        total.update(_stored(store, array).numpy().tobytes())
+        total.update(stored(store, array).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -348,7 +348,7 @@ def live_digest(session: Session) -> str:
         tier = session.plan.buffers[array.buffer].state
         memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
         if memory is None:
-            whole = _stored(session.store, array)
+            whole = stored(session.store, array)
         else:
             assert memory.state is not None
             whole = memory.state[array.kind][: array.numel]
@@ -356,7 +356,8 @@ def live_digest(session: Session) -> str:
     return total.hexdigest()
 
 
-def _stored(store: NvmeStore, array: ArraySpec) -> Tensor:
+def stored(store: NvmeStore, array: ArraySpec) -> Tensor:
+    """An array of the committed generation."""
     whole = torch.empty(array.numel)
     for part, (start, end) in enumerate(array.parts()):
         store.read(array.buffer, array.kind, part, whole[start:end]).result()

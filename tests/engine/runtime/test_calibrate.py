@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE
 from engine.train import train_step
 from storage.errors import UserError
-from storage.nvme import NvmeStore
+from storage.manifest import Manifest
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -126,8 +125,7 @@ def run(folder: Path, *, steps: int = 3, gpu: str = "1GiB", stop_after: int | No
         "storage": tiny.storage(),
     }
     tiny.train_run(folder, observer, resume=(folder / "state").exists(), **sections)
-    with closing(NvmeStore.open(folder / "state")) as store:
-        return observer, tiny.digest(store), dict(store.meta)
+    return observer, tiny.digest_of(folder), Manifest.read(folder / "state").meta
 
 
 def test_a_calibrated_run_trains_to_the_same_bits(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The schedule: whatever the plan, every access is ordered, slots are never shared, and the peak is the plan's."""
+"""The schedule: whatever the plan, every access is ordered, slots are never shared, and the peak is the plan's; and the
+table of actions against who emits them and who carries them out."""
 
 from __future__ import annotations
 
@@ -6,17 +7,22 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
 from schedule_replay import Replay, races
-from small_problems import planned, problem
+from small_problems import planned, problem, some_plan
 
 from engine.plan.plan import Plan, cut_chunks
 from engine.plan.planner import make_plan
 from engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
+from engine.runtime.block_ops import BlockOps
+from engine.runtime.handlers import handlers_of, handles
+from engine.runtime.layer_ops import LayerOps
+from engine.runtime.state_ops import StateOps
 from engine.schedule import actions as a
 from engine.schedule import resources as r
 from engine.schedule.builder import ScheduleBuilder
@@ -205,3 +211,58 @@ def test_chunks_cover_each_micro_batch_once(
         assert [chunk.local for chunk in mine] == list(range(len(mine)))
         width = row_tokens if per_row else chunk_tokens
         assert all(chunk.end - chunk.start <= width for chunk in mine)
+
+
+SCARCE = {"gpu_budget": 1, "ram_budget": 1}
+LONG = {"micro_batches": 1, "row_tokens": 512}
+PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
+    "on the GPU": ({}, PlanOptions()),
+    "in RAM": ({"gpu_budget": 1}, PlanOptions()),
+    "on NVMe": (SCARCE, PlanOptions()),
+    "on NVMe, read through RAM": (SCARCE | {"device_reads": False}, PlanOptions()),
+    "on NVMe, recomputed": (SCARCE | {"activation_checkpointing": "full"}, PlanOptions(recompute="all")),
+    "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
+    "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
+}
+"""Problems and choices in which every action has its place."""
+
+
+def test_every_action_has_one_handler() -> None:
+    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, StateOps)]
+    assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
+    assert all(name == action.name and action.lane in a.LANES for name, action in a.ACTIONS.items())
+
+
+def test_two_handlers_of_an_action_are_refused() -> None:
+    class Owner:
+        @handles(a.NORM, a.CLIP)
+        def both(self, op: Op) -> None: ...
+
+        @handles(a.CLIP)
+        def again(self, op: Op) -> None: ...
+
+    with pytest.raises(AssertionError, match="two handlers of clip"):
+        handlers_of(Owner())
+
+
+def test_every_action_is_emitted_by_some_plan() -> None:
+    emitted = {
+        op.action
+        for shape, choice in PLANS.values()
+        for op in steps_of(some_plan(problem(**shape), choice), 2, passes={1: [1]})
+    }
+    assert emitted == set(a.ACTIONS.values())
+
+
+@sampled(25, 100)
+@given(planned())
+def test_an_op_touches_what_its_action_says(plan: Plan) -> None:
+    for op in steps_of(plan, 2, passes={1: [1]}):
+        assert {place[0] for place in op.reads} <= {*op.action.reads, *op.action.adds}, op
+        assert {place[0] for place in op.writes} <= {*op.action.writes, *op.action.adds}, op
+
+
+def test_what_is_measured_as_another_is_of_the_table_and_on_its_lane() -> None:
+    for action in a.ACTIONS.values():
+        if action.measured_as is not None:
+            assert a.ACTIONS[action.measured_as].lane == action.lane
