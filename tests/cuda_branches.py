@@ -11,7 +11,6 @@ explains are an error, and so is a reason whose function has been executed throu
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import subprocess
@@ -20,6 +19,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import coverage
+from coverage.regions import code_regions
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cuda-branches.md"
@@ -46,27 +48,15 @@ class Group:
         return f"{self.file}:{self.function}"
 
 
-def functions(tree: ast.AST) -> dict[int, str]:
+def functions(source: str) -> dict[int, str]:
     """Line -> qualified name of the innermost function that it is in."""
-    found: dict[int, str] = {}
-
-    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
-        for child in ast.iter_child_nodes(node):
-            inside = names
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inside = (*names, child.name)
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert child.end_lineno is not None
-                found.update(dict.fromkeys(range(child.lineno, child.end_lineno + 1), ".".join(inside)))
-            visit(child, inside)
-
-    visit(tree, ())
-    return found
+    regions = [region for region in code_regions(source) if region.kind == "function"]
+    return {line: region.name for region in regions for line in region.lines}
 
 
 def groups(file: str, source: str, missing: Iterable[int]) -> list[Group]:
     """The lines of a file that were not executed, by function."""
-    where, text = functions(ast.parse(source)), source.splitlines()
+    where, text = functions(source), source.splitlines()
     of: dict[str, list[int]] = {}
     for line in sorted(missing):
         of.setdefault(where.get(line, "(module)"), []).append(line)
@@ -104,6 +94,29 @@ def problems(found: Sequence[Group], reasons: dict[str, str]) -> list[str]:
     return unexplained + sorted(stale)
 
 
+PAGE_TEXT = """# Code that no test on a CPU executes
+
+Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the
+reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:
+these lines may never have run.
+
+## What needs a GPU: {count:,} lines in {functions} functions
+
+| file | function | lines | which | why no CPU test runs them |
+|---|---|---|---|---|
+{rows}
+
+## The rest: {rest:,} lines that have nothing to do with CUDA
+
+Refusals of rare faults, other kernels and other versions of libraries, and lines that run in processes
+which end by a signal, where coverage loses count.
+
+| file | lines | functions |
+|---|---|---|
+{short}
+"""
+
+
 def page(found: Sequence[Group], reasons: dict[str, str]) -> str:
     """The page, in Markdown."""
     cuda = [group for group in found if group.key in reasons]
@@ -117,37 +130,17 @@ def page(found: Sequence[Group], reasons: dict[str, str]) -> str:
         f"| `{file}` | {sum(len(g.lines) for g in each)} | {', '.join(f'`{g.function}`' for g in each)} |"
         for file, each in sorted(others.items())
     ]
-    return "\n".join(
-        [
-            "# Code that no test on a CPU executes",
-            "",
-            "Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the",
-            "reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:",
-            "these lines may never have run.",
-            "",
-            f"## What needs a GPU: {count:,} lines in {len(cuda)} functions",
-            "",
-            "| file | function | lines | which | why no CPU test runs them |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            f"## The rest: {sum(len(g.lines) for g in rest):,} lines that have nothing to do with CUDA",
-            "",
-            "Refusals of rare faults, other kernels and other versions of libraries, and lines that run in processes",
-            "which end by a signal, where coverage loses count.",
-            "",
-            "| file | lines | functions |",
-            "|---|---|---|",
-            *short,
-            "",
-        ]
+    return PAGE_TEXT.format(
+        count=count,
+        functions=len(cuda),
+        rows="\n".join(rows),
+        rest=sum(len(g.lines) for g in rest),
+        short="\n".join(short),
     )
 
 
 def read_groups(data_files: Sequence[Path]) -> list[Group]:
     """The groups of all files of the packages, from coverage data."""
-    import coverage
-
     with tempfile.TemporaryDirectory() as folder:
         measured = coverage.Coverage(data_file=str(Path(folder) / "all"), source=[str(ROOT / p) for p in PACKAGES])
         measured.combine([str(path) for path in data_files], keep=True, strict=True)
@@ -187,7 +180,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, action="append", help="coverage data; instead of running tests")
     parser.add_argument("tests", nargs="*", help="behind --: arguments for pytest; all tests where none is given")
-    parser.add_argument("--no-check", action="store_true", help="write the page although reasons are missing or stale")
     given = parser.parse_args()
     from cuda_reasons import REASONS
 
@@ -200,7 +192,7 @@ def main() -> None:
     wrong = problems(found, REASONS)
     for line in wrong:
         print(line, file=sys.stderr)
-    if wrong and not given.no_check:
+    if wrong:
         raise SystemExit(f"{len(wrong)} groups: {PAGE.relative_to(ROOT)} is left as it is")
     PAGE.write_text(page(found, REASONS), encoding="utf-8")
 

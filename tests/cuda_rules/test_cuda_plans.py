@@ -46,7 +46,7 @@ def check(run: Replay, case: str) -> None:
     tokens = plan.problem.micro_batches * plan.window_tokens
     beside = overhead_bytes(tokens) - CUBLAS_WORKSPACE_BYTES + plan.problem.gpu_budget // ALLOCATOR_SHARE
     assert run.slot_bytes <= slots + plan.problem.gpu_budget // ALLOCATOR_SHARE // 4
-    assert 0 < dynamic <= beside, cuda.peaks()
+    assert 0 < dynamic <= beside
     assert cuda.reserved_bytes() + tier.parts["workspace"] - beside <= tier.budget_bytes
     # torch's pinned allocator takes powers of two; the reserve of RAM is what they come from.
     assert run.ram.arena.used_bytes <= plan.tiers["ram"].peak_bytes - plan.problem.reader_bytes
@@ -102,11 +102,7 @@ def test_weights_from_nvme(name: str, case: Case) -> None:
         run.step(1)
         run.step(2, passes=len(run.plan.blocks) // 2)
         check(run, name)
-        assert (
-            not EXPECTED["staged" if name == "direct" else "direct"]
-            & run.watch.actions
-            & {"read_weights_whole", "read_weights"}
-        )
+        assert ({"read_weights_whole"} if name == "staged" else {"read_weights"}).isdisjoint(run.watch.actions)
 
 
 def test_every_copy_between_host_and_device_is_in_some_plan() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.schedule.actions import UNSPILL
@@ -25,9 +25,7 @@ LONG: dict[str, Any] = {
 
 def trained(session: Session) -> str:
     """The digest after all of the session's steps."""
-    while session.step < session.recipe.train.steps:
-        train_step(session)
-    session.finish()
+    tiny.steps(session)
     return tiny.digest(session.store)
 
 
@@ -60,7 +58,7 @@ def test_activations_of_four_times_the_ram_budget(tmp_path: Path) -> None:
     assert read <= written, "what is still on the GPU is not read back"
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 @given(
     share=st.floats(0.0, 1.0),
     layers=st.integers(1, 4),
@@ -96,17 +94,15 @@ def test_any_share_of_activations_on_nvme_changes_no_bit(
 
 def test_a_damaged_activation_stops_the_run_by_name(tmp_path: Path) -> None:
     with tiny.session(tmp_path, **LONG, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
-        perform = session.runtime.perform
 
-        def damaging(op: Op) -> Any:
+        def damaging(op: Op) -> None:
             if op.action is UNSPILL["kv"] and op.block == "layers.3" and op.index == 2:
                 (path,) = (p for p in spill_files(session) if "kv.layers.3.2" in p.name)
                 content = bytearray(path.read_bytes())
                 content[5] ^= 4
                 path.write_bytes(content)
-            return perform(op)
 
-        session.executor._perform = damaging
+        tiny.before_ops(session, damaging)
         with pytest.raises(UserError, match=r"kv\.layers\.3\.2"):
             train_step(session)
 

@@ -1,4 +1,5 @@
-"""Kill -9 at random moments of every phase: whatever is on disk then, resuming ends in an uninterrupted run's bits."""
+"""Kill -9 at random moments: whatever is on disk then, a run ends in an uninterrupted one's bits, and no half export
+passes for a model."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -16,17 +18,28 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from samples import samples
+from transformers import AutoModelForCausalLM
 
+from engine import opening
+from engine.config import ModelConfig
+from engine.export import export
+from engine.hf import weights
+from engine.hf.config import model_config
 from engine.schedule.ops import Op
-from engine.train import train_step
 from storage.checkpoints import good_name, list_checkpoints
+from storage.manifest import Manifest
 from storage.nvme import NvmeStore
 from storage.retention import automatic_name
 
 STEPS = 5
 KILLS = samples(6, 18)
 """For each of three placements."""
+FEW_KILLS = samples(1, 3)
+"""Of an import, and of an export."""
+
+CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "mkdir")
 
 PHASES = {
     "forward": ("embed_forward", "layer_forward"),
@@ -54,10 +67,9 @@ def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str 
     kept = tiny.storage(checkpoint_every=2, keep_last=2)
     drives = [folder / "state", folder / "second"][:num_drives]
     with tiny.session(folder, t=settings, s=kept, gpu=gpu, ram=ram, drives=drives) as session:
-        perform = session.runtime.perform
         lock = threading.Lock()
 
-        def watched(op: Op) -> Any:
+        def watched(op: Op) -> None:
             nonlocal countdown
             with lock:
                 countdown -= op.action.name in PHASES.get(phase, ())
@@ -65,13 +77,10 @@ def train_until_killed(folder: Path, seed: int | None, gpu: str | int, ram: str 
                 countdown -= due
             if due:
                 threading.Thread(target=_die, args=(folder, phase, delay_s), daemon=True).start()
-            return perform(op)
 
         if seed is not None:
-            session.executor._perform = watched
-        while session.step < STEPS:
-            train_step(session)
-        session.finish()
+            tiny.before_ops(session, watched)
+        tiny.steps(session)
 
 
 def _die(folder: Path, phase: str, delay_s: float) -> None:
@@ -88,8 +97,8 @@ def processes() -> ForkServerContext:
     return context
 
 
-def run_child(processes: ForkServerContext, *args: Any) -> int | None:
-    child = processes.Process(target=train_until_killed, args=args)
+def run_child(processes: ForkServerContext, act: Callable[..., None], *args: Any) -> int | None:
+    child = processes.Process(target=act, args=args)
     child.start()
     child.join(120)
     return child.exitcode
@@ -100,9 +109,8 @@ def run_child(processes: ForkServerContext, *args: Any) -> int | None:
 def test_kill_9_at_random_moments_resumes_bit_for_bit(
     tmp_path: Path, processes: ForkServerContext, gpu: str | int, ram: str | int, drives: int
 ) -> None:
-    assert run_child(processes, tmp_path / "straight", None, gpu, ram, drives) == 0
-    with closing(NvmeStore.open(tmp_path / "straight" / "state")) as store:
-        expected = tiny.digest(store)
+    assert run_child(processes, train_until_killed, tmp_path / "straight", None, gpu, ram, drives) == 0
+    expected = tiny.digest_of(tmp_path / "straight")
     died: Counter[str] = Counter()
     finished = seed = 0
     while died.total() < KILLS or not finished:
@@ -110,16 +118,16 @@ def test_kill_9_at_random_moments_resumes_bit_for_bit(
         folder.mkdir(exist_ok=True)
         before = committed_step(folder)
         # Every run gets through in the end: past some kills it is left alone.
-        exitcode = run_child(processes, folder, seed if died.total() < KILLS else None, gpu, ram, drives)
+        kill = seed if died.total() < KILLS else None
+        exitcode = run_child(processes, train_until_killed, folder, kill, gpu, ram, drives)
         seed += 1
         assert exitcode in (0, -signal.SIGKILL), exitcode
         if exitcode:
             died[(folder / "died-in").read_text()] += 1
             assert committed_step(folder) >= before
             continue
-        with closing(NvmeStore.open(folder / "state")) as store:
-            assert store.meta["step"] == STEPS
-            assert tiny.digest(store) == expected
+        assert committed_step(folder) == STEPS
+        assert tiny.digest_of(folder) == expected
         check_kept(folder)
         finished += 1
     print(f"killed in {dict(died)}; {finished} runs finished")
@@ -138,5 +146,76 @@ def committed_step(folder: Path) -> int:
     """Step of the committed generation; -1 before the first."""
     if not (folder / "state" / "manifest.json").exists():
         return -1
-    with closing(NvmeStore.open(folder / "state")) as store:
-        return int(store.meta["step"])
+    return int(Manifest.read(folder / "state").meta["step"])
+
+
+def die_at(moment: int, during: Callable[..., Any]) -> Callable[..., Any]:
+    """`during`, in which this process dies by SIGKILL before the call number `moment` that changes the disk.
+
+    It leaves their number in the file "calls" where it lives through it.
+    """
+
+    def watched(*args: Any, **options: Any) -> Any:
+        calls = 0
+
+        def count(call: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **options)
+
+            return counted
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in CHANGING:
+                patch.setattr(os, name, count(getattr(os, name)))
+            result = during(*args, **options)
+        Path("calls").write_text(str(calls))
+        return result
+
+    return watched
+
+
+def import_and_train(folder: Path, model: ModelConfig, moment: int, resume: bool) -> None:
+    os.chdir(folder.parent)
+    opening._fill_new = die_at(moment, opening._fill_new)
+    tiny.train_run(folder, tiny.Silent(), model=model, resume=resume)
+
+
+def export_to(out_dir: Path, folder: Path, model: ModelConfig, moment: int) -> None:
+    os.chdir(folder.parent)
+    weights.export_folder = die_at(moment, weights.export_folder)
+    export(folder, tiny.recipe(model=model), out_dir=out_dir)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.sampled
+def test_a_killed_import_begins_again_and_a_killed_export_is_no_model(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    source = tmp_path / "model"
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(model_config(tiny.recipe(), None)).save_pretrained(source)
+    model, chance = ModelConfig(path=str(source)), random.Random(0)
+    straight, whole = tmp_path / "straight", tmp_path / "whole"
+    assert run_child(processes, import_and_train, straight, model, 0, False) == 0
+    calls = int((tmp_path / "calls").read_text())
+    for number in range(FEW_KILLS):
+        folder = tmp_path / f"run{number}"
+        assert run_child(processes, import_and_train, folder, model, chance.randint(1, calls), False) == -signal.SIGKILL
+        assert run_child(processes, import_and_train, folder, model, 0, number % 2 == 1) == 0
+        assert tiny.digest_of(folder) == tiny.digest_of(straight)
+
+    assert run_child(processes, export_to, whole, straight, model, 0) == 0
+    calls, expected = int((tmp_path / "calls").read_text()), content(whole)
+    assert "config.json" in expected
+    for number in range(FEW_KILLS):
+        out = tmp_path / f"out{number}"
+        assert run_child(processes, export_to, out, straight, model, chance.randint(1, calls)) == -signal.SIGKILL
+        left = content(out) if out.exists() else {}
+        assert "config.json" not in left or left.items() >= expected.items()

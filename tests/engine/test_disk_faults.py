@@ -20,7 +20,6 @@ from samples import samples
 from engine.events import StepMetrics
 from engine.schedule.ops import Op
 from engine.session import Session
-from engine.train import train, train_step
 from storage.errors import UserError
 from storage.nvme import NvmeStore
 
@@ -65,32 +64,25 @@ def open_run(folder: Path, gpu: str | int, ram: str | int) -> Session:
     return tiny.session(folder, t=training, s=storage, gpu=gpu, ram=ram, drives=[folder / "drive"])
 
 
-def go_on(session: Session) -> None:
-    while session.step < STEPS:
-        train_step(session)
-    session.finish()
-
-
 def strike_at(session: Session, countdown: int, strike: Callable[[], None]) -> None:
     """Call `strike` when the `countdown`th op from now begins."""
-    perform, lock = session.runtime.perform, threading.Lock()
+    lock = threading.Lock()
 
-    def watched(op: Op) -> Any:
+    def watched(op: Op) -> None:
         nonlocal countdown
         with lock:
             countdown -= 1
             if countdown == 0:
                 strike()
-        return perform(op)
 
-    session.executor._perform = watched
+    tiny.before_ops(session, watched)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("straight")
     with open_run(folder, tiny.FLOOR, tiny.FLOOR) as session:
-        go_on(session)
+        tiny.steps(session)
         return tiny.digest(session.store)
 
 
@@ -106,7 +98,7 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, 
             drive = folder / "drive"
             strike_at(session, chance.randrange(1, 400), lambda patch=patch, drive=drive: fault(patch, drive))  # type: ignore[misc]
             with pytest.raises(UserError, match=message) as failure:
-                go_on(session)
+                tiny.steps(session)
             before = session.store.generation
         assert str(folder) in str(failure.value), "the message names the file"
         if (folder / "unmounted").exists():
@@ -115,7 +107,7 @@ def test_a_failing_disk_loses_nothing(tmp_path: Path, straight: str, name: str, 
             (folder / "unmounted").rename(folder / "drive")
         with open_run(folder, *PLACEMENTS[placement]) as session:
             assert session.store.generation >= before
-            go_on(session)
+            tiny.steps(session)
             assert tiny.digest(session.store) == straight
 
 
@@ -127,12 +119,7 @@ def test_the_message_names_file_and_generation(tmp_path: Path, monkeypatch: pyte
                 FAULTS["disk full"][0](monkeypatch, tmp_path)
 
     with pytest.raises(UserError, match=rf"{tmp_path}/state/.*No space left on device.*Generation \d \(step [12]\) is"):
-        train(
-            tiny.recipe(budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"), storage=tiny.storage(checkpoint_every=1)),
-            run_dir=tmp_path,
-            observer=Filling(),
-            resume=False,
-        )
+        tiny.train_run(tmp_path, Filling(), budgets=tiny.BudgetConfig(gpu="600KiB", ram="1MiB"))
 
 
 def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +128,7 @@ def test_short_transfers_change_nothing(tmp_path: Path, straight: str, monkeypat
     monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: write_views(fd, [views[0][:4096]], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: read(fd, [views[0][:4096]], offset))
     with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        go_on(session)
+        tiny.steps(session)
         assert tiny.digest(session.store) == straight
 
 
@@ -170,10 +157,10 @@ def test_a_disk_that_really_fills_up(tmp_path: Path, straight: str) -> None:
             with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
                 strike_at(session, moment, lambda ballast=ballast: fill(ballast))  # type: ignore[misc]
                 with pytest.raises(UserError, match=rf"{drive}.*No space left on device"):
-                    go_on(session)
+                    tiny.steps(session)
             ballast.unlink()
             with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-                go_on(session)
+                tiny.steps(session)
                 assert tiny.digest(session.store) == straight
 
 
@@ -204,9 +191,7 @@ def _flip(path: Path) -> None:
 def test_a_damaged_chunk_is_named_with_its_generation(tmp_path: Path, straight: str, name: str) -> None:
     damage, message = DAMAGES[name]
     with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        train_step(session)
-        train_step(session)
-        session.finish()
+        tiny.steps(session, 2)
         generation = session.store.generation
     with closing(NvmeStore.open(tmp_path / "state")) as store:
         array = store._arrays["layers.1", "exp_avg"]
@@ -217,8 +202,8 @@ def test_a_damaged_chunk_is_named_with_its_generation(tmp_path: Path, straight: 
         open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session,
         pytest.raises(UserError, match=rf"{path} \(generation {generation}\): .*{message}"),
     ):
-        go_on(session)
+        tiny.steps(session)
     path.write_bytes(whole)
     with open_run(tmp_path, tiny.FLOOR, tiny.FLOOR) as session:
-        go_on(session)
+        tiny.steps(session)
         assert tiny.digest(session.store) == straight

@@ -8,7 +8,6 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from test_train import train_run
 from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig
@@ -29,20 +28,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export_of(run_dir: Path, model: ModelConfig, out_dir: Path) -> None:
-    export(run_dir, tiny.recipe(model=model), out_dir=out_dir)
-
-
 def test_a_stopped_fresh_import_exports_byte_equal_and_a_trained_one_loads(tmp_path: Path, model_folder: Path) -> None:
     model = ModelConfig(path=str(model_folder))
-    train_run(tmp_path / "run", tiny.Silent(stop_after=1), model=model, train=tiny.training(lr=1e-30))
-    export_of(tmp_path / "run", model, tmp_path / "same")
+    recipe = tiny.recipe(model=model)
+    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=1), model=model, train=tiny.training(lr=1e-30))
+    export(tmp_path / "run", recipe, out_dir=tmp_path / "same")
     before, after = load_file(model_folder / "model.safetensors"), load_file(tmp_path / "same" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
 
-    train_run(tmp_path / "tuned", tiny.Silent(), model=model)
-    export_of(tmp_path / "tuned", model, tmp_path / "out")
+    tiny.train_run(tmp_path / "tuned", tiny.Silent(), model=model)
+    export(tmp_path / "tuned", recipe, out_dir=tmp_path / "out")
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert tuned.lm_head.weight is tuned.model.embed_tokens.weight
     assert not torch.equal(tuned.lm_head.weight, before["model.embed_tokens.weight"].float())
@@ -70,5 +66,5 @@ def test_a_folder_with_a_missing_tensor_is_refused(tmp_path: Path, model_folder:
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     (broken / "config.json").write_bytes((model_folder / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
-        train_run(tmp_path / "run", tiny.Silent(), model=ModelConfig(path=str(broken)))
+        tiny.train_run(tmp_path / "run", tiny.Silent(), model=ModelConfig(path=str(broken)))
     assert not (tmp_path / "run" / "state" / "manifest.json").exists()

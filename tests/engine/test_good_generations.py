@@ -21,35 +21,15 @@ from storage import checkpoints
 from storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_checkpoint
 from storage.drives import Locks
 from storage.errors import UserError
+from storage.manifest import Manifest
 from storage.nvme import NvmeStore
 from storage.retention import Retention
 
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "gpu": {},
-    "ram": {"gpu": tiny.FLOOR},
-    "nvme": {"gpu": tiny.FLOOR, "ram": tiny.FLOOR},
-}
 
-
-def run(folder: Path, *, resume: bool = False, checkpoint: str | None = None, **changes: Any) -> Told:
-    observer = Told()
-    tiny.train_run(folder, observer, resume=resume, checkpoint=checkpoint, **changes)
+def run(folder: Path, **options: Any) -> tiny.Silent:
+    observer = tiny.Silent()
+    tiny.train_run(folder, observer, **options)
     return observer
-
-
-class Told(tiny.Silent):
-    """Keeps what is said of checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.checkpoints: list[tuple[str, int, str | None]] = []
-        self.messages: list[str] = []
-
-    def on_message(self, text: str, *, detail: bool = False) -> None:
-        self.messages.append(text)
-
-    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        self.checkpoints.append((name, step, error))
 
 
 def good(folder: Path) -> list[str]:
@@ -61,11 +41,9 @@ def largest(folder: Path) -> float:
     found = 0.0
     with closing(NvmeStore.open(folder / "state", read_only=True)) as store:
         for spec in store.arrays():
-            for part, (start, stop) in enumerate(spec.parts()):
-                out = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
-                store.read(spec.buffer, spec.kind, part, out).result()
-                assert bool(out.isfinite().all()), spec
-                found = max(found, float(out.abs().max())) if spec.kind == "master" else found
+            out = tiny.stored(store, spec)
+            assert bool(out.isfinite().all()), spec
+            found = max(found, float(out.abs().max())) if spec.kind == "master" else found
     return found
 
 
@@ -91,16 +69,14 @@ def test_a_rate_that_destroys_the_weights(tmp_path: Path, every: int, lr: float)
 def test_the_last_step_is_looked_at_too(tmp_path: Path, lr: float) -> None:
     with pytest.raises(DivergedError, match=r"step 1: master of block \S+ .* after its update, so it is not committed"):
         run(tmp_path, train=tiny.training(steps=1, lr=lr, lr_schedule="constant"))
-    with closing(NvmeStore.open(tmp_path / "state", read_only=True)) as store:
-        assert store.meta["step"] == 0
+    assert Manifest.read(tmp_path / "state").meta["step"] == 0
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS[:3])
 @pytest.mark.parametrize("kind", ["master", "exp_avg", "exp_avg_sq"])
-def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, placement: str, kind: str) -> None:
-    with tiny.session(tmp_path, **PLACEMENTS[placement]) as session:
-        train_step(session)
-        session.finish()
+def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, gpu: str, ram: str, kind: str) -> None:
+    with tiny.session(tmp_path, gpu=gpu, ram=ram) as session:
+        tiny.steps(session, 1)
         before = tiny.digest(session.store)
         optimizer = session.runtime.optimizer
         step = optimizer.step
@@ -113,8 +89,7 @@ def test_no_kind_of_state_is_committed_that_is_not_finite(tmp_path: Path, placem
         train_step(session)
         with pytest.raises(DivergedError, match=rf"step 2: {kind} of block \S+ is not finite after its update"):
             session.finish()
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert tiny.digest(store) == before
+    assert tiny.digest_of(tmp_path) == before
 
 
 def test_usable_state() -> None:
@@ -126,6 +101,7 @@ def test_usable_state() -> None:
 
 
 def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
+    """Whole, and a run that goes on from it repeats the bits."""
     observer = run(tmp_path)
     assert good(tmp_path) == ["good-000005"]
     assert not observer.checkpoints
@@ -134,15 +110,9 @@ def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
     with closing(NvmeStore.open(checkpoint_folder(root, "good-000005"))) as kept:
         assert kept.meta["step"] == 5
         kept.verify()
-
-
-def test_a_resumed_run_from_last_good_repeats_the_bits(tmp_path: Path) -> None:
-    run(tmp_path)
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        before = tiny.digest(store)
+    before = tiny.digest_of(tmp_path)
     run(tmp_path, resume=True, checkpoint="good-000005")
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert tiny.digest(store) == before
+    assert tiny.digest_of(tmp_path) == before
     assert good(tmp_path) == ["good-000005"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -14,36 +13,21 @@ import engine.progress
 import engine.train
 from engine.events import LaneTotals, Progress, StepMetrics, Want
 from engine.progress import Live
-from engine.schedule.actions import CLIP, LANES
+from engine.schedule.actions import CLIP, HEAD, LANES
 from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import TrainResult, train, train_step
+from engine.train import TrainResult, train_step
 from storage.checkpoints import list_checkpoints
-from storage.nvme import NvmeStore
+from storage.manifest import Manifest
 
 BUDGETS = {"roomy": ("1GiB", "1GiB"), "tight": ("1100000", "750000")}
 
 
-def run(folder: Path, observer: tiny.Silent, budgets: str = "tight", **changes: Any) -> TrainResult:
+def run(folder: Path, observer: tiny.Silent, budgets: str = "tight") -> TrainResult:
     gpu, ram = BUDGETS[budgets]
-    return train(
-        tiny.recipe(
-            train=tiny.training(**({"steps": 6} | changes)),
-            budgets=tiny.BudgetConfig(gpu=gpu, ram=ram),
-            storage=tiny.storage(checkpoint_every=2),
-        ),
-        run_dir=folder,
-        observer=observer,
-        resume=False,
+    found: TrainResult = tiny.train_run(
+        folder, observer, budgets=tiny.BudgetConfig(gpu=gpu, ram=ram), storage=tiny.storage(checkpoint_every=2)
     )
-
-
-def digest(folder: Path) -> str:
-    store = NvmeStore.open(folder / "state")
-    try:
-        return tiny.digest(store)
-    finally:
-        store.close()
+    return found
 
 
 class Pausing(tiny.Silent):
@@ -53,7 +37,6 @@ class Pausing(tiny.Silent):
         super().__init__()
         self.at, self._then = list(at), then
         self.pauses: list[tuple[bool, int]] = []
-        self.checkpoints: list[tuple[str, int, str | None]] = []
         self._looks = 0
 
     def wanted(self) -> Want:
@@ -73,9 +56,6 @@ class Pausing(tiny.Silent):
     def checkpoint_requests(self) -> list[str]:
         return [f"looked-{self.metrics[-1].step}"] if self._looks == 2 else []
 
-    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        self.checkpoints.append((name, step, error))
-
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +71,7 @@ def test_a_pause_changes_no_bit(tmp_path: Path, budgets: str) -> None:
     assert [(m.step, m.loss, m.grad_norm) for m in pausing.metrics] == [
         (m.step, m.loss, m.grad_norm) for m in straight.metrics
     ]
-    assert digest(tmp_path / "pausing") == digest(tmp_path / "straight")
+    assert tiny.digest_of(tmp_path / "pausing") == tiny.digest_of(tmp_path / "straight")
     assert not result.stopped
     assert pausing.checkpoints == [(f"looked-{step}", step, None) for step in (1, 2, 5)]
     made = {info.name: info.meta["step"] for info in list_checkpoints(tmp_path / "pausing" / "state")}
@@ -103,9 +83,7 @@ def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path
     result = run(tmp_path, observer)
     assert (result.stopped, result.steps) == (True, 3)
     assert observer.pauses == [(True, 3)]
-    store = NvmeStore.open(tmp_path / "state")
-    assert store.meta["step"] == 3
-    store.close()
+    assert Manifest.read(tmp_path / "state").meta["step"] == 3
 
 
 def test_a_stop_before_the_first_step_is_honoured(tmp_path: Path) -> None:
@@ -157,24 +135,15 @@ class Waiting(tiny.Silent):
             self.told.set()
 
 
-def blocked(session: Session, action: str, until: threading.Event) -> None:
-    """Let the first op of `action` wait until something has happened, or fail after a while."""
-    inner, once = session.runtime.perform, threading.Event()
-
-    def perform(op: Op) -> Any:
-        if op.action.name == action and not once.is_set():
-            once.set()
-            assert until.wait(20), "nothing was told within the step"
-        return inner(op)
-
-    session.runtime.perform = perform  # type: ignore[method-assign]
-
-
 def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.progress, "TELL_S", 0.01)
     observer = Waiting()
+
+    def wait(op: Op) -> None:
+        assert op.action is not HEAD or observer.told.wait(20), "nothing was told within the step"
+
     with tiny.session(tmp_path) as session, Live(session, observer):
-        blocked(session, "head", observer.told)
+        tiny.before_ops(session, wait)
         train_step(session)
     seen = next(p for p in observer.progress if p.under_way and p.spans)
     assert all(span.end_s <= seen.clock_s for span in seen.spans)
@@ -187,15 +156,12 @@ def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
     observer = tiny.Silent()
 
+    def fail(op: Op) -> None:
+        if op.action is CLIP:
+            raise RuntimeError("broken")
+
     with tiny.session(tmp_path) as session:
-        inner = session.runtime.perform
-
-        def perform(op: Op) -> Any:
-            if op.action is CLIP:
-                raise RuntimeError("broken")
-            return inner(op)
-
-        session.runtime.perform = perform  # type: ignore[method-assign]
+        tiny.before_ops(session, fail)
         with pytest.raises(RuntimeError, match="broken"), Live(session, observer):
             train_step(session)
     assert {span.op for span in observer.spans} >= {"layer_forward", "layer_backward"}

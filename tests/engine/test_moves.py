@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 
-from engine.session import Session
 from engine.train import train_step
 from storage.checkpoints import list_checkpoints
+from storage.disk import publish
 from storage.errors import UserError
+from storage.manifest import FILE_NAME, Manifest
 from storage.nvme import NvmeStore
 from storage.retention import automatic_name
-
-BUDGETS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
-
-
-def go(session: Session, steps: int) -> list[float]:
-    losses = [train_step(session).loss for _ in range(steps)]
-    session.finish()
-    return losses
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of four steps without interruption."""
     with tiny.session(tmp_path_factory.mktemp("straight")) as session:
-        go(session, 4)
+        tiny.steps(session, 4)
         return tiny.digest(session.store)
 
 
-@pytest.mark.parametrize("to", BUDGETS)
-@pytest.mark.parametrize("start", BUDGETS)
+@pytest.mark.parametrize("to", tiny.TIERS)
+@pytest.mark.parametrize("start", tiny.TIERS)
 def test_other_budgets(
     tmp_path: Path, straight: str, start: tuple[str | int, str | int], to: tuple[str | int, str | int]
 ) -> None:
     with tiny.session(tmp_path, gpu=start[0], ram=start[1]) as session:
-        go(session, 2)
+        tiny.steps(session, 2)
     with tiny.session(tmp_path, gpu=to[0], ram=to[1]) as session:
         assert session.step == 2
-        go(session, 2)
+        tiny.steps(session, 2)
         assert tiny.digest(session.store) == straight
 
 
@@ -51,7 +45,7 @@ def test_other_drives(tmp_path: Path, straight: str) -> None:
     drives = [[tmp_path / "a"], [tmp_path / "b", tmp_path / "c"], [tmp_path / "c"], [tmp_path / "c", tmp_path / "a"]]
     for folders in drives:
         with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR, drives=folders) as session:
-            go(session, 1)
+            tiny.steps(session, 1)
             moved = session.store.traffic()
             assert all(moved[folder].bytes_written > 0 for folder in folders)
             result = tiny.digest(session.store)
@@ -63,7 +57,7 @@ def test_other_drives(tmp_path: Path, straight: str) -> None:
 def test_two_drives_share_the_work_evenly(tmp_path: Path) -> None:
     drives = [tmp_path / "a", tmp_path / "b"]
     with tiny.session(tmp_path, m=tiny.model(num_layers=8), gpu=tiny.FLOOR, ram=tiny.FLOOR, drives=drives) as session:
-        go(session, 2)
+        tiny.steps(session, 2)
         first, second = (session.store.traffic()[drive] for drive in drives)
     for one, other in ((first.bytes_read, second.bytes_read), (first.bytes_written, second.bytes_written)):
         assert one > 0
@@ -83,22 +77,18 @@ def test_each_step_tells_what_it_moved(tmp_path: Path) -> None:
     assert metrics[1].nvme_read_bytes[root] > 0
 
 
-def run_recipe(run_dir: Path, observer: Any, resume: bool, checkpoint: str | None = None, **changes: Any) -> Any:
-    return tiny.train_run(run_dir, observer, resume=resume, checkpoint=checkpoint, **changes)
-
-
 def kept(run_dir: Path) -> list[str]:
     return [info.name for info in list_checkpoints(run_dir / "state")]
 
 
 def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
     none, last = (tiny.storage(checkpoint_every=1, keep_last=n, keep_good=None) for n in (1, 2))
-    run_recipe(tmp_path / "none", tiny.Silent(), False, storage=none)
+    tiny.train_run(tmp_path / "none", tiny.Silent(), storage=none)
     assert kept(tmp_path / "none") == []
-    run_recipe(tmp_path / "last", tiny.Silent(), False, storage=last)
+    tiny.train_run(tmp_path / "last", tiny.Silent(), storage=last)
     assert kept(tmp_path / "last") == [automatic_name(5), automatic_name(6)]
     every = tiny.storage(checkpoint_every=1, keep_every=3, keep_good=None)
-    run_recipe(tmp_path / "every", tiny.Silent(), False, storage=every)
+    tiny.train_run(tmp_path / "every", tiny.Silent(), storage=every)
     assert kept(tmp_path / "every") == [automatic_name(3), automatic_name(6)]
     with closing(NvmeStore.open(tmp_path / "every" / "state" / "checkpoints" / automatic_name(3))) as store:
         assert store.meta["step"] == 3
@@ -110,75 +100,113 @@ class Asking(tiny.Silent):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.made = name, list[tuple[str, int, str | None]]()
+        self._name = name
 
     def checkpoint_requests(self) -> list[str]:
-        return [self.name] if len(self.metrics) == 2 else []
-
-    def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        self.made.append((name, step, error))
+        return [self._name] if len(self.metrics) == 2 else []
 
 
 def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> None:
     observer = Asking("before")
     rarely = tiny.storage(checkpoint_every=100)
-    run_recipe(tmp_path, observer, False, storage=rarely)
-    assert observer.made == [("before", 2, None)]
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        expected = tiny.digest(store)
+    tiny.train_run(tmp_path, observer, storage=rarely)
+    assert observer.checkpoints == [("before", 2, None)]
+    expected = tiny.digest_of(tmp_path)
     again = tiny.Silent()
-    run_recipe(tmp_path, again, True, "before", storage=rarely)
+    tiny.train_run(tmp_path, again, resume=True, checkpoint="before", storage=rarely)
     assert [m.step for m in again.metrics] == [3, 4, 5, 6]
     assert [m.loss for m in again.metrics] == [m.loss for m in observer.metrics[2:]]
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert tiny.digest(store) == expected
+    assert tiny.digest_of(tmp_path) == expected
 
 
 def test_a_checkpoint_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     observer = Asking("bad/name")
-    result = run_recipe(tmp_path, observer, False)
+    result = tiny.train_run(tmp_path, observer)
     assert result.steps == 6
-    ((name, step, error),) = observer.made
+    ((name, step, error),) = observer.checkpoints
     assert (name, step) == ("bad/name", 2)
     assert error is not None
     assert "bad/name" in error
 
 
 def test_what_a_resumed_run_cannot_change_is_named(tmp_path: Path) -> None:
-    run_recipe(tmp_path, tiny.Silent(stop_after=2), False)
+    tiny.train_run(tmp_path, tiny.Silent(stop_after=2))
     with pytest.raises(UserError, match=r"storage\.part_bytes: .*16,384 bytes"):
-        run_recipe(tmp_path, tiny.Silent(), True, storage=tiny.storage(part_bytes="8KiB"))
+        tiny.train_run(tmp_path, tiny.Silent(), resume=True, storage=tiny.storage(part_bytes="8KiB"))
     with pytest.raises(UserError, match="another model"):
-        run_recipe(tmp_path, tiny.Silent(), True, model=tiny.model(num_layers=4))
+        tiny.train_run(tmp_path, tiny.Silent(), resume=True, model=tiny.model(num_layers=4))
     with pytest.raises(UserError, match="has no checkpoint 'x'; it has good-000001"):
-        run_recipe(tmp_path, tiny.Silent(), True, "x")
-    assert run_recipe(tmp_path, tiny.Silent(), True).steps == 6
-
-
-class Listening(tiny.Silent):
-    def __init__(self) -> None:
-        super().__init__(stop_after=1)
-        self.messages: list[str] = []
-
-    def on_message(self, text: str, *, detail: bool = False) -> None:
-        self.messages.append(text)
+        tiny.train_run(tmp_path, tiny.Silent(), resume=True, checkpoint="x")
+    assert tiny.train_run(tmp_path, tiny.Silent(), resume=True).steps == 6
 
 
 def test_going_on_with_another_recipe_is_said(tmp_path: Path) -> None:
-    run_recipe(tmp_path, tiny.Silent(stop_after=1), False)
-    same, other = Listening(), Listening()
-    run_recipe(tmp_path, same, True, budgets=tiny.BudgetConfig(gpu="500MiB", ram="500MiB"))
+    tiny.train_run(tmp_path, tiny.Silent(stop_after=1))
+    same, other = tiny.Silent(stop_after=1), tiny.Silent(stop_after=1)
+    tiny.train_run(tmp_path, same, resume=True, budgets=tiny.BudgetConfig(gpu="500MiB", ram="500MiB"))
     assert not any("another model, data or train" in text for text in same.messages)
-    run_recipe(tmp_path, other, True, train=tiny.training(steps=6, lr=1e-3))
+    tiny.train_run(tmp_path, other, resume=True, train=tiny.training(steps=6, lr=1e-3))
     assert any("another model, data or train" in text for text in other.messages)
 
 
 def test_the_manifest_says_where_a_generation_comes_from(tmp_path: Path) -> None:
-    run_recipe(tmp_path, tiny.Silent(stop_after=2), False)
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        meta = store.meta
+    tiny.train_run(tmp_path, tiny.Silent(stop_after=2))
+    meta = Manifest.read(tmp_path / "state").meta
     assert meta["step"] == 2
     assert len(meta["recipe"]) == 64
     assert meta["rng"] == {"train.seed": 0, "data.seed": 0}
     assert set(meta["versions"]) == {"torch", "transformers", "python"}
     assert meta["cursor"]
+
+
+THREE_STEPS: dict[str, Any] = {"train": tiny.training(steps=3), "storage": tiny.storage()}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    tiny.train_run(folder, tiny.Silent(stop_after=2), **THREE_STEPS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None},
+        {"step": -1},
+        {"step": "2"},
+        {"step": True},
+        {"step": 2.0},
+        {"step": 10**30},
+        {"tokens": None},
+        {"tokens": [1]},
+        {"recipe": 7},
+        {"cursor": []},
+        {"cursor": {}},
+        {"cursor": {"piece": -1}},
+        {"plan": {"chunk_tokens": "16"}},
+        {"plan": {"chunk_tokens": 16, "of_a_later_version": 1}},
+        {"plan": {"chunk_tokens": 16, "stages": True}},
+        {"plan": {"chunk_tokens": 16, "gpu_first": 3}},
+        {"plan": {"chunk_tokens": 16, "compiled": "no"}},
+    ],
+    ids=str,
+)
+def test_a_record_that_makes_no_sense_is_one_message(stopped: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right: somebody made it, or a later version did."""
+    root = stopped / "state"
+    current = Manifest.read(root)
+    meta = {name: value for name, value in (current.meta | change).items() if value is not None}
+    publish(replace(current, meta=meta).prepare(root), root / FILE_NAME)
+    try:
+        with pytest.raises(UserError, match=r"does not say where|another version|record of the generation"):
+            tiny.train_run(stopped, tiny.Silent(), resume=True, **THREE_STEPS)
+        assert Manifest.read(root).meta == meta
+    finally:
+        publish(current.prepare(root), root / FILE_NAME)
+
+
+def test_the_record_as_it_was_is_gone_on_from(stopped: Path) -> None:
+    observer = tiny.Silent()
+    tiny.train_run(stopped, observer, resume=True, **THREE_STEPS)
+    assert [metrics.step for metrics in observer.metrics] == [3]

@@ -12,38 +12,24 @@ import tiny
 import engine.preparing
 from engine.events import Preparing, StepMetrics
 from engine.preparing import TELL_S, Checklist
-from engine.train import train
-
-
-class Listening:
-    def __init__(self) -> None:
-        self.told: list[Preparing] = []
-
-    def on_prepare(self, item: Preparing) -> None:
-        self.told.append(item)
-
-
-class Clock:
-    """Stands where engine.preparing reads the time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(engine.preparing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What engine.preparing takes for the time, in `now`."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(engine.preparing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
 
 
-def test_items_are_told_as_they_begin_and_end(clock: Clock) -> None:
-    listening = Listening()
+def test_items_are_told_as_they_begin_and_end(clock: SimpleNamespace) -> None:
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         clock.now += 1.5
     with checklist.step("plan"):
         clock.now += 0.25
-    assert listening.told == [
+    assert listening.prepared == [
         Preparing("data", "begun", 0.0),
         Preparing("data", "done", 1.5),
         Preparing("plan", "begun", 0.0),
@@ -51,30 +37,30 @@ def test_items_are_told_as_they_begin_and_end(clock: Clock) -> None:
     ]
 
 
-def test_progress_is_told_every_so_often(clock: Clock) -> None:
-    listening = Listening()
+def test_progress_is_told_every_so_often(clock: SimpleNamespace) -> None:
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("pinning 350 GB"):
         for gigabyte in range(350):
             clock.now += TELL_S / 8
             checklist.progress(gigabyte / 350, f"{gigabyte} GB")
-    told = [item for item in listening.told if item.state == "progress"]
+    told = [item for item in listening.prepared if item.state == "progress"]
     assert [item.seconds for item in told] == [TELL_S * count for count in range(1, 350 // 8 + 1)]
     assert [item.fraction for item in told] == [int(str(item.detail).split()[0]) / 350 for item in told]
 
 
-def test_a_fraction_beyond_its_ends_is_cut(clock: Clock) -> None:
-    listening = Listening()
+def test_a_fraction_beyond_its_ends_is_cut(clock: SimpleNamespace) -> None:
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         for fraction in (-0.1, 1.2, None):
             clock.now += 1.0
             checklist.progress(fraction)
-    assert [item.fraction for item in listening.told[1:-1]] == [0.0, 1.0, None]
+    assert [item.fraction for item in listening.prepared[1:-1]] == [0.0, 1.0, None]
 
 
-def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: Clock) -> None:
-    listening = Listening()
+def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: SimpleNamespace) -> None:
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("data"):
         clock.now += 1.0
@@ -83,33 +69,27 @@ def test_progress_comes_from_another_thread_and_late_words_say_nothing(clock: Cl
         thread.join()
     clock.now += 1.0
     checklist.progress(1.0, "too late")
-    assert [(item.state, item.detail) for item in listening.told] == [
-        ("begun", None),
-        ("progress", "half"),
-        ("done", None),
-    ]
+    told = [(item.state, item.detail) for item in listening.prepared]
+    assert told == [("begun", None), ("progress", "half"), ("done", None)]
 
 
 def test_an_error_passes_through_and_leaves_its_item_undone() -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with pytest.raises(KeyboardInterrupt), checklist.step("data"):
         raise KeyboardInterrupt
     with checklist.step("again"):
         pass
-    assert [(item.name, item.state) for item in listening.told] == [
-        ("data", "begun"),
-        ("again", "begun"),
-        ("again", "done"),
-    ]
+    told = [(item.name, item.state) for item in listening.prepared]
+    assert told == [("data", "begun"), ("again", "begun"), ("again", "done")]
 
 
 def test_an_item_that_is_not_due_is_not_told() -> None:
-    listening = Listening()
+    listening = tiny.Silent()
     checklist = Checklist(listening)
     with checklist.step("on a GPU only", when=False), checklist.step("inside"):
         pass
-    assert [item.name for item in listening.told] == ["inside", "inside"]
+    assert [item.name for item in listening.prepared] == ["inside", "inside"]
 
 
 def test_items_do_not_nest() -> None:
@@ -135,24 +115,16 @@ class Preparer(tiny.Silent):
         self.told.append(f"step {metrics.step}")
 
 
-def train_tiny(folder: Path, observer: Preparer, *, resume: bool) -> None:
-    train(
-        tiny.recipe(budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB")),
-        run_dir=folder,
-        observer=observer,
-        resume=resume,
-    )
-
-
 def both(*names: str) -> list[str]:
     return [f"{name}: {state}" for name in names for state in ("begun", "done")]
 
 
 def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -> None:
     first, second = Preparer(stop_after=2), Preparer()
-    train_tiny(tmp_path, first, resume=False)
+    options = {"train": tiny.training(), "budgets": tiny.BudgetConfig(gpu="64MiB", ram="64MiB")}
+    tiny.train_run(tmp_path, first, **options)
     opening = ("tokenizing the data", "taking the model apart", "searching a plan", "self-check")
     ready = ("preparing the layers", "filling the tiers", "first step")
     assert first.told == [*both(*opening, "writing the first generation", *ready), "step 1", "step 2"]
-    train_tiny(tmp_path, second, resume=True)
+    tiny.train_run(tmp_path, second, resume=True, **options)
     assert second.told == [*both(*opening, *ready), "step 3", "step 4"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from test_train import train_run
 from used_up import SHORTAGES, no_thread
 
 from engine.runtime.executor import Executor
@@ -18,7 +16,6 @@ from engine.runtime.runtime import Runtime
 from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
 from storage.errors import UserError
-from storage.nvme import NvmeStore
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +24,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trained(folder: Path, *, resume: bool) -> str:
-    train_run(folder, tiny.Silent(), resume=resume, storage=tiny.storage(checkpoint_every=1))
-    with closing(NvmeStore.open(folder / "state")) as store:
-        return tiny.digest(store)
+    tiny.train_run(folder, tiny.Silent(), resume=resume)
+    return tiny.digest_of(folder)
 
 
 @pytest.mark.parametrize(("name", "moment"), [(name, 60 + 90 * i) for i, name in enumerate(SHORTAGES)])

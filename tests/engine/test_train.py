@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,12 @@ import tiny
 import torch
 from plain import plain_training
 from samples import samples
-from torch import Tensor
 
 from engine.forecast.extrapolate import estimate
 from engine.machine.presets import GENERIC
 from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import train, train_step
+from engine.train import train_step
 from storage.errors import UserError
-from storage.nvme import NvmeStore
-
-TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
-
-
-def run(session: Session, steps: int) -> list[float]:
-    """`steps` steps and the commit; the losses."""
-    losses = [train_step(session).loss for _ in range(steps)]
-    session.finish()
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -57,7 +44,7 @@ def test_ten_steps_equal_plain_pytorch(tmp_path: Path, tied: bool, policy: dict[
     with tiny.session(tmp_path / "plain", **settings) as reference:
         expected_losses, expected, _ = plain_training(reference, 10)
     with tiny.session(tmp_path / "run", **settings) as session:
-        losses = run(session, 10)
+        losses = [m.loss for m in tiny.steps(session)]
         weights = tiny.parameters(session.store, session.spec)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert set(weights) == set(expected)
@@ -70,99 +57,38 @@ def test_ten_steps_equal_plain_pytorch(tmp_path: Path, tied: bool, policy: dict[
 def test_placement_changes_no_bit(tmp_path: Path, gradient_dtype: str) -> None:
     """GPU-resident buffers keep float32 gradients, so with bfloat16 waiting gradients only RAM and NVMe compare."""
     digests = set()
-    for i, (gpu, ram) in enumerate(TIERS if gradient_dtype == "float32" else TIERS[1:3]):
+    for i, (gpu, ram) in enumerate(tiny.TIERS if gradient_dtype == "float32" else tiny.TIERS[1:3]):
         t = tiny.training(gradient_dtype=gradient_dtype)
         with tiny.session(tmp_path / str(i), t=t, gpu=gpu, ram=ram) as session:
-            run(session, 3)
+            tiny.steps(session, 3)
             digests.add(tiny.digest(session.store))
     assert len(digests) == 1
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
-def test_random_delays_change_no_bit(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
-    """Runs of two steps with the ops of every lane delayed at random."""
-    digests = set()
-    for seed in range(samples(12, 60)):
-        with tiny.session(tmp_path, t=tiny.training(chunk_tokens=20), gpu=gpu, ram=ram) as session:
-            _delay(session, random.Random(f"{gpu} {ram} {seed}"))
-            train_step(session)
-            train_step(session)
-            session.executor.submit(session.builder.finish(commit=False))
-            session.executor.drain()
-            digests.add(tiny.live_digest(session))
-    assert len(digests) == 1
-
-
-POLICIES: list[tuple[dict[str, Any], str]] = [
-    ({"kv_window": "streamed"}, tiny.FLOOR),
-    ({"kv_window": "streamed", "activation_checkpointing": "full"}, tiny.FLOOR),
-    ({"kv_window": "streamed", "activation_checkpointing": "none"}, "1GiB"),
-    ({"activation_checkpointing": "full"}, tiny.FLOOR),
-    ({"activation_checkpointing": "none"}, "1GiB"),
+DELAYED: list[tuple[dict[str, Any], str | int, str | int]] = [
+    *(({"chunk_tokens": 20}, gpu, ram) for gpu, ram in tiny.TIERS),
+    ({"kv_window": "streamed", "chunk_tokens": 9}, tiny.FLOOR, tiny.FLOOR),
+    ({"kv_window": "streamed", "chunk_tokens": 9, "activation_checkpointing": "full"}, tiny.FLOOR, tiny.FLOOR),
+    ({"kv_window": "streamed", "chunk_tokens": 9, "activation_checkpointing": "none"}, "1GiB", tiny.FLOOR),
+    ({"activation_checkpointing": "full", "chunk_tokens": 9}, tiny.FLOOR, tiny.FLOOR),
+    ({"activation_checkpointing": "none", "chunk_tokens": 9}, "1GiB", tiny.FLOOR),
 ]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("policy", "gpu"), POLICIES, ids=str)
-def test_random_delays_change_no_bit_of_any_policy(tmp_path: Path, policy: dict[str, Any], gpu: str) -> None:
-    """Runs of a step, activations on NVMe, with the ops of every lane delayed at random."""
+@pytest.mark.parametrize(("policy", "gpu", "ram"), DELAYED, ids=str)
+def test_random_delays_change_no_bit(tmp_path: Path, policy: dict[str, Any], gpu: str | int, ram: str | int) -> None:
+    """Runs of two steps with the ops of every lane delayed at random; of a step where the policy is another."""
     digests = set()
-    t = tiny.training(chunk_tokens=9, **policy)
-    for seed in range(samples(4, 12)):
-        with tiny.session(tmp_path, t=t, gpu=gpu, ram=tiny.FLOOR) as session:
-            _delay(session, random.Random(f"{policy} {seed}"))
-            train_step(session)
-            session.executor.submit(session.builder.finish(commit=False))
-            session.executor.drain()
+    tiers_only = len(policy) == 1
+    for seed in range(samples(12, 60) if tiers_only else samples(4, 12)):
+        with tiny.session(tmp_path, t=tiny.training(**policy), gpu=gpu, ram=ram) as session:
+            tiny.delay(session, random.Random(f"{policy} {gpu} {ram} {seed}"))
+            for _ in range(2 if tiers_only else 1):
+                train_step(session)
+            tiny.settle(session)
             digests.add(tiny.live_digest(session))
     assert len(digests) == 1
-
-
-def _delay(session: Session, chance: random.Random) -> None:
-    perform = session.runtime.perform
-    slow_lane = chance.choice(["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"])
-
-    def delayed(op: Op) -> Any:
-        if chance.random() < (0.3 if op.lane == slow_lane else 0.03):
-            time.sleep(chance.random() * 2e-3)
-        return perform(op)
-
-    session.executor._perform = delayed
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunk_tokens": 96},
-        {"chunk_tokens": 24},
-        {"chunk_tokens": 6},
-        {"chunk_tokens": 13},
-        {"micro_batch_size": 1, "chunk_tokens": 13},
-    ],
-)
-def test_chunking_is_exact_through_the_engine(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Loss and gradient norm of a step do not depend on how it is cut."""
-    batch = {"global_batch_size": 2, "micro_batch_size": 2}
-    with tiny.session(tmp_path / "whole", t=tiny.training(**batch, chunk_tokens=96)) as session:
-        whole = train_step(session)
-    with tiny.session(tmp_path / "cut", t=tiny.training(**(batch | changes))) as session:
-        cut = train_step(session)
-    assert cut.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
-
-
-def test_a_resumed_run_continues_bit_for_bit_on_other_tiers(tmp_path: Path) -> None:
-    with tiny.session(tmp_path / "straight") as session:
-        losses = run(session, 4)
-        expected = tiny.digest(session.store)
-    with tiny.session(tmp_path / "parts", gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
-        first = run(session, 1)
-    with tiny.session(tmp_path / "parts", gpu="1GiB") as session:
-        assert session.step == 1
-        second = run(session, 3)
-        assert tiny.digest(session.store) == expected
-    assert first + second == losses
 
 
 def test_a_generation_is_committed_every_so_many_steps(tmp_path: Path) -> None:
@@ -177,16 +103,14 @@ def test_a_generation_is_committed_every_so_many_steps(tmp_path: Path) -> None:
 
 def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> None:
     with tiny.session(tmp_path, ram=tiny.FLOOR) as session:
-        run(session, 1)
-        perform = session.runtime.perform
+        tiny.steps(session, 1)
 
-        def broken_update(op: Op) -> Any:
+        def broken_update(op: Op) -> None:
             if op.action.phase == "update":
                 raise RuntimeError("the lane broke")
-            return perform(op)
 
         train_step(session)
-        session.executor._perform = broken_update
+        tiny.before_ops(session, broken_update)
         started = time.perf_counter()
         with pytest.raises(RuntimeError, match="the lane broke") as caught:
             train_step(session)
@@ -197,49 +121,20 @@ def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> No
         assert session.step == 1
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_generation(tmp_path: Path) -> None:
-    with tiny.session(tmp_path, t=tiny.training(steps=6)) as session:
-        run(session, 2)
-        before = tiny.digest(session.store)
-        head = next(view for name, view in _weights(session).items() if name == "lm_head.weight")
-        head[0, 0] = float("nan")
-        with pytest.raises(UserError, match=r"step 3: the loss of chunk \d+ .* is not finite"):
-            train_step(session)
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert store.meta["step"] == 2
-        assert tiny.digest(store) == before
-
-
-def _weights(session: Session) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, memory in session.gpu.buffers.items():
-        assert memory.weights is not None
-        found |= session.layouts[name].views(memory.weights)
-    return found
-
-
-def train_run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> Any:
-    return train(tiny.recipe(**changes), run_dir=folder, observer=observer, resume=resume)
-
-
 def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
     observer = tiny.Silent()
-    result = train_run(tmp_path / "a", observer)
-    assert (result.steps, result.stopped) == (4, False)
-    assert [m.step for m in observer.metrics] == [1, 2, 3, 4]
-    assert result.tokens == sum(m.tokens for m in observer.metrics) == 4 * 2 * 47
+    result = tiny.train_run(tmp_path / "a", observer)
+    assert (result.steps, result.stopped) == (6, False)
+    assert [m.step for m in observer.metrics] == [1, 2, 3, 4, 5, 6]
+    assert result.tokens == sum(m.tokens for m in observer.metrics) == 6 * 2 * 47
     assert result.first_loss == observer.metrics[0].loss
     for tier in ("gpu", "ram", "nvme"):
         assert 0 < result.tiers[tier]["peak_bytes"] <= result.tiers[tier]["budget_bytes"]
-    for lane, totals in result.lanes.items():
-        mine = [span for span in observer.spans if span.lane == lane]
-        assert totals["bytes"] == sum(span.bytes for span in mine)
-        assert 0 <= totals["busy_s"] <= sum(span.end_s - span.start_s for span in mine) + 1e-9
 
-    stopped = train_run(tmp_path / "b", tiny.Silent(stop_after=2))
+    stopped = tiny.train_run(tmp_path / "b", tiny.Silent(stop_after=2))
     assert (stopped.steps, stopped.stopped) == (2, True)
     rest = tiny.Silent()
-    train_run(tmp_path / "b", rest, resume=True)
+    tiny.train_run(tmp_path / "b", rest, resume=True)
     assert [m.loss for m in rest.metrics] == [m.loss for m in observer.metrics[2:]]
 
 
@@ -260,7 +155,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes
     if "device" in message and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(UserError, match=message):
-        train_run(tmp_path, tiny.Silent(), **changes)
+        tiny.train_run(tmp_path, tiny.Silent(), **changes)
     assert not (tmp_path / "state" / "manifest.json").exists()
 
 
@@ -277,20 +172,10 @@ def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
             return commit(meta)
 
         session.store.commit = slow  # type: ignore[method-assign]
-        run(session, 5)
+        tiny.steps(session)
         assert [step for step, _ in steps_at] == [2, 4, 5]
         assert steps_at[0][1] == 5, "the steps went on"
         assert session.store.meta["step"] == 5
-
-
-def test_a_bounded_queue_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = set()
-    for limit in (20_000, 40):
-        monkeypatch.setattr("engine.runtime.executor.MAX_QUEUED", limit)
-        with tiny.session(tmp_path / str(limit), gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
-            run(session, 3)
-            digests.add(tiny.digest(session.store))
-    assert len(digests) == 1
 
 
 def test_the_plan_tells_what_a_step_moves(tmp_path: Path) -> None:
@@ -299,8 +184,7 @@ def test_the_plan_tells_what_a_step_moves(tmp_path: Path) -> None:
         session.executor.take_spans()
         for _ in range(3):
             train_step(session)
-        session.executor.submit(session.builder.finish(commit=False))
-        session.executor.drain()
+        tiny.settle(session)
         spans = session.executor.take_spans()
     state = 12 * sum(buffer.numel for buffer in session.plan.buffers.values())
     assert planned["nvme_write"] > state

@@ -3,8 +3,6 @@
 import os
 import random
 import time
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +12,25 @@ import torch
 
 from engine.machine.affinity import place_threads
 from engine.model.tokens import ChunkTokens
+from engine.runtime.executor import GPU_LANES
 from engine.runtime.failures import explain
 from engine.schedule.actions import HEAD
 from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
-from storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR), (1_100_000, 750_000)]
 CUDA = torch.device("cuda")
 
 
 def steps(session: Session, count: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of `count` steps, then the commit."""
-    metrics = [train_step(session) for _ in range(count)]
-    session.finish()
+    metrics = tiny.steps(session, count)
     return [m.loss for m in metrics], [m.grad_norm for m in metrics]
 
 
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS)
 def test_float32_steps_are_those_of_the_cpu(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
     with tiny.session(tmp_path / "cpu", gpu=gpu, ram=ram) as session:
         losses, norms = steps(session, 4)
@@ -45,28 +41,27 @@ def test_float32_steps_are_those_of_the_cpu(tmp_path: Path, gpu: str | int, ram:
     assert cuda_norms == pytest.approx(norms, rel=1e-3)
 
 
-def delayed(perform: Callable[[Op], Any], chance: random.Random) -> Callable[[Op], Any]:
-    """`perform` with idle time in front of ops: on the host for host lanes, on the stream for GPU lanes."""
+def delay(session: Session, chance: random.Random) -> None:
+    """Idle time in front of ops: on the host for host lanes, on the stream for GPU lanes."""
 
-    def run(op: Op) -> Any:
+    def idle(op: Op) -> None:
         if chance.random() < 0.2:
-            if op.lane in ("h2d", "compute", "d2h"):
+            if op.lane in GPU_LANES:
                 torch.cuda._sleep(int(chance.random() * 5_000_000))
             else:
                 time.sleep(chance.random() * 2e-3)
-        return perform(op)
 
-    return run
+    tiny.before_ops(session, idle)
 
 
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
+@pytest.mark.parametrize(("gpu", "ram"), tiny.TIERS)
 def test_delays_on_streams_and_hosts_change_nothing(tmp_path: Path, gpu: str | int, ram: str | int) -> None:
     """Not to the bit: without deterministic kernels a gradient may differ in its last one."""
     results = []
     for seed in range(10):
         with tiny.session(tmp_path / "run", gpu=gpu, ram=ram, device=CUDA) as session:
             if seed:
-                session.executor._perform = delayed(session.runtime.perform, random.Random(seed))
+                delay(session, random.Random(seed))
             metrics = [train_step(session) for _ in range(2)]
             results.append([m.loss for m in metrics] + [m.grad_norm for m in metrics])
     for other in results[1:]:
@@ -106,33 +101,17 @@ def test_the_optimizer_under_the_next_forward_changes_no_bit_on_streams(tmp_path
             for step in range(4):
                 train_step(session)
                 if not overlapped and step < 3:
-                    session.executor.submit(session.builder.finish(commit=False))
-                    session.executor.drain()
+                    tiny.settle(session)
             session.finish()
             digests.append(tiny.digest(session.store))
     assert digests[0] == digests[1]
 
 
 def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
-    """torch itself refuses what synchronises while a compute op is issued, once everything is warm.
-
-    Its check counts for all threads. So nothing is fetched ahead: that waits for a stream, which is none of a lane's.
-    """
+    """Once everything is warm."""
     with tiny.session(tmp_path, t=tiny.training(steps=1), gpu=tiny.FLOOR, device=CUDA) as session:
         train_step(session)
-        torch.cuda.synchronize()
-        perform = session.runtime.perform
-
-        def strict(op: Op) -> Any:
-            if op.lane != "compute":
-                return perform(op)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return perform(op)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        session.executor._perform = strict
+        tiny.refuse_waits(session)
         for _ in range(2):
             train_step(session)
 
@@ -140,8 +119,7 @@ def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
 def test_the_budget_is_enforced_and_what_breaks_it_is_explained(tmp_path: Path) -> None:
     """A kernel that asks for more than the plan foresaw: named, with its bytes, and nothing is lost."""
     with tiny.session(tmp_path, gpu="1GiB", device=CUDA) as session:
-        train_step(session)
-        session.finish()
+        tiny.steps(session, 1)
         before = tiny.digest(session.store)
         head = session.runtime.handlers[HEAD]
 
@@ -155,9 +133,7 @@ def test_the_budget_is_enforced_and_what_breaks_it_is_explained(tmp_path: Path) 
         text = str(explain(caught.value, session.executor.failed_op, session.plan))
         assert "out of GPU memory, in spite of the plan: op head of block head, chunk" in text
         assert "asked for 1024.00 MiB more" in text or "asked for 1.00 GiB more" in text
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert store.meta["step"] == 1
-        assert tiny.digest(store) == before
+    assert tiny.digest_of(tmp_path) == before
 
 
 def test_a_batch_arrives_whole(tmp_path: Path) -> None:
@@ -177,13 +153,11 @@ def test_lanes_are_bound_near_the_gpu(tmp_path: Path) -> None:
         pytest.skip("too few CPUs to share out")
     seen: dict[str, set[int]] = {}
     with tiny.session(tmp_path, gpu=tiny.FLOOR, device=CUDA) as session:
-        perform = session.runtime.perform
 
-        def look(op: Op) -> Any:
+        def look(op: Op) -> None:
             seen[op.lane] = os.sched_getaffinity(0)
-            return perform(op)
 
-        session.executor._perform = look
-        steps(session, 1)
+        tiny.before_ops(session, look)
+        tiny.steps(session, 1)
     assert seen["compute"] == seen["h2d"] == where.lanes
     assert seen["optimizer"] == where.optimizer

@@ -7,7 +7,6 @@ import pytest
 import tiny
 import torch
 
-from engine.schedule.ops import Op
 from engine.session import Session
 from engine.train import train_step
 from engine.validation import due, validate
@@ -59,17 +58,5 @@ def test_no_compute_op_waits_for_the_gpu(tmp_path: Path) -> None:
     with tiny.session(tmp_path, t=t, d=HELD_OUT, gpu=tiny.FLOOR, device=CUDA) as session:
         train_step(session)
         validate(session)
-        torch.cuda.synchronize()
-        perform = session.runtime.perform
-
-        def strict(op: Op) -> Any:
-            if op.lane != "compute":
-                return perform(op)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return perform(op)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        session.executor._perform = strict
+        tiny.refuse_waits(session)
         validate(session)

@@ -134,16 +134,6 @@ class Pretended(TorchFunctionMode):
         """What tensors on the device take now."""
         return sum(self._live.values())
 
-    def peaks(self) -> dict[str, int]:
-        """Stream -> most bytes allocated for it."""
-        found: Counter[str] = Counter()
-        for (stream, _), peak in self._peak.items():
-            found[stream] += peak
-        return dict(found)
-
-    def restart_peaks(self) -> None:
-        self._peak = Counter(self._live)
-
     # ------------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -310,7 +300,7 @@ class Pretended(TorchFunctionMode):
     def _cpu(self, tensor: Tensor) -> Tensor:
         if not self.on_device(tensor):
             return tensor.cpu()
-        self.watch.synchronous.add("main thread" if self.watch.current is None else self.watch.current)
+        self.watch.synchronous.add(self.watch.current)
         self.use(tensor, write=False)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
@@ -344,30 +334,11 @@ class Pretended(TorchFunctionMode):
         self.use(tensor[index], write=True)
 
 
+_VIEWS = ("__getitem__", "view", "view_as", "split", "unbind", "narrow", "detach", "untyped_storage")
+_ASKED = ("data_ptr", "numel", "nelement", "element_size", "is_contiguous", "stride", "storage_offset", "size", "dim")
+_FIELDS = ("shape", "dtype", "itemsize", "nbytes")
 _HARMLESS = frozenset(
-    {
-        Tensor.__getitem__,
-        Tensor.view,
-        Tensor.view_as,
-        Tensor.split,
-        Tensor.unbind,
-        Tensor.narrow,
-        Tensor.detach,
-        Tensor.data_ptr,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.is_contiguous,
-        Tensor.stride,
-        Tensor.storage_offset,
-        Tensor.untyped_storage,
-        Tensor.size,
-        Tensor.dim,
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-        Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    }
+    [*(getattr(Tensor, name) for name in _VIEWS + _ASKED), *(getattr(Tensor, name).__get__ for name in _FIELDS)]
 )
 """Views, and questions that are not about the content."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ from engine.schedule.ops import Op
 from storage.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,6 @@ def planned(case: Case) -> Planned:
     return Planned(plan, spec, recipe.train, inputs_bytes(spec, compute_dtype(recipe.train)))
 
 
-class Registrations:
-    """storage.arena.Registrar: tells the Watch."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def register(self, address: int, nbytes: int) -> int:
-        self._watch.register(address, nbytes)
-        return 0
-
-    def unregister(self, address: int) -> None:
-        self._watch.unregister(address)
-
-
 class Arithmetic:
     """Stands in for the blocks' computation: every tensor that a block is given is used as the block uses it."""
 
@@ -114,30 +102,22 @@ class Arithmetic:
         self._cuda.use(tables, write=True)
         return LayerInputs((LayerCall((tables,), {}),))
 
-    def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, weights: Tensors, ids: Tensor, positions: Tensor) -> Tensor:
         self._cuda.use(*weights.values(), ids, positions, write=False)
         return self._result(ids.numel())
 
-    def embed_backward(
-        self, weights: Mapping[str, Tensor], tokens: ChunkTokens, dx: Tensor, grads: Mapping[str, Tensor]
-    ) -> None:
+    def embed_backward(self, weights: Tensors, tokens: ChunkTokens, dx: Tensor, grads: Tensors) -> None:
         self._cuda.use(*weights.values(), *tokens.tensors(), dx, write=False)
         self._cuda.use(*grads.values(), write=True)
 
     def head(
-        self,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        tokens: ChunkTokens,
-        loss_scale: float,
-        grads: Mapping[str, Tensor],
-        logits_bytes: int,
+        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, loss_scale: float, grads: Tensors, logits_bytes: int
     ) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
         self._cuda.use(*grads.values(), write=True)
         return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
 
-    def evaluate(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
         return self._cuda.scratch(1, dtype=torch.float64)[0]
 
@@ -150,53 +130,42 @@ class Arithmetic:
         return state
 
     def forward(
-        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, state: AttentionState | None
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, state: AttentionState | None
     ) -> Tensor:
         self._read(weights, inputs, x)
         self._attend(state)
         return self._result(x.shape[0])
 
-    def forward_given(
-        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, out: Tensor
-    ) -> Tensor:
+    def forward_given(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor) -> Tensor:
         self._read(weights, inputs, x, out)
         return self._result(x.shape[0])
 
     def backward(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         dy: Tensor,
         inputs: LayerInputs,
         state: AttentionState | None,
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
     ) -> Tensor:
         self._read(weights, inputs, x, dy)
         self._attend_back(state)
         self._cuda.use(*grads.values(), write=True)
         return self._result(x.shape[0])
 
-    def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+    def project(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs) -> Projection:
         self._read(weights, inputs, x)
         return self._projection(index, x.shape[0])
 
-    def keep(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, handler: Any) -> Graph:
+    def keep(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any) -> Graph:
         self._read(weights, inputs, x)
         if handler is not None:
             self._attend(handler.__self__.state)
         return Graph(self, self._cuda, x.shape[0], self._graph_bytes(index, x.shape[0]), None)
 
-    def graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        attend: Any,
-        *,
-        keep: bool,
-    ) -> Graph:
+    def graph(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, keep: bool) -> Graph:
         self._read(weights, inputs, x)
         projection = self._projection(index, x.shape[0])
         out = attend(projection)
@@ -215,9 +184,9 @@ class Arithmetic:
         assert shape is not None
         sizes = [(shape.heads, shape.qk_dim), (shape.kv_heads, shape.qk_dim), (shape.kv_heads, shape.v_dim)]
         q, k, v = (self._cuda.scratch(tokens, *size, dtype=self.dtype) for size in sizes)
-        return Projection(q, k, v, _CALL)
+        return Projection(q, k, v, AttentionCall(softmax_scale=1.0))
 
-    def _read(self, weights: Mapping[str, Tensor], inputs: LayerInputs, *others: Tensor) -> None:
+    def _read(self, weights: Tensors, inputs: LayerInputs, *others: Tensor) -> None:
         self._cuda.use(*weights.values(), *inputs.calls[0].args, *others, write=False)
 
     def _attend(self, state: AttentionState | None) -> None:
@@ -262,9 +231,6 @@ class Arithmetic:
         return self._cuda.scratch(tokens, self.spec.hidden_size, dtype=self.dtype)
 
 
-_CALL = AttentionCall(softmax_scale=1.0)
-
-
 class Graph:
     """engine.model.layers.LayerGraph without a graph, of the size that the plan expects."""
 
@@ -281,13 +247,13 @@ class Graph:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
-    def top(self, weights: Mapping[str, Tensor], dy: Tensor, grads: Mapping[str, Tensor]) -> Tensor | None:
+    def top(self, weights: Tensors, dy: Tensor, grads: Tensors) -> Tensor | None:
         held = [] if self._held is None else [self._held]
         self._cuda.use(*weights.values(), dy, *held, write=False)
         self._cuda.use(*grads.values(), write=True)
         return self.out
 
-    def bottom(self, weights: Mapping[str, Tensor], given: Any, grads: Mapping[str, Tensor], dsinks: Any) -> Tensor:
+    def bottom(self, weights: Tensors, given: Any, grads: Tensors, dsinks: Any) -> Tensor:
         self._cuda.use(*weights.values(), *given, write=False)
         self._cuda.use(*grads.values(), write=True)
         return self.y
@@ -305,9 +271,7 @@ class Updates:
     def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
         return scalars(train, step, clip, device)
 
-    def step(
-        self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, values: Scalars
-    ) -> None:
+    def step(self, state: Tensors, gradient: Tensor, weights: Tensor, where: UpdateRange, values: Scalars) -> None:
         self._cuda.use(gradient, write=False)
         self._cuda.use(*state.values(), weights, write=True)
         self._cuda.use(values.decayed, values.undecayed, write=False)
@@ -357,28 +321,17 @@ class Replay:
         self.plan, self.spec, train = shapes.plan, shapes.spec, shapes.train
         self.cuda, self.watch = cuda, cuda.watch
         dtype = compute_dtype(train)
-        self._streams = {lane: _Lane(lane) for lane in sorted(STREAMS)}
+        self._streams = {lane: SimpleNamespace(name=lane) for lane in sorted(STREAMS)}
         cuda.misalign()
         self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE, dtype)
         self.slot_bytes = cuda.live_bytes()
         self.ram: RamMemory = carve(cuda, self.plan, train)
         self._carrier = BatchCarrier(self.plan.chunks, DEVICE)
         self.arithmetic = Arithmetic(cuda, shapes)
-        runner: Any = self.arithmetic
-        updates: Any = Updates(cuda)
-        files: Any = Files(cuda)
-        self.runtime = Runtime(
-            self.plan,
-            layouts(self.spec),
-            runner,
-            updates,
-            files,
-            self.gpu,
-            self.ram,
-            train,
-            LOGITS_BYTES["cuda"],
-            lambda step: None,
-        )
+        work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda)
+        memory = self.gpu, self.ram
+        logits_bytes = LOGITS_BYTES["cuda"]
+        self.runtime = Runtime(self.plan, layouts(self.spec), *work, *memory, train, logits_bytes, lambda step: None)
         self.builder = ScheduleBuilder(self.plan)
         torch.cuda.synchronize(DEVICE)  # as the executor does when it begins
         self._batches = 0
@@ -420,13 +373,10 @@ class Replay:
         for op in ops:
             last = op.id
             self.watch.begin(op)
-            if op.block in self._left_out:
-                pass
-            elif op.lane in STREAMS:
-                with torch.cuda.stream(self._streams[op.lane]):  # type: ignore[arg-type]
+            if op.block not in self._left_out:
+                stream: Any = self._streams.get(op.lane)
+                with torch.cuda.stream(stream) if stream else nullcontext():
                     self.runtime.perform(op)
-            else:
-                self.runtime.perform(op)
             self.watch.end()
         return last
 
@@ -467,13 +417,6 @@ def replay(case: Case, layers: int | None = None) -> Iterator[Replay]:
         yield replay
 
 
-class _Lane:
-    """torch.cuda.Stream of a lane."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
     """The run's RAM, pinned, with every slot known to the Watch."""
     carved = HostArena.slot
@@ -496,7 +439,7 @@ def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
         )
         assert ram.arena._bytes is not None
         cuda.arena(ram.arena._bytes.data_ptr(), ram.arena.capacity_bytes)
-        ram.arena.pin(Registrations(cuda.watch))
+        ram.arena.pin(cuda.watch)
     for address, nbytes in slots:
         cuda.watch.require_pinned(address, nbytes)
     return ram

@@ -90,9 +90,9 @@ class Watch:
         """Ops that the main thread has waited for, the last ones."""
 
     @property
-    def current(self) -> str | None:
-        """The action of the op under way."""
-        return None if self._op is None else self._op.action.name
+    def current(self) -> str:
+        """Whose work is under way: an action's, or the main thread's."""
+        return "main thread" if self._op is None else self._op.action.name
 
     def report(self, rule: str, what: str) -> None:
         where = "main thread" if self._op is None else f"{self._op.action.name} {self._op.block} {self._op.index}"
@@ -170,8 +170,8 @@ class Watch:
 
     # ------------------------------------------------------------------ memory
 
-    def register(self, start: int, nbytes: int) -> None:
-        """cudaHostRegister, or an allocation of pinned memory."""
+    def register(self, start: int, nbytes: int) -> int:
+        """cudaHostRegister, or an allocation of pinned memory; 0, as it succeeds."""
         if nbytes >= LARGEST_REGISTRATION:
             self.report("registration", f"{nbytes:,} bytes in one call; below {LARGEST_REGISTRATION:,} are possible")
         if start % PAGE or nbytes % PAGE:
@@ -181,6 +181,7 @@ class Watch:
             if other < start + nbytes and start < other + size:
                 self.report("registration", f"{nbytes:,} bytes at {start:#x} are registered twice")
         insort(self._registered, (start, nbytes))
+        return 0
 
     def unregister(self, start: int) -> None:
         self._registered = [(other, size) for other, size in self._registered if other != start]
@@ -194,8 +195,7 @@ class Watch:
         elif start + nbytes > sum(self._registered[at]):
             border = sum(self._registered[at])
             self.report(
-                "one registration",
-                f"{nbytes:,} bytes at {start:#x} cross the end of a registration at {border:#x}",
+                "one registration", f"{nbytes:,} bytes at {start:#x} cross the end of a registration at {border:#x}"
             )
         return inside
 
@@ -214,14 +214,13 @@ class Watch:
                 continue
             # Waiting in a stream is no help: the host gives the memory out without waiting.
             if (self._op is not None and self._op.lane in STREAMS) or not self._over(access, None):
-                who = "the main thread" if access.op is None else self._describe(access.op)
-                self.report(
-                    "temporary",
-                    f"{area.end - area.start:,} bytes of stream {area.stream} are freed while {who} may use them on "
-                    f"stream {access.stream}",
-                )
+                freed = f"{area.end - area.start:,} bytes of stream {area.stream} are freed"
+                who = self._describe(access.op)
+                self.report("temporary", f"{freed} while {who} may use them on stream {access.stream}")
 
-    def _describe(self, op_id: int) -> str:
+    def _describe(self, op_id: int | None) -> str:
+        if op_id is None:
+            return "the main thread"
         op = self._ops[op_id]
         return f"{op.action.name} {op.block} {op.index} (op {op_id})"
 
@@ -240,7 +239,7 @@ class Watch:
                 left.append(access)
             elif write or access.write:
                 if not self._over(access, stream):
-                    who = "the main thread" if access.op is None else self._describe(access.op)
+                    who = self._describe(access.op)
                     verbs = "written" if write else "read", "written" if access.write else "read"
                     self.report("order", f"{end - start:,} bytes are {verbs[0]} that {who} may still have {verbs[1]}")
                 if not write:
@@ -278,7 +277,7 @@ class Watch:
             self.report("plain copy", f"{host[1]:,} bytes of host memory need a temporary on their way")
         known = True
         if waits:
-            self.synchronous.add("main thread" if self._op is None else self._op.action.name)
+            self.synchronous.add(self.current)
         else:
             self.copies += 1
             known = self.require_pinned(*host)

@@ -1,6 +1,10 @@
-"""An independent reading of an op list: what every slot, region and file holds when an op looks there."""
+"""An independent reading of an op list: whether dependencies order every two ops that touch a resource, and what every
+slot, region and file holds when an op looks there."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from msgspec import structs
 
 from engine.plan.plan import Plan
 from engine.schedule import actions as a
@@ -162,11 +166,32 @@ class Replay:
         queries = self.held[place][4]
         chunk = self.plan.chunks[op.index]
         later = [c for c in self.plan.chunks if c.micro_batch == chunk.micro_batch and c.local >= chunk.local]
-        expected = [c.index for c in later if op.index in self._visible(op_like(op, c.index))]
+        expected = [c.index for c in later if op.index in self._visible(structs.replace(op, index=c.index))]
         assert sorted(queries) == expected, "each query that sees these keys has added to them once"
 
 
-def op_like(op: Op, index: int) -> Op:
-    """`op` for another chunk."""
-    fields = {name: getattr(op, name) for name in op.__slots__}
-    return Op(**(fields | {"index": index}))
+def races(ops: Iterable[Op]) -> Iterator[str]:
+    """Violations: a dependency on a later op, or two ops on one resource, one of them writing, that no chain orders.
+
+    Follows the transitive closure of the dependencies alone: lanes may complete out of order.
+    """
+    items = list(ops)
+    position = {op.id: i for i, op in enumerate(items)}
+    ancestors: list[int] = []
+    touched: dict[Resource, list[tuple[int, bool]]] = {}
+    for i, op in enumerate(items):
+        before = 0
+        for dep in op.deps:
+            parent = position.get(dep)
+            if parent is None or parent >= i:
+                yield f"op {op.id} ({op.action.name}) depends on op {dep}, which is not before it"
+                continue
+            before |= ancestors[parent] | (1 << parent)
+        ancestors.append(before)
+        accesses = [(resource, False) for resource in op.reads] + [(resource, True) for resource in op.writes]
+        for resource, writing in accesses:
+            for other, wrote in touched.get(resource, ()):
+                if other != i and (writing or wrote) and not before >> other & 1:
+                    first = items[other]
+                    yield f"op {op.id} ({op.action.name}) and op {first.id} ({first.action.name}) race on {resource}"
+            touched.setdefault(resource, []).append((i, writing))

@@ -64,7 +64,7 @@ class StreamOnCpu:
         return record
 
     def wait_event(self, event: EventOnCpu) -> None:
-        record = event.record_of()
+        record = event._record
         self.put(lambda: None if record is None else (record.done.wait(20), None)[1])
 
     def query(self) -> bool:
@@ -77,9 +77,6 @@ class StreamOnCpu:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         self.record().done.wait(20)
 
-    def end(self) -> None:
-        self._work.put(None)
-
 
 class EventOnCpu:
     """torch.cuda.Event."""
@@ -90,9 +87,6 @@ class EventOnCpu:
         assert blocking, "who waits for this event would spin on a core"
         EventOnCpu.made += 1
         self._record: Record | None = None
-
-    def record_of(self) -> Record | None:
-        return self._record
 
     def record(self, stream: StreamOnCpu | None = None) -> None:
         self._record = (stream or current_stream()).record()
@@ -143,6 +137,6 @@ def streams_on_cpu(delay_s: float = 0.0, seed: int = 0) -> Iterator[None]:
             yield
         finally:
             for stream in StreamOnCpu.all:
-                stream.end()
+                stream._work.put(None)
             StreamOnCpu.all.clear()
             _local.__dict__.clear()

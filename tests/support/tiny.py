@@ -5,6 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,30 +35,37 @@ from engine.plan.problem import GpuFirst, PlanOptions
 from engine.runtime.compute import Compute
 from engine.runtime.lanes import Lanes
 from engine.runtime.state import fill_store, read_parameters, state_arrays
+from engine.schedule.actions import LANES
+from engine.schedule.ops import Op
 from engine.session import Session, run_identity, run_meta
-from engine.train import train
+from engine.train import train, train_step
 from storage.errors import BudgetError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
-from storage.readers import Readers, select_readers
+from storage.readers import select_readers
 
 CPU = torch.device("cpu")
 FLOOR = "floor"
 """As a budget: the least that the planner accepts."""
+TIERS = [("1GiB", "1GiB"), (FLOOR, "1GiB"), (FLOOR, FLOOR), (1_100_000, 750_000)]
+"""Budgets of GPU and RAM: all state on the GPU, in RAM, on NVMe, some of it on each."""
 
 
 class Silent:
-    """An observer that keeps the metrics."""
+    """An observer that keeps what it is told."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.metrics: list[StepMetrics] = []
         self.validations: list[ValidationMetrics] = []
         self.spans: list[Span] = []
         self.plan: dict[str, Any] = {}
+        self.prepared: list[Preparing] = []
+        self.messages: list[str] = []
+        self.checkpoints: list[tuple[str, int, str | None]] = []
         self._stop_after = stop_after
 
     def on_prepare(self, item: Preparing) -> None:
-        pass
+        self.prepared.append(item)
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
         self.plan = plan
@@ -68,13 +80,13 @@ class Silent:
         self.validations.append(metrics)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
-        pass
+        self.messages.append(text)
 
     def checkpoint_requests(self) -> list[str]:
         return []
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        pass
+        self.checkpoints.append((name, step, error))
 
     def wanted(self) -> Want:
         return "stop" if self._stop_after is not None and len(self.metrics) >= self._stop_after else "run"
@@ -176,19 +188,14 @@ def plan_of(
         budgets = Budgets(sizes["gpu"], sizes["ram"], None, {})
         task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type="cpu", device_reads=device_reads)
         chunk = task.chunks[-1]
-        values = dimensions(
-            task.problem(chunk), -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
-        )
+        window_chunks = -(-recipe.train.micro_batch_size * recipe.data.sequence_length // chunk)
+        values = dimensions(task.problem(chunk), window_chunks)
+        options = PlanOptions(gpu_first=gpu_first, recompute=values["recompute"][0])
         refusals: list[BudgetError] = []
         ways = itertools.product(values["streamed"], ("activations", "weights"), (4, 2))
         for streamed, ram_first, stages in ways:
-            again = values["recompute"][0]
             try:
-                return task.plan(
-                    PlanOptions(
-                        streamed=streamed, gpu_first=gpu_first, recompute=again, ram_first=ram_first, stages=stages
-                    )
-                )
+                return task.plan(replace(options, streamed=streamed, ram_first=ram_first, stages=stages))
             except BudgetError as refusal:
                 refusals.append(refusal)
         least = min(refusals, key=lambda refusal: refusal.need_bytes)
@@ -197,24 +204,6 @@ def plan_of(
             raise least
         sizes[least.tier] = least.need_bytes
     raise AssertionError("refused what the refusal asked for")
-
-
-def make_store(
-    folder: Path,
-    spec: ModelSpec,
-    plan: Plan,
-    cursor: dict[str, Any],
-    identity: dict[str, Any],
-    seed: int = 0,
-    drives: list[Path] | None = None,
-    readers: Readers | None = None,
-) -> NvmeStore:
-    """A store whose first generation is the model's own initialisation."""
-    store = NvmeStore.create(folder, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
-    initializer = Initializer(spec, seed)
-    buffers = ((name, initializer.values(name)) for name in spec.buffers)
-    fill_store(store, buffers, layouts(spec), run_meta(0, 0, cursor, identity))
-    return store
 
 
 def session(
@@ -244,7 +233,10 @@ def session(
     if (root / "manifest.json").exists():
         store = NvmeStore.open(root, drives=drives, readers=readers)
     else:
-        store = make_store(root, spec, plan, loader.cursor, identity, train.seed, drives, readers)
+        store = NvmeStore.create(root, state_arrays(plan), budget_bytes=None, drives=drives, readers=readers)
+        initializer = Initializer(spec, train.seed)
+        buffers = ((name, initializer.values(name)) for name in spec.buffers)
+        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
     return Session(
         spec=spec,
         plan=plan,
@@ -261,6 +253,62 @@ def session(
     )
 
 
+def steps(session: Session, count: int | None = None) -> list[StepMetrics]:
+    """So many steps, or all that are left, and the commit."""
+    left = session.recipe.train.steps - session.step if count is None else count
+    metrics = [train_step(session) for _ in range(left)]
+    session.finish()
+    return metrics
+
+
+def settle(session: Session) -> None:
+    """Apply the last update without committing it."""
+    session.executor.submit(session.builder.finish(commit=False))
+    session.executor.drain()
+
+
+def before_ops(session: Session, act: Callable[[Op], None]) -> None:
+    """Call `act` with every op from now on, on its lane, right before it is carried out."""
+    perform = session.executor._perform
+
+    def acted(op: Op) -> Any:
+        act(op)
+        return perform(op)
+
+    session.executor.attach(acted)
+
+
+def delay(session: Session, chance: random.Random) -> None:
+    """Delay the ops of every lane at random, those of one lane more often."""
+    slow_lane = chance.choice(LANES)
+
+    def wait(op: Op) -> None:
+        if chance.random() < (0.3 if op.lane == slow_lane else 0.03):
+            time.sleep(chance.random() * 2e-3)
+
+    before_ops(session, wait)
+
+
+def refuse_waits(session: Session) -> None:
+    """From now on torch itself refuses what synchronises while a compute op is issued.
+
+    Its check counts for all threads, so nothing may be fetched ahead: that waits for a stream that is no lane's.
+    """
+    torch.cuda.synchronize()
+    perform = session.runtime.perform
+
+    def strict(op: Op) -> Any:
+        if op.lane != "compute":
+            return perform(op)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return perform(op)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    session.executor.attach(strict)
+
+
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     """All master weights of the committed generation, by name."""
     found: dict[str, Tensor] = {}
@@ -275,8 +323,7 @@ def first_moments(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     flat = layouts(spec)
     for array in store.arrays():
         if array.kind == "exp_avg":
-            whole = torch.cat([_stored(store, array, part) for part in range(len(array.parts()))])
-            found |= flat[array.buffer].views(whole)
+            found |= flat[array.buffer].views(stored(store, array))
     return found
 
 
@@ -284,9 +331,14 @@ def digest(store: NvmeStore) -> str:
     """A hash of every byte of the committed generation."""
     total = hashlib.sha256()
     for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
-        for part in range(len(array.parts())):
-            total.update(_stored(store, array, part).numpy().tobytes())
+        total.update(stored(store, array).numpy().tobytes())
     return total.hexdigest()
+
+
+def digest_of(run_dir: Path) -> str:
+    """`digest` of what a run has committed."""
+    with closing(NvmeStore.open(run_dir / "state", read_only=True)) as store:
+        return digest(store)
 
 
 def live_digest(session: Session) -> str:
@@ -295,18 +347,18 @@ def live_digest(session: Session) -> str:
     for array in sorted(session.store.arrays(), key=lambda array: (array.buffer, array.kind)):
         tier = session.plan.buffers[array.buffer].state
         memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
-        for part, (start, end) in enumerate(array.parts()):
-            if memory is None:
-                rows = _stored(session.store, array, part)
-            else:
-                assert memory.state is not None
-                rows = memory.state[array.kind][start:end]
-            total.update(rows.numpy().tobytes())
+        if memory is None:
+            whole = stored(session.store, array)
+        else:
+            assert memory.state is not None
+            whole = memory.state[array.kind][: array.numel]
+        total.update(whole.numpy().tobytes())
     return total.hexdigest()
 
 
-def _stored(store: NvmeStore, array: ArraySpec, part: int) -> Tensor:
-    start, end = array.parts()[part]
-    rows = torch.empty(end - start)
-    store.read(array.buffer, array.kind, part, rows).result()
-    return rows
+def stored(store: NvmeStore, array: ArraySpec) -> Tensor:
+    """An array of the committed generation."""
+    whole = torch.empty(array.numel)
+    for part, (start, end) in enumerate(array.parts()):
+        store.read(array.buffer, array.kind, part, whole[start:end]).result()
+    return whole

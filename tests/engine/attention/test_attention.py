@@ -12,52 +12,12 @@ from attention_reference import causal_band, dense, random, visible_keys
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
+from torch import Tensor
 
 from engine.attention import chunk as attention
 from engine.attention.backends import AttentionCall, Gradients, Operands
-from engine.attention.chunk import AttentionState, attend, attend_backward, finish, merge_, sink_gradient
+from engine.attention.chunk import attend, attend_backward, finish, merge_, sink_gradient
 from storage.errors import UserError
-
-
-@pytest.mark.parametrize("chunk", [120, 30, 7, 49])
-@pytest.mark.parametrize(
-    ("window", "softcap", "with_sinks", "v_dim"),
-    [(None, None, False, 8), (None, None, True, 12), (13, None, False, 8), (70, None, True, 8), (13, 2.0, True, 6)],
-)
-def test_chunks_equal_whole_attention(
-    chunk: int, window: int | None, softcap: float | None, with_sinks: bool, v_dim: int
-) -> None:
-    torch.manual_seed(1)
-    total, documents = 120, [0, 41, 45, 100]
-    q, k, v = random(total, 4, 8), random(total, 2, 8), random(total, 2, v_dim)
-    sinks = random(4) if with_sinks else None
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v, *([sinks] if sinks is not None else []))]
-    expected = dense(q, k, v, visible_keys(total, documents, window), 0.4, softcap, sinks)
-    dout = random(*expected.shape)
-    reference = torch.autograd.grad(expected, inputs, dout)
-
-    windows = [torch.full_like(tensor, float("nan")).detach() for tensor in (k, v)]
-    gradient_windows = [torch.zeros_like(tensor).detach() for tensor in (k, v)]
-    call = AttentionCall(softmax_scale=0.4, window=window, softcap=softcap, sinks=sinks)
-    states = []
-    for start in range(0, total, chunk):
-        end = min(start + chunk, total)
-        lse = torch.zeros(4, end - start, dtype=torch.float64)
-        out = torch.zeros(end - start, 4, v_dim, dtype=torch.float64)
-        states.append(AttentionState(*windows, out, lse, start, end, documents, *gradient_windows))
-    with torch.no_grad():
-        for state in states:
-            rows = slice(state.start, state.end)
-            out = attention.forward_handler(state)(q[rows], k[rows], v[rows], call)
-            torch.testing.assert_close(out, expected[rows])
-    totals = [torch.zeros_like(tensor) for tensor in inputs]
-    for state in reversed(states):
-        rows = slice(state.start, state.end)
-        out = attention.backward_handler(state)(q[rows], k[rows], v[rows], call)
-        for sum_, grad in zip(totals, torch.autograd.grad(out, inputs, dout[rows]), strict=True):
-            sum_ += grad
-    for computed, expected_grad in zip(totals, reference, strict=True):
-        torch.testing.assert_close(computed, expected_grad)
 
 
 @st.composite
@@ -120,41 +80,28 @@ def test_any_ranges_of_keys_in_any_order_are_exact(case: dict[str, Any]) -> None
         torch.testing.assert_close(computed, expected_grad)
 
 
-def test_rows_without_keys_have_no_weight() -> None:
-    call = AttentionCall(softmax_scale=1.0, window=4)
-    q, k, v = random(6, 2, 8), random(3, 2, 8), random(3, 2, 8)
-    # Of queries 10..16 the first sees keys 7, 8 and 9, the second 8 and 9, the third 9 and the others none.
-    out, lse = attend(Operands(q, k, v, call, start=10, key_start=7))
-    assert bool(torch.isfinite(lse[:, :3]).all())
-    assert torch.equal(out[3:], torch.zeros(3, 2, 8, dtype=torch.float64))
-    assert bool(torch.isneginf(lse[:, 3:]).all())
-    nothing_out, nothing_lse = attend(Operands(q, k, v, call, start=0, key_start=7))
-    assert not nothing_out.any()
-    assert bool(torch.isneginf(nothing_lse).all())
-    merge_(nothing_out, nothing_lse, out, lse)
-    torch.testing.assert_close(nothing_out, out)
-    assert torch.equal(nothing_lse, lse)
+def by_chunks(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: AttentionCall, chunk: int) -> list[Tensor]:
+    """Output and gradients of a stream, chunk by chunk."""
+    outs, (dq, dk, dv) = [], (torch.zeros(tensor.shape) for tensor in (q, k, v))
+    for start in range(0, q.shape[0], chunk):
+        rows = slice(start, min(start + chunk, q.shape[0]))
+        x = Operands(q[rows], k[: rows.stop], v[: rows.stop], call, start)
+        out, lse = attend(x)
+        assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
+        outs.append(out)
+        attend_backward(x, Gradients(dout[rows], out, lse), dq[rows], dk[: rows.stop], dv[: rows.stop])
+    return [torch.cat(outs), dq, dk, dv]
 
 
 def test_bfloat16_is_as_close_as_its_rounding() -> None:
     torch.manual_seed(0)
-    total, chunk = 200, 70
+    total = 200
     q, k, v, dout = (random(total, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = dense(*exact, causal_band(total, total), 0.2)
-    reference = torch.autograd.grad(expected, exact, dout.double())
-    call = AttentionCall(softmax_scale=0.2, window=None)
-    gradients = [torch.zeros(tensor.shape) for tensor in (q, k, v)]
-    for start in range(0, total, chunk):
-        rows = slice(start, min(start + chunk, total))
-        keys = slice(0, rows.stop)
-        x = Operands(q[rows], k[keys], v[keys], call, start)
-        out, lse = attend(x)
-        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-        torch.testing.assert_close(out.double(), expected[rows], atol=0.02, rtol=0.02)
-        dq, dk, dv = (gradient[part] for gradient, part in zip(gradients, (rows, keys, keys), strict=True))
-        attend_backward(x, Gradients(dout[rows], out, lse), dq, dk, dv)
-    for computed, target in zip(gradients, reference, strict=True):
+    out, *gradients = by_chunks(q, k, v, dout, AttentionCall(softmax_scale=0.2, window=None), 70)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+    for computed, target in zip(gradients, torch.autograd.grad(expected, exact, dout.double()), strict=True):
         assert (computed - target).norm() <= 0.01 * target.norm()
 
 
@@ -166,17 +113,9 @@ def test_bfloat16_is_as_close_as_its_rounding() -> None:
     ids=["causal", "window"],
 )
 def test_executed_flops_are_counted_as_the_kernel_computes_them(window: int | None, pairs: int) -> None:
-    total, chunk = 256, 64
-    q, k, v = random(total, 4, 8), random(total, 2, 8), random(total, 2, 6)
-    call = AttentionCall(softmax_scale=1.0, window=window)
-    gradients = [torch.zeros_like(tensor) for tensor in (q, k, v)]
+    q, k, v, dout = (torch.randn(256, *size) for size in ((4, 8), (2, 8), (2, 6), (4, 6)))
     attention.COUNTS.reset()
-    for start in range(0, total, chunk):
-        rows, keys = slice(start, start + chunk), slice(0, start + chunk)
-        x = Operands(q[rows], k[keys], v[keys], call, start)
-        out, lse = attend(x)
-        dq, dk, dv = (gradient[part] for gradient, part in zip(gradients, (rows, keys, keys), strict=True))
-        attend_backward(x, Gradients(out, out, lse), dq, dk, dv)
+    by_chunks(q, k, v, dout, AttentionCall(softmax_scale=1.0, window=window), 64)
     assert attention.COUNTS.forward_flops == 2 * 4 * (8 + 6) * pairs
     assert attention.COUNTS.backward_flops == 2 * 4 * (3 * 8 + 2 * 6) * pairs
 
@@ -188,10 +127,12 @@ def test_chunked_masks_are_documents_of_their_own() -> None:
 def test_what_would_be_computed_wrongly_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     q = torch.zeros(1, 2, 3, 4)
+    cases: list[tuple[str, Tensor | None, dict[str, Any]]] = [
+        ("mask of its own", torch.zeros(1, 1, 3, 3), {}),
+        ("position bias", None, {"position_bias": torch.zeros(1, 2, 3, 3)}),
+        ("not causal", None, {"is_causal": False}),
+    ]
     with attention.use(lambda q, k, v, call: q):
-        with pytest.raises(UserError, match="mask of its own"):
-            attention.penstock_attention(module, q, q, q, torch.zeros(1, 1, 3, 3))
-        with pytest.raises(UserError, match="position bias"):
-            attention.penstock_attention(module, q, q, q, None, position_bias=torch.zeros(1, 2, 3, 3))
-        with pytest.raises(UserError, match="not causal"):
-            attention.penstock_attention(module, q, q, q, None, is_causal=False)
+        for message, mask, options in cases:
+            with pytest.raises(UserError, match=message):
+                attention.penstock_attention(module, q, q, q, mask, **options)

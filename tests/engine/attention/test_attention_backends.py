@@ -1,11 +1,15 @@
-"""Attention kernels one by one against one dense softmax."""
+"""Attention kernels one by one against one dense softmax, and our calls of torch's against what this torch declares."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from attention_reference import causal_band, dense, random
+from torch import Tensor
 
+from engine.attention import torch_cuda as attention_cuda
 from engine.attention.backends import (
     AttentionCall,
     Backend,
@@ -15,9 +19,8 @@ from engine.attention.backends import (
     TiledReference,
     TorchCpuFlash,
 )
-from engine.attention.select import BACKENDS
 from engine.attention.spans import Geometry
-from engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
+from engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 
 SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (530, 530), (1, 40), (64, 65), (70, 600), (530, 531), (513, 1100)]
 
@@ -54,28 +57,67 @@ def test_backend_equals_dense_softmax(backend: Backend, widths: tuple[int, int],
         torch.testing.assert_close(grad, reference)
 
 
-@pytest.mark.parametrize("backend", [TorchCudaFlash(), TorchCudnn()], ids=lambda b: b.name)
-@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (20, 12)], ids=str)
-@pytest.mark.parametrize("left", [None, 100])
-def test_torch_declares_the_operators_that_are_called(
-    backend: Backend, widths: tuple[int, int], left: int | None
+META = torch.device("meta")
+SEGMENTS = Geometry(300, 400, causal=True, cu_q=(0, 100, 300), cu_k=(0, 200, 400))
+CALLS = [
+    (TorchCudaFlash(), Geometry(512, 512, causal=True)),
+    (TorchCudaFlash(), Geometry(512, 1024, causal=True)),
+    (TorchCudaFlash(), Geometry(512, 1024, causal=False)),
+    (TorchCudaFlash(), Geometry(512, 1024, causal=True, left=99)),
+    (TorchCudaFlash(), SEGMENTS),
+    (TorchCudnn(), Geometry(512, 512, causal=True)),
+    (TorchCudnn(), Geometry(512, 1024, causal=False)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "geometry"), CALLS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "qk_dim", "v_dim"), [(32, 8, 128, 128), (8, 2, 192, 128), (4, 4, 64, 64), (4, 2, 20, 12)]
+)
+def test_torchs_operators_take_what_we_pass(
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: CudaKernel,
+    geometry: Geometry,
+    heads: int,
+    kv_heads: int,
+    qk_dim: int,
+    v_dim: int,
 ) -> None:
-    # Tensors without data: torch's own shape functions stand in for the kernels.
-    geometry = Geometry(256, 512, causal=False, left=left)
-    q, k, v, dout = (
-        torch.empty(rows, heads, width, dtype=torch.bfloat16, device="meta")
-        for rows, heads, width in ((256, 8, widths[0]), (512, 2, widths[0]), (512, 2, widths[1]), (256, 8, widths[1]))
+    """On tensors without data: nothing is computed, but an argument that torch has renamed, moved or dropped ends the
+    call here, and on a card."""
+    monkeypatch.setattr(
+        attention_cuda, "_on_device", lambda values, device: torch.tensor(values, dtype=torch.int32, device=device)
     )
+
+    def make(rows: int, num_heads: int, width: int) -> Tensor:
+        return torch.empty(rows, num_heads, width, dtype=torch.bfloat16, device=META)
+
+    n, m = geometry.n, geometry.m
+    q, k, v = make(n, heads, qk_dim), make(m, kv_heads, qk_dim), make(m, kv_heads, v_dim)
     x = Operands(q, k, v, AttentionCall(0.1))
-    out, lse = backend.forward(x, geometry)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (dout.shape, q.dtype, (8, 256), torch.float32)
-    grads = backend.backward(x, Gradients(dout, out, lse), geometry)
+    out, lse = kernel.forward(x, geometry)
+    assert (out.shape, lse.shape) == ((n, heads, v_dim), (heads, n))
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    dout = make(n, heads, v_dim)
+    grads = kernel.backward(x, Gradients(dout, out, lse), geometry)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_every_other_backend_says_why_it_cannot_compute_on_a_cpu() -> None:
-    x = Operands(*(random(4, 2, 8, dtype=torch.bfloat16) for _ in range(3)), AttentionCall(0.3))
-    problem = Problem.of(x, Geometry(4, 4, causal=True), backward=False)
-    refusals = {backend.name: backend.refusal(problem) for backend in BACKENDS}
-    assert [name for name, refusal in refusals.items() if refusal is None] == ["torch-cpu-flash", "tiled-reference"]
-    assert all("CUDA" in refusal for refusal in refusals.values() if refusal is not None)
+def test_lengths_of_segments_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a copy to the device: of a step's chunks, forward and backward, all layers share them."""
+    made: list[Any] = []
+    real = torch.tensor
+
+    def tensor(values: Any, *, pin_memory: bool, **kwargs: Any) -> Tensor:
+        assert pin_memory, "a pageable copy waits for the device"
+        made.append(values)
+        return real(values, **kwargs)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    _on_device.cache_clear()
+    chunks = [(0, 7, 1000 + i) for i in range(1024)]  # 2 M tokens in chunks of 4,096, queries and keys
+    for _ in range(3):
+        for values in chunks:
+            assert _on_device(values, META).shape == (3,)
+    assert made == chunks
+    _on_device.cache_clear()

@@ -36,13 +36,9 @@ PLAIN = Problem(
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    gives(monkeypatch, (9, 0))
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: (9, 0))
     # No package but those that a test brings along.
     monkeypatch.setattr(attention_flash, "_module", lambda *_: "is not installed")
-
-
-def gives(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(attention_cuda, "capability", lambda _: capability)
 
 
 def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
@@ -51,20 +47,31 @@ def has(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("kernel", "change", "reason"),
     [
-        ({}, None),
-        ({"device": torch.device("cpu")}, "computes on CUDA devices only"),
-        ({"dtype": torch.float32}, "does not take torch.float32"),
-        ({"dtype": torch.float16}, None),
-        ({"qk_dim": 256}, None),
-        ({"v_dim": 257}, "takes heads up to 256 wide"),
-        ({"softcap": True}, "has no soft-cap"),
-        ({"window": True, "segments": True, "square": False, "deterministic": True}, None),
+        (TorchCudaFlash(), {}, None),
+        (TorchCudaFlash(), {"device": torch.device("cpu")}, "computes on CUDA devices only"),
+        (TorchCudaFlash(), {"dtype": torch.float32}, "does not take torch.float32"),
+        (TorchCudaFlash(), {"dtype": torch.float16}, None),
+        (TorchCudaFlash(), {"qk_dim": 256}, None),
+        (TorchCudaFlash(), {"v_dim": 257}, "takes heads up to 256 wide"),
+        (TorchCudaFlash(), {"softcap": True}, "has no soft-cap"),
+        (TorchCudaFlash(), {"window": True, "segments": True, "square": False, "deterministic": True}, None),
+        (TorchCudnn(), {}, None),
+        (TorchCudnn(), {"causal": False, "square": False}, None),
+        (TorchCudnn(), {"deterministic": True}, "is not deterministic"),
+        (TorchCudnn(), {"window": True}, "has no sliding window"),
+        (TorchCudnn(), {"segments": True}, "computes one segment at a time"),
+        (TorchCudnn(), {"square": False}, "aligns its causal limit at the top left"),
+        (TorchCudnn(), {"aligned": False}, f"would build a plan for every length that is no multiple of {ALIGNMENT}"),
     ],
 )
-def test_torch_s_flash_attention(change: dict[str, Any], reason: str | None) -> None:
-    assert TorchCudaFlash().refusal(replace(PLAIN, **change)) == reason
+def test_torch_s_kernels(
+    kernel: CudaKernel, change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert kernel.refusal(replace(PLAIN, **change)) == reason
 
 
 @pytest.mark.parametrize(
@@ -79,27 +86,9 @@ def test_torch_s_flash_attention(change: dict[str, Any], reason: str | None) -> 
 def test_a_gpu_of_another_age(
     kernel: CudaKernel, capability: tuple[int, int], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gives(monkeypatch, capability)
+    monkeypatch.setattr(attention_cuda, "capability", lambda _: capability)
     found = "{}.{}".format(*capability)
     assert kernel.refusal(PLAIN) == f"needs compute capability {wanted}; this GPU has {found}"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"causal": False, "square": False}, None),
-        ({"deterministic": True}, "is not deterministic"),
-        ({"window": True}, "has no sliding window"),
-        ({"segments": True}, "computes one segment at a time"),
-        ({"square": False}, "aligns its causal limit at the top left"),
-        ({"aligned": False}, f"would build a plan for every length that is no multiple of {ALIGNMENT}"),
-    ],
-)
-def test_cudnn(change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert TorchCudnn().refusal(replace(PLAIN, **change)) == reason
 
 
 @pytest.mark.parametrize(("there", "version"), [(False, 91900), (True, None), (True, 8907)])
@@ -153,16 +142,11 @@ def test_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.refusal(replace(wide, backward=False)) is None
     # Heads whose values are narrower than their keys keep both widths where the kernel has such a variant.
     assert kernel.refusal(replace(wide, qk_dim=192, v_dim=128)) is None
-    assert [kernel._widths(*dims) for dims in ((192, 128), (190, 126), (192, 96), (64, 30))] == [
-        (192, 128),
-        (192, 128),
-        (192, 192),
-        (64, 64),
-    ]
-    _operators(monkeypatch, _fwd, _fwd)
-    assert kernel.refusal(PLAIN) == "declares operators with unknown arguments"
-    _operators(monkeypatch, torch.ops.aten.add, torch.ops.aten.add)
-    assert kernel.refusal(PLAIN) == "declares operators with unknown arguments"
+    wanted = {(192, 128): (192, 128), (190, 126): (192, 128), (192, 96): (192, 192), (64, 30): (64, 64)}
+    assert {dims: kernel._widths(*dims) for dims in wanted} == wanted
+    for other in (_fwd, torch.ops.aten.add):
+        _operators(monkeypatch, other, other)
+        assert kernel.refusal(PLAIN) == "declares operators with unknown arguments"
 
 
 def _cute(softmax_scale: Any, causal: Any, softcap: Any, window_size_left: Any, window_size_right: Any,

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.pairs import chunk_pairs
+from engine.attention.pairs import chunk_pairs, visible_pairs
 
 
 def seen(query: int, key: int, documents: list[int], window: int | None, span: int | None) -> bool:
@@ -40,17 +40,7 @@ def test_chunk_pairs_are_those_of_the_mask(
         seen(query, key, documents, window, span) for query in range(start, end) for key in range(among[0], among[1])
     )
     assert chunk_pairs(start, end, documents, window, span, None if keys is None else among) == counted
-
-
-@settings(deadline=None)
-@given(masks(), st.integers(1, 20))
-def test_chunks_and_their_chunks_of_keys_share_out_all_pairs(
-    mask: tuple[list[int], int | None, int | None], width: int
-) -> None:
-    bounds = [(start, min(start + width, 60)) for start in range(0, 60, width)]
-    whole = chunk_pairs(0, 60, *mask, None)
-    assert sum(chunk_pairs(*chunk, *mask, None) for chunk in bounds) == whole
-    assert sum(chunk_pairs(*chunk, *mask, keys) for chunk in bounds for keys in bounds) == whole
+    assert visible_pairs(end, window, span) == chunk_pairs(0, end, [0], window, span, None)
 
 
 def test_by_hand() -> None:

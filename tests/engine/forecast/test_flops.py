@@ -1,39 +1,32 @@
-"""FLOP formulas, worked by hand and against torch's own counter on plain transformers models."""
+"""FLOP formulas: worked by hand, against torch's own counter on plain transformers models, and against a step's ops."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoModelForCausalLM
 
-from engine.attention.pairs import visible_pairs
+from engine.attention import chunk as attention
 from engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
-from engine.hf.config import make_config
-from engine.model.spec import AttentionShape, ModelSpec
+from engine.hf.config import model_config
+from engine.model.spec import ModelSpec
 from engine.plan.plan import Plan
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+from engine.schedule.ops import Op
+from engine.session import Session
+from engine.train import train_step
 
 
-def spec(model_type: str, **changes: Any) -> ModelSpec:
-    return tiny.spec_of(make_config({"model_type": model_type, **SHAPE, **changes}, "test"))
+def spec(model_type: str, **overrides: Any) -> ModelSpec:
+    """Of two layers."""
+    model = tiny.model(model_type=model_type, num_layers=2, vocab_size=96, overrides=overrides)
+    return tiny.spec_of(model_config(tiny.recipe(model=model), None))
 
 
 def test_a_qwen3_by_hand() -> None:
@@ -106,12 +99,56 @@ def test_against_what_torch_counts(model_type: str, changes: dict[str, Any]) -> 
     assert counter.get_total_flops() == length * matmul_flops(found) + pairs
 
 
-@given(st.integers(0, 40), st.integers(1, 50), st.booleans())
-def test_visible_pairs_are_those_of_the_mask(length: int, size: int, chunked: bool) -> None:
-    shape = AttentionShape(1, 1, 1, 1, None if chunked else size, size if chunked else None)
-    visible = 0
-    for query in range(length):
-        for key in range(query + 1):
-            visible += query // size == key // size if chunked else query - key < size
-    assert visible_pairs(length, shape.window, shape.chunk) == visible
-    assert visible_pairs(length, None, None) == length * (length + 1) // 2
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts the FLOPs of matrix products by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted_step(session: Session) -> tuple[int, list[int]]:
+    """FLOPs of the matrix products of one step, as torch counts them, and the lengths of its documents."""
+    perform, counter = session.runtime.perform, ProductCounter()
+
+    def counting(op: Op) -> Any:
+        if op.lane != "compute":
+            return perform(op)
+        with counter:
+            return perform(op)
+
+    session.executor._perform = counting
+    lengths = [n for m in session.loader.next_step() for n in m.lengths]
+    session.loader.seek(session.store.meta["cursor"])
+    train_step(session)
+    return counter.flops, lengths
+
+
+@pytest.mark.parametrize("kv_window", ["whole", "streamed"])
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
+def test_a_step_computes_what_the_formula_says(tmp_path: Path, checkpointing: str, kv_window: str) -> None:
+    """Attention once forward and once backward."""
+    t = tiny.training(steps=1, chunk_tokens=20, activation_checkpointing=checkpointing, kv_window=kv_window)
+    with tiny.session(tmp_path, d=tiny.data(sequence_length=192), t=t) as session:
+        attention.COUNTS.reset()
+        products, lengths = counted_step(session)
+        expected = executed_flops(session.spec, session.plan, lengths)
+        spec = session.spec
+    # The head's products count only tokens with a label, one fewer a document.
+    head = expected.head_matmul * (sum(lengths) - len(lengths)) // sum(lengths)
+    assert products == pytest.approx(expected.layer_matmul + head, rel=0.01)
+    counts, forward = attention.COUNTS, attention_flops(spec, lengths)
+    assert counts.forward_flops == forward * (2 if checkpointing == "full" else 1) == expected.attention_forward
+    assert counts.backward_flops == expected.attention_backward == forward * 5 // 2
+    if checkpointing == "none" and kv_window == "whole":
+        whole = model_flops(spec, lengths) + forward // 2  # a flash backward computes q.k again
+        assert products + counts.forward_flops + counts.backward_flops == pytest.approx(whole, rel=0.02)

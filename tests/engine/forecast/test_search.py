@@ -23,6 +23,8 @@ from engine.plan.problem import PlanInput, PlanOptions
 from engine.schedule.builder import ScheduleBuilder
 from storage.errors import BudgetError
 
+TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000, "micro_batches": 1}
+AUTO: dict[str, Any] = {"activation_checkpointing": "auto", "kv_window": "auto"}
 EVENLY = sampled(10, 30, derandomize=True)
 
 
@@ -117,9 +119,8 @@ def test_a_place_on_the_gpu_can_cost_time() -> None:
         chunk_tokens=28,
         gpu_budget=406_938,
         ram_budget=1_245_935,
-        activation_checkpointing="auto",
-        kv_window="auto",
         graph_bytes=300,
+        **AUTO,
     )
     richer = replace(shape, gpu_budget=2 * shape.gpu_budget, ram_budget=2 * shape.ram_budget)
     assert slowdown(shape, richer, machine) <= 1.01
@@ -170,9 +171,7 @@ def test_nothing_is_refused_that_some_choice_fits(shape: PlanInput, gpu: float, 
 
 def test_the_best_of_all_choices_is_found() -> None:
     """A small step is searched exhaustively."""
-    shape = problem(
-        gpu_budget=500_000, ram_budget=600_000, activation_checkpointing="auto", kv_window="auto", micro_batches=1
-    )
+    shape = problem(**TIGHT, **AUTO)
     best = found(shape, ROUND)
     steps = []
     for choice in choices(shape):
@@ -187,9 +186,7 @@ def test_the_best_of_all_choices_is_found() -> None:
 
 
 def test_a_deep_model_s_choices_are_changed_one_at_a_time() -> None:
-    shape = problem(
-        layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, activation_checkpointing="auto", kv_window="auto"
-    )
+    shape = problem(layers=24, gpu_budget=1_500_000, ram_budget=3_000_000, **AUTO)
     best = found(shape, ROUND, (32, 64, 128))
     assert len(best.tried) < 60
     assert rank(best.best) == min(map(rank, best.tried))
@@ -212,9 +209,7 @@ def test_a_link_that_is_slow_keeps_blocks_on_the_gpu_and_slow_matmuls_keep_graph
 
 
 def test_a_choice_that_works_is_kept_unless_another_is_clearly_faster() -> None:
-    shape = problem(
-        gpu_budget=500_000, ram_budget=600_000, activation_checkpointing="auto", kv_window="auto", micro_batches=1
-    )
+    shape = problem(**TIGHT, **AUTO)
     free = found(shape, ROUND)
     ranked = sorted(free.tried, key=lambda c: c.step_s)
     near = next(c for c in ranked if c.choice != free.best.choice and c.step_s < free.best.step_s * 1.02)
@@ -241,13 +236,8 @@ def test_a_second_search_looks_again_at_what_other_times_may_favour(
 ) -> None:
     shape, _ = fitting(shape, machine)
     first = found(shape, machine, rough=True)
-    up, down, products = factors
-    measured = structs.replace(
-        machine,
-        h2d_bytes_per_s=machine.h2d_bytes_per_s * up,
-        d2h_bytes_per_s=machine.d2h_bytes_per_s * down,
-        matmul_flops=machine.matmul_flops * products,
-    )
+    rates = zip(("h2d_bytes_per_s", "d2h_bytes_per_s", "matmul_flops"), factors, strict=True)
+    measured = structs.replace(machine, **{name: getattr(machine, name) * factor for name, factor in rates})
     again, whole = found(shape, measured, before=first), found(shape, measured)
     assert len(again.tried) <= len(whole.tried)
     assert again.best.step_s <= whole.best.step_s * 1.1

@@ -48,27 +48,50 @@ def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list
     return [found[op.id] for op in ops]
 
 
-def near(expected: list[tuple[float, float]]) -> list[Any]:
-    return [pytest.approx(pair, abs=1e-9) for pair in expected]
-
-
-def test_a_chain_on_two_lanes() -> None:
-    ops = [an_op(0, "h2d"), an_op(1, "compute", 0), an_op(2, "h2d"), an_op(3, "compute", 2)]
+CHAIN = [an_op(0, "h2d"), an_op(1, "compute", 0), an_op(2, "h2d"), an_op(3, "compute", 2)]
+UPDATE, COPY = ([an_op(0, "compute"), an_op(1, lane)] for lane in ("optimizer", "h2d"))
+LINK = [an_op(0, "h2d"), an_op(1, "d2h")]
+BY_HAND: list[tuple[list[Op], list[float], Machine, list[tuple[float, float]]]] = [
     # Load for 1 s, compute on it for 2 s; meanwhile, D after the first load, load for 3 s, then compute for 1 s.
-    assert times(ops, [1, 2, 3, 1]) == near([(0, 1), (1, 3), (1 + D, 4 + D), (4 + D, 5 + D)])
+    (CHAIN, [1, 2, 3, 1], ROUND, [(0, 1), (1, 3), (1 + D, 4 + D), (4 + D, 5 + D)]),
     # With a short second load the lane that computes is what everything waits for.
-    assert times(ops, [1, 2, 0.5, 1]) == near([(0, 1), (1, 3), (1 + D, 1.5 + D), (3 + D, 4 + D)])
+    (CHAIN, [1, 2, 0.5, 1], ROUND, [(0, 1), (1, 3), (1 + D, 1.5 + D), (3 + D, 4 + D)]),
+    # Ops start no sooner than they are built.
+    (
+        [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")],
+        [0.5, 0.5, 0.5],
+        ROUND,
+        [(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)],
+    ),
+    # A lane keeps program order: op 2 has nothing to wait for, but its lane's op 1 does, until 2 s.
+    (
+        [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")],
+        [2, 1, 1],
+        ROUND,
+        [(0, 2), (2, 3), (3 + D, 4 + D)],
+    ),
+    # Both directions share a link. Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s
+    # are left, at full speed.
+    (LINK, [2, 1], ROUND, [(0, 3), (B, 2 + B)]),
+    (LINK, [2, 1], structs.replace(ROUND, duplex_share=1.0), [(0, 2), (B, 1 + B)]),
+    # Reads and writes share the drives, at 0.8 of their speed: 4 s take 5 s. By then B + 4 of the read's 10 s are done.
+    ([an_op(0, "nvme_read"), an_op(1, "nvme_write")], [10, 4], ROUND, [(0, 11), (B, 5 + B)]),
+    # Without a GPU lanes share the cores. Each of these alone keeps all of them busy: both at half speed.
+    (UPDATE, [2, 1], CPU, [(0, 3), (B, 2 + B)]),
+    # A copy takes half of them: both at 2 / 3.
+    (COPY, [3, 1], CPU, [(0, 3.5), (B, 1.5 + B)]),
+    # Two copies leave each other enough.
+    (LINK, [2, 1], CPU, [(0, 2), (B, 1 + B)]),
+    # On a GPU the optimizer on the cores does not slow what computes.
+    (UPDATE, [2, 1], ROUND, [(0, 2), (B, 1 + B)]),
+]
 
 
-def test_ops_start_no_sooner_than_they_are_built() -> None:
-    ops = [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")]
-    assert times(ops, [0.5, 0.5, 0.5]) == near([(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)])
-
-
-def test_a_lane_keeps_program_order() -> None:
-    # Op 2 has nothing to wait for, but its lane's op 1 does: until 2 s.
-    ops = [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")]
-    assert times(ops, [2, 1, 1]) == near([(0, 2), (2, 3), (3 + D, 4 + D)])
+@pytest.mark.parametrize(("ops", "seconds", "machine", "expected"), BY_HAND)
+def test_clocks_by_hand(
+    ops: list[Op], seconds: list[float], machine: Machine, expected: list[tuple[float, float]]
+) -> None:
+    assert times(ops, seconds, machine) == [pytest.approx(pair, abs=1e-9) for pair in expected]
 
 
 def test_spans_tell_what_was_waited_for() -> None:
@@ -84,30 +107,6 @@ def test_spans_tell_what_was_waited_for() -> None:
     waited = {span.id: span.waited for span in clocks.spans(0.0)}
     # Op 2 follows op 0 on its own lane at once; op 3 finds op 1 done by its lane, and op 2 D later.
     assert waited == {0: (), 1: (0,), 2: (), 3: (), 4: (0, 3)}
-
-
-def test_both_directions_of_a_link_share_it() -> None:
-    ops = [an_op(0, "h2d"), an_op(1, "d2h")]
-    # Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s are left, at full speed.
-    assert times(ops, [2, 1]) == near([(0, 3), (B, 2 + B)])
-    assert times(ops, [2, 1], structs.replace(ROUND, duplex_share=1.0)) == near([(0, 2), (B, 1 + B)])
-
-
-def test_reads_and_writes_share_the_drives() -> None:
-    ops = [an_op(0, "nvme_read"), an_op(1, "nvme_write")]
-    # At 0.8 of their speed: 4 s take 5 s. The read has done B + 4 of its 10 s by then.
-    assert times(ops, [10, 4]) == near([(0, 5 + B + 6 - B), (B, 5 + B)])
-
-
-def test_lanes_share_the_cores_where_there_is_no_gpu() -> None:
-    # Each alone keeps all cores busy: both at half speed.
-    assert times([an_op(0, "compute"), an_op(1, "optimizer")], [2, 1], CPU) == near([(0, 3), (B, 2 + B)])
-    # A copy takes half of them: both at 2 / 3.
-    assert times([an_op(0, "compute"), an_op(1, "h2d")], [3, 1], CPU) == near([(0, 3.5), (B, 1.5 + B)])
-    # Two copies leave each other enough.
-    assert times([an_op(0, "h2d"), an_op(1, "d2h")], [2, 1], CPU) == near([(0, 2), (B, 1 + B)])
-    # On a GPU the optimizer on the cores does not slow what computes.
-    assert times([an_op(0, "compute"), an_op(1, "optimizer")], [2, 1]) == near([(0, 2), (B, 1 + B)])
 
 
 @pytest.mark.parametrize(
@@ -164,25 +163,18 @@ def test_a_step_takes_at_least_as_long_as_any_of_its_lanes(plan: Plan, machine: 
     assert all(busy <= found.step_s * (1 + 1e-9) for busy in found.busy_s.values())
     assert found.busy_s[found.bound_by] == max(found.busy_s.values())
     # Everything that a step computes lies within it.
-    second = [op for op in _second_step(plan) if op.lane == "compute"]
-    assert found.busy_s["compute"] >= sum(costs.seconds(op) for op in second) * (1 - 1e-6)
-    assert found.bytes == _moved(plan)
-    assert all(span.start_s <= span.end_s and span.end_s >= 0 for span in found.spans)
-    assert {span.step for span in found.spans} <= {1, 2}
-
-
-def _moved(plan: Plan) -> dict[str, int]:
-    """Lane -> bytes of the second step's ops that leave the compute device or come to it, or go to a drive."""
-    moved = dict.fromkeys(LANES, 0)
-    for op in _second_step(plan):
-        moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
-    return moved
-
-
-def _second_step(plan: Plan) -> list[Op]:
     builder = ScheduleBuilder(plan)
     builder.step(1)
-    return builder.step(2)
+    second = builder.step(2)
+    computed_s = sum(costs.seconds(op) for op in second if op.lane == "compute")
+    assert found.busy_s["compute"] >= computed_s * (1 - 1e-6)
+    # Bytes that leave the compute device or come to it, or go to a drive.
+    moved = dict.fromkeys(LANES, 0)
+    for op in second:
+        moved[op.lane] += 0 if stays_aside(plan, op) else op.nbytes
+    assert found.bytes == moved
+    assert all(span.start_s <= span.end_s and span.end_s >= 0 for span in found.spans)
+    assert {span.step for span in found.spans} <= {1, 2}
 
 
 DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {

@@ -3,7 +3,10 @@
 import functools
 import json
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,8 +72,21 @@ def random_model(model_type: str, tied: bool = False, dtype: torch.dtype = torch
 @functools.cache
 def _spec(config: str) -> ModelSpec:
     """Taking a model apart runs a trial of it: once for each config is enough."""
-    values = json.loads(config)
-    return take_apart(AutoConfig.for_model(**values))
+    return take_apart(AutoConfig.for_model(**json.loads(config)))
+
+
+def saved(folder: Path, model_type: str, **fields: Any) -> Path:
+    """`folder`, with a random model as transformers saves it."""
+    random_model(model_type, **fields).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def stored(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a folder, to be changed."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def spec_of(folder: Path) -> ModelSpec:
@@ -86,15 +102,8 @@ def round_trip(folder: Path, scratch: Path, spec: ModelSpec | None = None) -> Pa
         assert set(buffers[buffer]) == {param.name for param in params}
         assert all(buffers[buffer][param.name].dtype == torch.float32 for param in params)
     assert set(read_constants(reader, spec)) == set(spec.constants)
-    export_folder(
-        scratch / "export",
-        spec,
-        buffers.__getitem__,
-        constants={},
-        origin=folder,
-        tokenizer=None,
-        dtype="bfloat16",
-    )
+    options = {"constants": {}, "origin": folder, "tokenizer": None, "dtype": "bfloat16"}
+    export_folder(scratch / "export", spec, buffers.__getitem__, **options)
     return scratch / "export"
 
 
@@ -126,17 +135,6 @@ def test_import_then_export_is_byte_equal(tmp_path, model_type, native):
     assert torch.equal(logits(exported), logits(original))
 
 
-def test_parameters_are_those_that_transformers_loads(tmp_path):
-    model = random_model("mixtral")
-    model.save_pretrained(tmp_path)
-    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in CheckpointReader(tmp_path).tensors
-    spec = spec_of(tmp_path)
-    loaded = model.state_dict()
-    for _, tensors in import_blocks(CheckpointReader(tmp_path), spec):
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, loaded[name].float())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_import_holds_one_buffer_at_a_time(tmp_path, monkeypatch, dtype):
     random_model("mixtral", dtype=dtype, num_hidden_layers=8).save_pretrained(tmp_path)
@@ -166,52 +164,44 @@ def test_import_holds_one_buffer_at_a_time(tmp_path, monkeypatch, dtype):
 
 @pytest.mark.parametrize("head", ["absent", "present", "alone"])
 def test_tied_embeddings_keep_their_names(tmp_path, head):
-    original = tmp_path / "original"
-    random_model("llama", tied=True).save_pretrained(original)
-    tensors = load_file(original / "model.safetensors")
-    assert "lm_head.weight" not in tensors
-    if head != "absent":
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    if head == "alone":
-        del tensors["model.embed_tokens.weight"]
-    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    original = saved(tmp_path / "original", "llama", tied=True)
+    with stored(original) as tensors:
+        assert "lm_head.weight" not in tensors
+        if head != "absent":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if head == "alone":
+            del tensors["model.embed_tokens.weight"]
     exported = round_trip(original, tmp_path)
     assert_equal_tensors(original, exported)
     assert torch.equal(logits(exported), logits(original))
 
 
 def test_tied_embeddings_that_differ_are_refused(tmp_path):
-    original = tmp_path / "original"
-    random_model("llama", tied=True).save_pretrained(original)
-    tensors = load_file(original / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    original = saved(tmp_path / "original", "llama", tied=True)
+    with stored(original) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     with pytest.raises(UserError, match="tie_word_embeddings"):
         round_trip(original, tmp_path)
 
 
 def test_mixed_dtypes_unused_tensors_and_special_values_survive(tmp_path):
-    original = tmp_path / "original"
-    random_model("mixtral").save_pretrained(original)
-    tensors = load_file(original / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].double().float() * 1.000001
-    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].half()
-    expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
-    tensors[expert] = tensors[expert].float() * 1.000001
-    tensors["model.embed_tokens.weight"][0, :3] = torch.tensor([-0.0, float("inf"), 1e-40])
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
-    tensors["model.layers.7.extra.weight"] = torch.arange(5, dtype=torch.int64)
-    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    original = saved(tmp_path / "original", "mixtral")
+    with stored(original) as tensors:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].double().float() * 1.000001
+        tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].half()
+        expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+        tensors[expert] = tensors[expert].float() * 1.000001
+        tensors["model.embed_tokens.weight"][0, :3] = torch.tensor([-0.0, float("inf"), 1e-40])
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+        tensors["model.layers.7.extra.weight"] = torch.arange(5, dtype=torch.int64)
     assert_equal_tensors(original, round_trip(original, tmp_path))
 
 
 def test_checkpoint_of_the_base_model_keeps_its_names(tmp_path):
-    original = tmp_path / "original"
-    model = random_model("mixtral", tied=True)
-    model.save_pretrained(original)
-    tensors = load_file(original / "model.safetensors")
-    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    save_file(bare, original / "model.safetensors", {"format": "pt"})
+    original = saved(tmp_path / "original", "mixtral", tied=True)
+    with stored(original) as tensors:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
     assert_equal_tensors(original, round_trip(original, tmp_path))
 
 
@@ -229,16 +219,15 @@ class Halve(ConversionOps):
 @pytest.fixture
 def turned_llama(tmp_path):
     """A llama folder whose o_proj are stored transposed, as `turned`; and how to declare a conversion for it."""
-    random_model("llama").save_pretrained(tmp_path / "original")
-    tensors = load_file(tmp_path / "original" / "model.safetensors")
-    for name in [name for name in tensors if "o_proj" in name]:
-        tensors[name.replace("o_proj.weight", "turned")] = tensors.pop(name).t().contiguous()
-    save_file(tensors, tmp_path / "original" / "model.safetensors", {"format": "pt"})
+    original = saved(tmp_path / "original", "llama")
+    with stored(original) as tensors:
+        for name in [name for name in tensors if "o_proj" in name]:
+            tensors[name.replace("o_proj.weight", "turned")] = tensors.pop(name).t().contiguous()
 
     def declare(pattern: str, operation: ConversionOps) -> Path:
         conversion = WeightConverter(pattern, "self_attn.o_proj.weight", [operation])
         register_checkpoint_conversion_mapping("llama", [conversion], overwrite=True)
-        return tmp_path / "original"
+        return original
 
     yield declare
     register_checkpoint_conversion_mapping("llama", [], overwrite=True)
@@ -265,8 +254,7 @@ def test_values_without_a_way_back_are_refused(tmp_path, turned_llama):
 
 
 def test_overridden_config_fields_are_exported(tmp_path):
-    original = tmp_path / "original"
-    random_model("llama").save_pretrained(original)
+    original = saved(tmp_path / "original", "llama")
     config = AutoConfig.from_pretrained(original)
     config.max_position_embeddings = 4096
     exported = round_trip(original, tmp_path, take_apart(config))
@@ -275,8 +263,7 @@ def test_overridden_config_fields_are_exported(tmp_path):
 
 
 def test_config_and_tokenizer_files_are_copied_and_nothing_is_replaced(tmp_path):
-    original = tmp_path / "original"
-    random_model("llama").save_pretrained(original)
+    original = saved(tmp_path / "original", "llama")
     train_tokenizer(["some text to train on"], 260, original)
     (original / "chat_template.jinja").write_text("{{ messages }}")
     (original / "README.md").write_text("of the original")
@@ -320,40 +307,32 @@ def test_model_from_scratch_exports_as_transformers_saves_it(tmp_path, model_typ
 
 @pytest.fixture
 def mixtral(tmp_path):
-    random_model("mixtral").save_pretrained(tmp_path / "mixtral")
-    return tmp_path / "mixtral"
+    return saved(tmp_path / "mixtral", "mixtral")
 
 
-def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    stored = load_file(folder / "model.safetensors")
-    for key, value in tensors.items():
-        name = next(name for name in stored if name.endswith(key.replace("__", ".")))
-        stored.pop(name) if value is None else stored.update({name: value})
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "value", "message"),
     [
-        ({"0__self_attn__q_proj__weight": None}, r"'model\.layers\.0\.self_attn\.q_proj\.weight'"),
+        ("model.layers.0.self_attn.q_proj.weight", None, r"'model\.layers\.0\.self_attn\.q_proj\.weight'"),
+        (EXPERT, None, f"'{EXPERT}' is missing"),
+        (EXPERT, torch.zeros(47, 32), r"w3\.weight' has shape \[47, 32\], but config\.json makes it \[48, 32\]"),
         (
-            {"1__block_sparse_moe__experts__2__w3__weight": None},
-            r"'model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight' is missing",
-        ),
-        (
-            {"1__block_sparse_moe__experts__2__w3__weight": torch.zeros(47, 32)},
-            r"experts\.2\.w3\.weight' has shape \[47, 32\], but config\.json makes it \[48, 32\]",
-        ),
-        (
-            {"model__norm__weight": torch.zeros(31)},
+            "model.norm.weight",
+            torch.zeros(31),
             r"model\.safetensors: tensor 'model\.norm\.weight' has shape \[31\], but config\.json makes it \[32\]",
         ),
-        ({"embed_tokens__weight": torch.zeros(64, 32, dtype=torch.float64)}, r"embed_tokens\.weight' is float64"),
+        ("model.embed_tokens.weight", torch.zeros(64, 32, dtype=torch.float64), r"embed_tokens\.weight' is float64"),
     ],
     ids=["missing", "missing expert", "expert shape", "shape", "dtype"],
 )
-def test_checkpoints_that_do_not_fit_are_refused_before_reading(mixtral, changes, message, monkeypatch):
-    change(mixtral, **changes)
+def test_checkpoints_that_do_not_fit_are_refused_before_reading(mixtral, name, value, message, monkeypatch):
+    with stored(mixtral) as tensors:
+        tensors[name] = value
+        if value is None:
+            del tensors[name]
     reader = CheckpointReader(mixtral)
     monkeypatch.setattr(reader, "read", lambda name: pytest.fail("read a tensor"))
     with pytest.raises(UserError, match=message):

@@ -66,9 +66,8 @@ def test_without_compilers_each_names_its_own(tmp_path: Path, monkeypatch: pytes
     _path_of(tmp_path / "bin", monkeypatch)
     no_cpp = Verdict(False, "no C++ compiler: g++ cannot be started (CXX can name another)")
     assert optimizer_compiles() == layers_compile(CPU) == no_cpp
-    assert layers_compile(CUDA) == Verdict(
-        False, "no C compiler, which Triton needs: neither gcc nor clang is on PATH (CC can name another)"
-    )
+    reason = "no C compiler, which Triton needs: neither gcc nor clang is on PATH (CC can name another)"
+    assert layers_compile(CUDA) == Verdict(False, reason)
 
 
 @needs_gcc
@@ -120,9 +119,8 @@ def test_without_pythons_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As clang without libomp."""
-    _path_of(
-        tmp_path / "bin", monkeypatch, clang=f"{STARTS} echo 'probe.cpp:5:2: error: omp.h is not found' >&2; exit 1"
-    )
+    script = f"{STARTS} echo 'probe.cpp:5:2: error: omp.h is not found' >&2; exit 1"
+    _path_of(tmp_path / "bin", monkeypatch, clang=script)
     monkeypatch.setenv("CXX", "clang")
     assert optimizer_compiles() == Verdict(False, "clang has no OpenMP (package libomp-dev for clang)")
 
@@ -131,28 +129,21 @@ def test_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_compilers_named_by_the_environment_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("needs Python.h")
-    cc, cxx = shutil.which("gcc"), shutil.which("g++")
     asked = tmp_path / "asked"
-    folder = _path_of(
-        tmp_path / "named",
-        monkeypatch,
-        mycc=f'echo cc >> {asked}; PATH="{PATH}" exec {cc} "$@"',
-        mycxx=f'echo cxx >> {asked}; PATH="{PATH}" exec {cxx} "$@"',
-    )
+    real = {"cc": shutil.which("gcc"), "cxx": shutil.which("g++")}
+    scripts = {f"my{name}": f'echo {name} >> {asked}; PATH="{PATH}" exec {path} "$@"' for name, path in real.items()}
+    folder = _path_of(tmp_path / "named", monkeypatch, **scripts)
     monkeypatch.setenv("CC", str(folder / "mycc"))
     monkeypatch.setenv("CXX", "mycxx")
-    assert (optimizer_compiles().ok, layers_compile(CUDA).ok) == (True, True)
-    assert asked.read_text().split() == ["cxx", "cxx", "cc"]
-    assert (optimizer_compiles().ok, layers_compile(CUDA).ok) == (True, True)
-    assert asked.read_text().split() == ["cxx", "cxx", "cc"], "asked again in the same process"
+    for _ in range(2):  # the second time nothing is asked
+        assert (optimizer_compiles().ok, layers_compile(CUDA).ok) == (True, True)
+        assert asked.read_text().split() == ["cxx", "cxx", "cc"]
 
 
 def test_a_compiler_named_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/gcc")
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    assert layers_compile(CUDA) == Verdict(
-        False, "the compiler /nowhere/gcc cannot be started (No such file or directory)"
-    )
+    assert layers_compile(CUDA).reason == "the compiler /nowhere/gcc cannot be started (No such file or directory)"
     assert "/nowhere/g++ cannot be started" in optimizer_compiles().reason
 
 

@@ -91,41 +91,11 @@ def test_deterministic_runs_are_equal_and_those_of_any_run(tmp_path: Path, compi
     for i, deterministic in enumerate((True, True, False)):
         t = tiny.training(deterministic=deterministic, compile=compile)
         with tiny.session(tmp_path / str(i), t=t) as session:
-            for _ in range(2):
-                train_step(session)
-            session.finish()
+            tiny.steps(session, 2)
             digests.append(tiny.digest(session.store))
     assert digests[0] == digests[1]
     if compile == "off":
         assert digests[2] == digests[0], "on CPU there are no other kernels"
-
-
-TIERS = [("1GiB", "1GiB"), (tiny.FLOOR, "1GiB"), (tiny.FLOOR, tiny.FLOOR)]
-
-
-@pytest.mark.parametrize("clip_norm", [0.05, None])
-@pytest.mark.parametrize(("gpu", "ram"), TIERS)
-def test_the_optimizer_under_the_next_forward_changes_no_bit(
-    tmp_path: Path, gpu: str, ram: str, clip_norm: float | None
-) -> None:
-    """Updates applied block by block in front of the next forward, or all of them before the next step begins."""
-    digests, losses = [], []
-    for overlapped in (True, False):
-        t = tiny.training(steps=5, clip_norm=clip_norm)
-        with tiny.session(tmp_path / str(overlapped), t=t, gpu=gpu, ram=ram) as session:
-            steps = []
-            for step in range(4):
-                steps.append(train_step(session))
-                if not overlapped and step < 3:
-                    session.executor.submit(session.builder.finish(commit=False))
-                    session.executor.drain()
-            session.finish()
-            losses.append([(m.loss, m.grad_norm) for m in steps])
-            digests.append(tiny.digest(session.store))
-    assert digests[0] == digests[1]
-    assert losses[0] == losses[1]
-    if clip_norm is not None:
-        assert all(norm > clip_norm for _, norm in losses[0]), "clipping must be at work"
 
 
 def test_what_is_compiled_beside_other_lanes_is_one_graph_each() -> None:
@@ -153,9 +123,7 @@ def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> Non
                 step(*args)
 
             session.runtime.optimizer._update["cpu"] = update
-            for _ in range(3):
-                train_step(session)
-            session.finish()
+            tiny.steps(session, 3)
             digests.add(tiny.digest(session.store))
     assert calls == {"1GiB": {"compute"}, tiny.FLOOR: {"optimizer"}}
     assert len(digests) == 1

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,14 +62,30 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
     assert (memory.free_bytes, memory.total_bytes, memory.where) == (20 * GIB, 32 * GIB, "this machine's memory")
 
 
-def test_a_parents_limit_of_version_2_counts(tmp_path: Path) -> None:
-    machine(tmp_path, cgroup="0::/batch.slice/job.scope")
-    top = tmp_path / "sys/fs/cgroup"
-    group_v2(top / "batch.slice/job.scope", "max", 1 * GIB)
-    group_v2(top / "batch.slice", 8 * GIB, 3 * GIB)
+GROUPS: dict[str, tuple[str, dict[str, tuple[object, int]], int, int, str]] = {
+    "a parent's limit": (
+        "/batch.slice/job.scope",
+        {"batch.slice/job.scope": ("max", GIB), "batch.slice": (8 * GIB, 3 * GIB)},
+        5 * GIB,
+        8 * GIB,
+        "batch.slice",
+    ),
+    # The path is the host's, the mounted folder the container's own.
+    "a container": ("/system.slice/docker-0123.scope", {"": (4 * GIB, GIB)}, 3 * GIB, 4 * GIB, "cgroup"),
+    "more used than allowed": ("/", {"": (GIB, 2 * GIB)}, 0, GIB, "cgroup"),
+}
+"""Of version 2: the process's group, limit and use of folders, what is then free, of how much, by which folder."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_limits_of_groups(tmp_path: Path, name: str) -> None:
+    cgroup, folders, free, total, where = GROUPS[name]
+    machine(tmp_path, cgroup=f"0::{cgroup}")
+    for folder, (limit, used) in folders.items():
+        group_v2(tmp_path / "sys/fs/cgroup" / folder, limit, used)
     memory = free_memory(tmp_path)
-    assert (memory.free_bytes, memory.total_bytes) == (5 * GIB, 8 * GIB)
-    assert memory.where.endswith("batch.slice")
+    assert (memory.free_bytes, memory.total_bytes) == (free, total)
+    assert memory.where.endswith(where)
 
 
 def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
@@ -79,13 +96,6 @@ def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
     # The cache is not looked at where enough is free without it.
     assert free_memory(tmp_path, enough_bytes=GIB).free_bytes == 2 * GIB
     assert free_memory(tmp_path, enough_bytes=3 * GIB).free_bytes == 5 * GIB
-
-
-def test_a_container_sees_its_group_as_the_top(tmp_path: Path) -> None:
-    """The path is the host's, the mounted folder the container's own."""
-    machine(tmp_path, cgroup="0::/system.slice/docker-0123.scope")
-    group_v2(tmp_path / "sys/fs/cgroup", 4 * GIB, GIB)
-    assert free_memory(tmp_path).free_bytes == 3 * GIB
 
 
 def test_a_path_out_of_the_tree_is_not_followed(tmp_path: Path) -> None:
@@ -104,12 +114,6 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     memory = free_memory(tmp_path)
     assert (memory.free_bytes, memory.total_bytes) == (5 * GIB, 10 * GIB)
     assert memory.where.endswith("/a")
-
-
-def test_a_group_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
-    machine(tmp_path, cgroup="0::/")
-    group_v2(tmp_path / "sys/fs/cgroup", GIB, 2 * GIB)
-    assert free_memory(tmp_path).free_bytes == 0
 
 
 def test_a_kernel_that_promises_no_more_than_it_has(tmp_path: Path) -> None:
@@ -187,11 +191,6 @@ def test_an_address_space_limit_counts() -> None:
     assert 0 < int(free) < limit
 
 
-def test_this_machine() -> None:
-    memory = free_memory()
-    assert 0 < memory.free_bytes <= memory.total_bytes
-
-
 @given(st.integers(0, 2**45), st.integers(0, 2**45))
 def test_a_reserve_leaves_half(total: int, free: int) -> None:
     free = min(free, total)
@@ -232,13 +231,10 @@ def test_budgets_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("integrated", [False, True])
 def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, integrated: bool) -> None:
     """The driver's answers, as there may be no GPU here."""
-
-    class Properties:
-        is_integrated = integrated
-
+    properties = SimpleNamespace(is_integrated=integrated)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     free = free_budgets(torch.device("cuda", 0), root=machine(tmp_path))
     ram, gpu = 20 * GIB - int(2.56 * GIB), 11 * GIB - 768 * 2**20
     if integrated:

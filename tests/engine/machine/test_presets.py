@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ NAMES = (
 
 def test_all_presets_are_there() -> None:
     assert tuple(PRESETS) == NAMES
+    assert "assumed" in GENERIC.source
 
 
 @pytest.mark.parametrize("machine", [*PRESETS.values(), GENERIC], ids=lambda machine: machine.name)
@@ -37,14 +39,9 @@ def test_round_trip_through_json(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_says_that_it_was_not_measured(name: str) -> None:
-    assert PRESETS[name].source.startswith("data sheets, not measured")
-    assert "assumed" in GENERIC.source
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_rates_stay_below_the_sheet(name: str) -> None:
     machine = PRESETS[name]
+    assert machine.source.startswith("data sheets, not measured")
     assert machine.gpu is not None
     peak = peak_flops(machine.gpu)
     if name == "dgx-spark":
@@ -56,9 +53,7 @@ def test_rates_stay_below_the_sheet(name: str) -> None:
     assert {rate.head_dim for rate in machine.attention} == {64, 128}
     for rate in machine.attention:
         assert rate.backward_flops < rate.forward_flops < machine.matmul_flops
-    assert 0 < machine.duplex_share <= 1
-    assert 0 < machine.drives_share <= 1
-    assert 0 < machine.drive_duplex_share <= 1
+    assert all(0 < share <= 1 for share in (machine.duplex_share, machine.drives_share, machine.drive_duplex_share))
     # A link cannot be faster than the memories at its ends.
     assert machine.h2d_bytes_per_s <= machine.ram_copy_bytes_per_s
     both = (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s) * machine.duplex_share
@@ -111,16 +106,17 @@ def test_finds_a_preset_and_a_profile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_name", "near"), [("rtx4090", "rtx4090-64"), ("GH200", "gh200-480"), ("h100-pcie", "h100-pcie-512")]
+    ("given_name", "said"),
+    [
+        ("rtx4090", "no preset.*did you mean .*rtx4090-64"),
+        ("GH200", "no preset.*did you mean .*gh200-480"),
+        ("h100-pcie", "no preset.*did you mean .*h100-pcie-512"),
+        ("???", "presets are gh200-480, .*dgx-spark"),
+    ],
 )
-def test_an_unknown_name_gives_the_nearest(given_name: str, near: str) -> None:
-    with pytest.raises(UserError, match=f"machine '{given_name}': no preset.*did you mean .*{near}"):
+def test_an_unknown_name_gives_the_nearest_or_all(given_name: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"machine '{re.escape(given_name)}': .*{said}"):
         find_machine(given_name)
-
-
-def test_a_name_like_none_gives_all() -> None:
-    with pytest.raises(UserError, match=r"presets are gh200-480, .*dgx-spark"):
-        find_machine("???")
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:

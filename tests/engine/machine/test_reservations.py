@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny import Silent
 
-from engine.machine.budgets import Budgets, Reserved, free_budgets, words
+from engine.machine.budgets import Reserved, free_budgets, words
 from engine.machine.limits import GIB
 from engine.machine.reservations import Reservation, reserved
 from engine.plan.plan import Plan
@@ -111,23 +111,6 @@ def plan(ram: int, gpu: int) -> Plan:
     return cast(Plan, SimpleNamespace(tiers=tiers))
 
 
-def budgets(free: Budgets) -> Budgets:
-    return Budgets(free.gpu, free.ram, None, free.why)
-
-
-class Listening(Silent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.items: list[str] = []
-
-    def on_message(self, text: str, *, detail: bool = False) -> None:
-        self.texts.append(text)
-
-    def on_prepare(self, item: Any) -> None:
-        self.items.append(item.name)
-
-
 @pytest.mark.parametrize("takes", [1.0, 0.5])
 def test_three_at_once_never_plan_more_than_there_is(machine: Path, start: Start, takes: float) -> None:
     found = [said(process) for process in [start(name, takes) for name in "abc"]]
@@ -160,44 +143,44 @@ def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: 
     assert holder.stdout is not None
     assert holder.stdin is not None
     assert holder.stdout.readline() == "reserved\n"
-    observer = Listening()
+    observer = Silent()
     with reservation(machine, observer, wait_s=0.0) as mine:
         assert [other.pid for other in mine.others] == [holder.pid], "it goes on, with all of that reserved"
     name = f"{machine / 'holder'} (process {holder.pid})"
-    assert set(observer.items) == {f"waiting for {name} to plan its memory"}
-    assert observer.texts == [f"{name} still plans its memory; going on with what it has not reserved"]
+    assert {item.name for item in observer.prepared} == {f"waiting for {name} to plan its memory"}
+    assert observer.messages == [f"{name} still plans its memory; going on with what it has not reserved"]
     holder.stdin.write("\n")
     holder.stdin.flush()
-    observer = Listening()
+    observer = Silent()
     with reservation(machine, observer) as mine:
         assert [other.pid for other in mine.others] == [holder.pid]
-    assert observer.texts == []
+    assert observer.messages == []
 
 
 def test_the_refusal_and_the_warning_say_who_holds_what(machine: Path, start: Start) -> None:
     process = start("holder", 1.0)
     planned = said(process)["planned"]
-    observer = Listening()
+    observer = Silent()
     name = f"(process {process.pid}) has {bytes_text(reserved()[0].ram_bytes)} reserved"
     assert planned > 15 * GIB
     refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
     with refusal as error, reservation(machine) as mine:
-        mine.reserve(budgets(free_budgets(CPU, others=mine.others, root=machine)))
+        mine.reserve(free_budgets(CPU, others=mine.others, root=machine))
         raise BudgetError("too small", tier="ram", need_bytes=2, budget_bytes=1)
     assert (error.value.tier, error.value.need_bytes, error.value.budget_bytes) == ("ram", 2, 1)
     assert name in str(error.value)
     with reservation(machine, observer) as mine:
         given = free_budgets(CPU, ram_bytes=GIB, gpu_bytes=8 * GIB, others=mine.others, root=machine)
-        mine.reserve(budgets(given))
+        mine.reserve(given)
         mine.settle(plan(GIB, 8 * GIB))
-    assert len(observer.texts) == 1
-    assert observer.texts[0].startswith("warning: this run plans 9.0 GiB of RAM")
-    assert name in observer.texts[0]
+    assert len(observer.messages) == 1
+    assert observer.messages[0].startswith("warning: this run plans 9.0 GiB of RAM")
+    assert name in observer.messages[0]
 
 
 def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, start: Start) -> None:
     with reservation(machine) as mine:
-        mine.reserve(budgets(free_budgets(CPU, root=machine)))
+        mine.reserve(free_budgets(CPU, root=machine))
         mine.settle(plan(GIB, GIB))
         assert reserved() == [], "one's own is not another's"
         other = said(start("other", 1.0))
@@ -211,19 +194,19 @@ def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places
     first, second = places
     (machine / "elsewhere").mkdir(mode=0o700)
     first.symlink_to(machine / "elsewhere")
-    observer = Listening()
+    observer = Silent()
     with reservation(machine, observer) as mine:
-        mine.reserve(budgets(free_budgets(CPU, root=machine)))
+        mine.reserve(free_budgets(CPU, root=machine))
         assert len(list(second.iterdir())) == 2
     assert second.stat().st_mode & 0o777 == 0o700
     second.chmod(0o755)
     with reservation(machine, observer) as mine:
-        mine.reserve(budgets(free_budgets(CPU, root=machine)))
+        mine.reserve(free_budgets(CPU, root=machine))
         mine.settle(plan(GIB, GIB))
         mine.allocated()
-    assert len(observer.texts) == 1, "it is told once"
-    assert str(first) in observer.texts[0]
-    assert f"{second}: it is not this user's alone" in observer.texts[0]
+    assert len(observer.messages) == 1, "it is told once"
+    assert str(first) in observer.messages[0]
+    assert f"{second}: it is not this user's alone" in observer.messages[0]
     assert list((machine / "elsewhere").iterdir()) == []
     assert [file.name for file in second.iterdir()] == ["lock"]
 
@@ -265,7 +248,7 @@ def test_a_gpus_memory_is_reserved_until_it_is_allocated(
     cuda, observer = torch.device("cuda", 0), Silent()
     seen = []
     with Reservation(machine / "mine", cuda, observer, Checklist(observer), root=machine) as mine:
-        mine.reserve(budgets(free_budgets(cuda, root=machine)))
+        mine.reserve(free_budgets(cuda, root=machine))
         for call in (lambda: mine.settle(plan(GIB, 5 * GIB)), mine.allocated):
             call()
             record = next(file for file in places[0].iterdir() if file.name.startswith("run-"))

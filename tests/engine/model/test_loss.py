@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.hf.config import model_config
 from engine.model.anatomy import Initializer
 from engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
 from engine.model.runner import ModelRunner
 from engine.model.spec import HEAD
 from engine.model.tokens import ChunkTokens
+from engine.train import train_step
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -78,8 +80,6 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
 
 
 def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
-    from engine.hf.config import model_config
-
     config = model_config(tiny.recipe(model=tiny.model(**model)), None)
     spec = tiny.spec_of(config)
     runner = ModelRunner(spec, device="cpu", dtype=torch.bfloat16)
@@ -114,12 +114,7 @@ class PeakOfLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("model", "overrides", "rows_per_limit"),
-    [
-        ("llama", {}, 1.0),
-        ("qwen3", {}, 1.0),
-        ("cohere", {}, 0.3),
-        ("gemma2", {"final_logit_softcapping": 5.0}, 0.2),
-    ],
+    [("llama", {}, 1.0), ("qwen3", {}, 1.0), ("cohere", {}, 0.3), ("gemma2", {"final_logit_softcapping": 5.0}, 0.2)],
 )
 def test_logits_stay_within_their_limit(model: str, overrides: dict[str, Any], rows_per_limit: float) -> None:
     runner, weights = head_of(model_type=model, overrides=overrides, tie_embeddings=model in ("cohere", "gemma2"))
@@ -147,8 +142,6 @@ def test_autograd_is_asked_whether_the_logits_may_be_overwritten() -> None:
 
 
 def test_compiled_and_eager_heads_train_alike(tmp_path: Path) -> None:
-    from engine.train import train_step
-
     losses = []
     for compile in ("off", "on"):
         with tiny.session(tmp_path / compile, t=tiny.training(compile=compile)) as session:

@@ -104,20 +104,23 @@ def test_layers_that_carry_state_are_found() -> None:
     assert [shape is None for shape in spec.attention] == [True, True, True, False]
 
 
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (T5Config(), "encoder-decoder"),
         (PretrainedConfig(), "not a causal language model"),
+        (CONFIG_MAPPING["vit"](hidden_dropout_prob=0.0), "not a causal language model"),
         (qwen3(attention_dropout=0.1), "attention_dropout is 0.1"),
+        (GPT2Config(), "resid_pdrop is 0.1"),
         (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
-        (
-            CONFIG_MAPPING["bert"](num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-            "causal",
-        ),
+        (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
+        (CONFIG_MAPPING["gptj"](n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), "attention interface"),
         (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), "beside its hidden state"),
     ],
-    ids=["encoder-decoder", "unknown", "dropout", "quantised", "bidirectional", "side channel"],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None,
 )
 def test_untrainable_models_are_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -16,7 +16,6 @@ from engine.model.reference import Training
 from engine.model.runner import ModelRunner
 from engine.optim.base import MASTER
 from engine.session import Session
-from engine.train import train_step
 
 STEPS = 3
 
@@ -45,8 +44,7 @@ def test_the_engine_gives_the_references_bits(
         if gpu != tiny.FLOOR:
             assert {buffer.state for buffer in session.plan.buffers.values()} == {"gpu", "ram", "nvme"}
         training, expected = reference(session)
-        steps = [train_step(session) for _ in range(STEPS)]
-        session.finish()
+        steps = tiny.steps(session, STEPS)
         weights = tiny.parameters(session.store, session.spec)
     assert [(m.loss, m.grad_norm) for m in steps] == expected
     assert all(norm > 0.5 for _, norm in expected), "nothing was clipped"

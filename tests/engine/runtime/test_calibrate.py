@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import tiny
 import torch
 
-from engine.config import BudgetConfig, ModelConfig, TrainConfig
 from engine.data.prepare import make_loader, prepare_data
 from engine.forecast.costs import Calibration, Costs, op_kind
 from engine.forecast.problem import LOGITS_BYTES
@@ -29,40 +27,35 @@ from engine.runtime.lanes import Lanes
 from engine.runtime.memory import allocate_gpu
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import WHOLE
-from engine.train import train, train_step
+from engine.train import train_step
 from storage.errors import UserError
-from storage.nvme import NvmeStore
+from storage.manifest import Manifest
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "overrides": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
-CASES: dict[str, tuple[ModelConfig, TrainConfig, str]] = {
-    "whole window": (tiny.model(), tiny.training(), tiny.FLOOR),
-    "attention recomputed": (tiny.model(), tiny.training(activation_checkpointing="full"), tiny.FLOOR),
-    "saved graphs": (tiny.model(), tiny.training(activation_checkpointing="none"), "1GiB"),
-    "streamed": (tiny.model(), tiny.training(kv_window="streamed", chunk_tokens=7), tiny.FLOOR),
-    "streamed, attention recomputed": (
-        tiny.model(),
-        tiny.training(kv_window="streamed", chunk_tokens=7, activation_checkpointing="full"),
-        tiny.FLOOR,
-    ),
-    "streamed, saved graphs": (
-        tiny.model(),
-        tiny.training(kv_window="streamed", chunk_tokens=7, activation_checkpointing="none"),
-        "1GiB",
-    ),
-    "experts": (tiny.model(**MOE), tiny.training(), tiny.FLOOR),
-    "automatic": (tiny.model(), tiny.training(activation_checkpointing="auto"), "1GiB"),
-    "bfloat16": (tiny.model(), tiny.training(compute_dtype="bfloat16"), tiny.FLOOR),
+STREAMED: dict[str, Any] = {"kv_window": "streamed", "chunk_tokens": 7}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "whole window": ({}, {}, tiny.FLOOR),
+    "attention recomputed": ({}, {"activation_checkpointing": "full"}, tiny.FLOOR),
+    "saved graphs": ({}, {"activation_checkpointing": "none"}, "1GiB"),
+    "streamed": ({}, STREAMED, tiny.FLOOR),
+    "streamed, attention recomputed": ({}, STREAMED | {"activation_checkpointing": "full"}, tiny.FLOOR),
+    "streamed, saved graphs": ({}, STREAMED | {"activation_checkpointing": "none"}, "1GiB"),
+    "experts": (MOE, {}, tiny.FLOOR),
+    "automatic": ({}, {"activation_checkpointing": "auto"}, "1GiB"),
+    "bfloat16": ({}, {"compute_dtype": "bfloat16"}, tiny.FLOOR),
 }
+"""Model, settings, budget of the GPU."""
 
 
 def measured(
-    folder: Path, m: ModelConfig, t: TrainConfig, gpu: str, **choice: Any
+    folder: Path, model: dict[str, Any], settings: dict[str, Any], gpu: str, **choice: Any
 ) -> tuple[Plan, list[list[int]], Calibration]:
     """A plan, its batch's documents, and what is measured of it."""
-    run, cpu = tiny.recipe(model=m, train=t), tiny.CPU
+    t, cpu = tiny.training(**settings), tiny.CPU
+    run = tiny.recipe(model=tiny.model(**model), train=t)
     spec = tiny.spec_of(model_config(run, None))
     plan = tiny.plan_of(spec, run, gpu, "1GiB")
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
@@ -98,9 +91,9 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["saved graphs", "streamed, saved graphs"])
 def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Path, case: str) -> None:
-    m, t, gpu = CASES[case]
-    plan, _, found = measured(tmp_path / "data", m, t, gpu)
-    with tiny.session(tmp_path / "run", m=m, t=t, gpu=gpu) as session:
+    _, settings, gpu = CASES[case]
+    plan, _, found = measured(tmp_path / "data", *CASES[case])
+    with tiny.session(tmp_path / "run", t=tiny.training(**settings), gpu=gpu) as session:
         train_step(session)
         peak_bytes = session.runtime.layer_ops.graphs_peak_bytes
     tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
@@ -114,8 +107,7 @@ def test_what_saved_graphs_take_is_what_is_counted_when_layers_run(tmp_path: Pat
 
 def test_graphs_are_measured_before_any_is_saved(tmp_path: Path) -> None:
     """A plan that may save graphs and saves none, as it fills the GPU with blocks first, learns what they take."""
-    m, t = tiny.model(), tiny.training(activation_checkpointing="auto")
-    plan, _, found = measured(tmp_path, m, t, "4MiB", gpu_first="records")
+    plan, _, found = measured(tmp_path, {}, {"activation_checkpointing": "auto"}, "4MiB", gpu_first="records")
     assert not plan.saved_graphs
     assert set(found.graph_bytes_per_token) == {"layers.0"}
 
@@ -127,14 +119,13 @@ def run(folder: Path, *, steps: int = 3, gpu: str = "1GiB", stop_after: int | No
     """A run, or the rest of one; (its observer, digest of its last generation, what that records)."""
     settings = {"steps": steps, "activation_checkpointing": "auto", "kv_window": "auto"} | changes
     observer = tiny.Silent(stop_after)
-    train(
-        tiny.recipe(train=tiny.training(**settings), budgets=BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB")),
-        run_dir=folder,
-        observer=observer,
-        resume=(folder / "state").exists(),
-    )
-    with closing(NvmeStore.open(folder / "state")) as store:
-        return observer, tiny.digest(store), dict(store.meta)
+    sections = {
+        "train": tiny.training(**settings),
+        "budgets": tiny.BudgetConfig(gpu=gpu, ram="64MiB", nvme="1GiB"),
+        "storage": tiny.storage(),
+    }
+    tiny.train_run(folder, observer, resume=(folder / "state").exists(), **sections)
+    return observer, tiny.digest_of(folder), Manifest.read(folder / "state").meta
 
 
 def test_a_calibrated_run_trains_to_the_same_bits(tmp_path: Path) -> None:
@@ -184,30 +175,16 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path) -> None:
     """Every graph that the steps need is there when they begin."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
-    with tiny.session(
-        tmp_path, t=tiny.training(compile="on", activation_checkpointing="selective"), ram="16MiB", gpu=tiny.FLOOR
-    ) as session:
-        plan, runtime, loader = session.plan, session.runtime, session.loader
+    with tiny.session(tmp_path, t=tiny.training(compile="on"), ram="16MiB", gpu=tiny.FLOOR) as session:
+        runtime, loader, t = session.runtime, session.loader, session.recipe.train
+        compute = session.layouts, runtime.runner, runtime.optimizer
         cursor = loader.cursor
         batch = loader.next_step()
         loader.seek(cursor)
-        logits_bytes = LOGITS_BYTES["cpu"]
-        calibrate(
-            plan,
-            session.layouts,
-            runtime.runner,
-            runtime.optimizer,
-            session.recipe.train,
-            batch,
-            GENERIC,
-            logits_bytes,
-            session.executor,
-        )
+        calibrate(session.plan, *compute, t, batch, GENERIC, LOGITS_BYTES["cpu"], session.executor)
         before = counters["unique_graphs"]
         assert before > 0
-        for _ in range(3):
-            train_step(session)
-        session.finish()
+        tiny.steps(session, 3)
         assert counters["unique_graphs"] == before
     torch._dynamo.reset()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import torch
 from some_ops import an_op
 from torch import Tensor
 
-from app.cli import main
 from engine.runtime.failures import DivergedError, describe, explain, first_not_finite
 from engine.runtime.runtime import Runtime
 from engine.schedule.actions import ACTIONS, LOAD_WEIGHTS_PART, NORM
 from engine.schedule.ops import WHOLE, Op
-from engine.train import train, train_step
+from engine.train import train_step
 from storage.errors import UserError
-from storage.nvme import NvmeStore
 
 NAN = float("nan")
 
@@ -38,8 +35,7 @@ NAN = float("nan")
 def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: str, index: int, message: str) -> None:
     """NaN in one element of one op's result, which then spreads; clip names where it came up."""
     with tiny.session(tmp_path) as session:
-        train_step(session)
-        session.finish()
+        tiny.steps(session, 1)
         before = tiny.digest(session.store)
         method = session.runtime.handlers[ACTIONS[action]]
 
@@ -51,8 +47,7 @@ def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: 
         session.runtime.handlers[ACTIONS[action]] = poisoned
         with pytest.raises(DivergedError, match=rf"step 2: {message}.* is not finite"):
             train_step(session)
-    with closing(NvmeStore.open(tmp_path / "state")) as store:
-        assert tiny.digest(store) == before
+    assert tiny.digest_of(tmp_path) == before
 
 
 def test_the_first_in_the_order_of_the_passes_is_named(tmp_path: Path) -> None:
@@ -79,11 +74,11 @@ def test_the_first_in_the_order_of_the_passes_is_named(tmp_path: Path) -> None:
     both = torch.zeros(2, len(plan.blocks), len(plan.chunks))
     both[0, 1, 3] = both[0, 2, 0] = both[1, 1, 0] = both[1, 2, 1] = both[1, 2, 4] = NAN
     zeros = torch.zeros(len(plan.chunks)), torch.zeros(len(plan.buffers))
-    assert str(first_not_finite(plan, *zeros, both)).startswith("the output of block layers.0 of chunk 3 ")
+    forward = first_not_finite(plan, *zeros, both)
+    assert str(forward).startswith("the output of block layers.0 of chunk 3 ")
     both[0] = 0
-    assert str(first_not_finite(plan, *zeros, both)).startswith(
-        "the gradient of the input of block layers.1 of chunk 4 "
-    )
+    backward = first_not_finite(plan, *zeros, both)
+    assert str(backward).startswith("the gradient of the input of block layers.1 of chunk 4 ")
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError(
@@ -108,16 +103,13 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, action: str, step: int, error: Exce
 
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> None:
-    train(tiny.recipe(storage=tiny.storage(checkpoint_every=2)), run_dir=folder, observer=observer, resume=resume)
+    tiny.train_run(folder, observer, resume=resume, storage=tiny.storage(checkpoint_every=2))
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (
-            OUT_OF_MEMORY,
-            ["budgets.gpu", "asked for 2.50 GiB", "layer_forward of block layers", "budget of 1,073,741,824"],
-        ),
+        (OUT_OF_MEMORY, ["budgets.gpu", "2.50 GiB", "layer_forward of block layers", "budget of 1,073,741,824"]),
         (LOST, ["the GPU failed in op layer_forward", "unspecified launch failure", "Xid", "on another one"]),
         (CUBLAS, ["the GPU failed in op layer_forward", "CUBLAS_STATUS_EXECUTION_FAILED"]),
     ],
@@ -150,36 +142,6 @@ def test_a_bug_is_not_taken_for_the_gpus(tmp_path: Path, monkeypatch: pytest.Mon
     assert not isinstance(caught.value, UserError)
 
 
-def test_the_command_line_exits_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "small.py"
-    recipe.write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    fail_in(monkeypatch, "head", 2, OUT_OF_MEMORY)
-    assert main(["train", str(recipe)]) == 2
-    message = " ".join(capsys.readouterr().err.split())
-    assert "out of GPU memory, in spite of the plan: op head of block head, chunk 1" in message
-    assert "is intact: mend this, then resume" in message
-
-
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="small",
-    model=ModelConfig(
-        num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=300
-    ),
-    data=DataConfig(source="random", sequence_length=48, max_documents=40),
-    train=TrainConfig(steps=3, chunk_tokens=16, compile="off", device="cpu"),
-    budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
-    storage=StorageConfig(checkpoint_every=1, part_bytes="16KiB"),
-)
-"""
-
-
 def test_an_op_is_described_by_its_tokens(tmp_path: Path) -> None:
     with tiny.session(tmp_path) as session:
         plan = session.plan
@@ -195,10 +157,10 @@ def test_a_failure_on_the_way_out_of_an_op_does_not_hold_up_the_end(tmp_path: Pa
     """Several lanes fail at once; `close` returns and the first failure is what is raised."""
     with tiny.session(tmp_path, ram=tiny.FLOOR) as session:
 
-        def broken(op: Op) -> Any:
+        def broken(op: Op) -> None:
             raise CUBLAS if op.lane == "compute" else LOST
 
-        session.executor._perform = broken
+        tiny.before_ops(session, broken)
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="CUDA error"):
             train_step(session)

@@ -14,14 +14,12 @@ import tiny
 import torch
 from some_ops import an_op
 
-from engine.config import BudgetConfig
 from engine.optim.adamw import AdamW, scalars
 from engine.optim.base import UpdateRange
 from engine.runtime.executor import Executor
 from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
 from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
-from engine.train import train
 from storage.layout import FlatLayout
 
 CPU = torch.device("cpu")
@@ -35,6 +33,8 @@ def seen() -> dict[str, Any]:
         "backward with its forward": torch._functorch.config.force_non_lazy_backward_lowering,
         "one break a layer": torch._dynamo.config.nested_graph_breaks,
         "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
+        # Else autograd has a thread of its own on a GPU, with settings, cores and a workspace of its own.
+        "a backward where it is asked for": not torch.autograd.is_multithreading_enabled(),
     }
 
 
@@ -49,16 +49,6 @@ def test_every_lane_sees_the_settings_of_the_run() -> None:
         lanes.close()
     assert seen() == before
     assert sys.getswitchinterval() == pytest.approx(interval_s)
-
-
-def test_a_backward_runs_on_the_lane_that_asks_for_it() -> None:
-    """Else autograd has a thread of its own on a GPU, with settings, cores and a workspace of its own."""
-    lanes = Lanes.open(CPU, 1 << 30)
-    try:
-        assert not any(lanes.executor.call(lane, torch.autograd.is_multithreading_enabled) for lane in LANES)
-    finally:
-        lanes.close()
-    assert torch.autograd.is_multithreading_enabled()
 
 
 def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
@@ -80,11 +70,12 @@ def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
 
 
 def test_a_call_behind_a_failing_op_gets_its_failure() -> None:
+    gate = threading.Event()
+
     def perform(op: Op) -> None:
         gate.wait(20)
         raise ValueError("the op's own")
 
-    gate = threading.Event()
     executor = Executor(perform, CPU)
     executor.submit([an_op(0, "h2d")])
     threading.Timer(0.05, gate.set).start()
@@ -162,15 +153,6 @@ def test_layers_that_fell_back_to_eager_are_named_once(caplog: pytest.LogCapture
 
 def test_a_run_of_few_steps_is_not_compiled(tmp_path: Path) -> None:
     observer = tiny.Silent()
-    told: list[str] = []
-    observer.on_message = lambda text, *, detail=False: told.append(text)  # type: ignore[method-assign]
-    train(
-        tiny.recipe(
-            train=tiny.training(steps=1, compile="auto", calibrate=True),
-            budgets=BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"),
-        ),
-        run_dir=tmp_path,
-        observer=observer,
-        resume=False,
-    )
-    assert [line for line in told if line.startswith("layers are not compiled: 1 steps of about")]
+    t = tiny.training(steps=1, compile="auto", calibrate=True)
+    tiny.train_run(tmp_path, observer, train=t, budgets=tiny.BudgetConfig(gpu="1GiB", ram="64MiB", nvme="1GiB"))
+    assert [line for line in observer.messages if line.startswith("layers are not compiled: 1 steps of about")]

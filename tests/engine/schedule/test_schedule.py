@@ -1,4 +1,5 @@
-"""The schedule: whatever the plan, every access is ordered, slots are never shared, and the peak is the plan's."""
+"""The schedule: whatever the plan, every access is ordered, slots are never shared, and the peak is the plan's; and the
+table of actions against who emits them and who carries them out."""
 
 from __future__ import annotations
 
@@ -6,32 +7,29 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
-from schedule_check import races
-from schedule_replay import Replay
-from small_problems import planned, problem
+from schedule_replay import Replay, races
+from small_problems import planned, problem, some_plan
 
 from engine.plan.plan import Plan, cut_chunks
 from engine.plan.planner import make_plan
 from engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
+from engine.runtime.block_ops import BlockOps
+from engine.runtime.handlers import handlers_of, handles
+from engine.runtime.layer_ops import LayerOps
+from engine.runtime.state_ops import StateOps
 from engine.schedule import actions as a
 from engine.schedule import resources as r
 from engine.schedule.builder import ScheduleBuilder
 from engine.schedule.ops import Op
 
-TRAINS = {
-    a.EMBED_FORWARD,
-    a.LAYER_FORWARD,
-    a.LAYER_FORWARD_BOTTOM,
-    a.HEAD,
-    a.LAYER_BACKWARD,
-    a.LAYER_BACKWARD_BOTTOM,
-    a.EMBED_BACKWARD,
-}
+FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM}
+TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_BACKWARD}
 """What takes a chunk through a block to its output, in a step; in a validation:"""
 EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, a.HEAD_EVALUATE}
 
@@ -47,11 +45,11 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
+Documents = list[list[int]]
+
+
 def steps_of(
-    plan: Plan,
-    steps: int = 3,
-    documents: list[list[int]] | None = None,
-    passes: dict[int, list[int]] | None = None,
+    plan: Plan, steps: int = 3, documents: Documents | None = None, passes: dict[int, list[int]] | None = None
 ) -> list[Op]:
     """Ops of a whole run that commits every other step, be it in a validation."""
     builder = ScheduleBuilder(plan)
@@ -72,8 +70,6 @@ def steps_of(
 @sampled(25, 100)
 @given(planned(), validations)
 def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int, list[int]]) -> None:
-    for tier in plan.tiers.values():
-        assert sum(tier.parts.values()) == tier.peak_bytes <= tier.budget_bytes
     ops = steps_of(plan, passes=passes)
     assert [op.id for op in ops] == list(range(len(ops)))
     assert {op.lane for op in ops} <= set(a.LANES)
@@ -201,15 +197,6 @@ def test_every_op_finds_what_it_wants_where_it_looks(
     files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
     assert files == [], "a file is left when the step is over"
     assert replay.graphs == 0
-    in_ram = [key for key in records(plan) if key not in plan.spilled and key not in plan.saved_graphs]
-    if plan.spilled and in_ram:
-        last = max(block for block, _ in plan.spilled)
-        assert all(block >= last for block, _ in in_ram), "backward's last spill first"
-
-
-def records(plan: Plan) -> list[tuple[int, int]]:
-    layers = [i for i, block in enumerate(plan.blocks) if block.role == "layer"]
-    return [(i, chunk.index) for i in layers for chunk in plan.chunks]
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())
@@ -224,3 +211,58 @@ def test_chunks_cover_each_micro_batch_once(
         assert [chunk.local for chunk in mine] == list(range(len(mine)))
         width = row_tokens if per_row else chunk_tokens
         assert all(chunk.end - chunk.start <= width for chunk in mine)
+
+
+SCARCE = {"gpu_budget": 1, "ram_budget": 1}
+LONG = {"micro_batches": 1, "row_tokens": 512}
+PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
+    "on the GPU": ({}, PlanOptions()),
+    "in RAM": ({"gpu_budget": 1}, PlanOptions()),
+    "on NVMe": (SCARCE, PlanOptions()),
+    "on NVMe, read through RAM": (SCARCE | {"device_reads": False}, PlanOptions()),
+    "on NVMe, recomputed": (SCARCE | {"activation_checkpointing": "full"}, PlanOptions(recompute="all")),
+    "on NVMe, one chunk": (SCARCE | {"row_tokens": 64, "micro_batches": 1}, PlanOptions()),
+    "on NVMe, streamed": (SCARCE | LONG, PlanOptions(streamed=True)),
+}
+"""Problems and choices in which every action has its place."""
+
+
+def test_every_action_has_one_handler() -> None:
+    owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, StateOps)]
+    assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
+    assert all(name == action.name and action.lane in a.LANES for name, action in a.ACTIONS.items())
+
+
+def test_two_handlers_of_an_action_are_refused() -> None:
+    class Owner:
+        @handles(a.NORM, a.CLIP)
+        def both(self, op: Op) -> None: ...
+
+        @handles(a.CLIP)
+        def again(self, op: Op) -> None: ...
+
+    with pytest.raises(AssertionError, match="two handlers of clip"):
+        handlers_of(Owner())
+
+
+def test_every_action_is_emitted_by_some_plan() -> None:
+    emitted = {
+        op.action
+        for shape, choice in PLANS.values()
+        for op in steps_of(some_plan(problem(**shape), choice), 2, passes={1: [1]})
+    }
+    assert emitted == set(a.ACTIONS.values())
+
+
+@sampled(25, 100)
+@given(planned())
+def test_an_op_touches_what_its_action_says(plan: Plan) -> None:
+    for op in steps_of(plan, 2, passes={1: [1]}):
+        assert {place[0] for place in op.reads} <= {*op.action.reads, *op.action.adds}, op
+        assert {place[0] for place in op.writes} <= {*op.action.writes, *op.action.adds}, op
+
+
+def test_what_is_measured_as_another_is_of_the_table_and_on_its_lane() -> None:
+    for action in a.ACTIONS.values():
+        if action.measured_as is not None:
+            assert a.ACTIONS[action.measured_as].lane == action.lane
