@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_texts import recipe_text
 from transformers import GPT2Config, PretrainedConfig, Qwen3Config
 
 from app.cli import main
@@ -15,19 +16,7 @@ from engine.data.corpus import require_text
 from engine.model.anatomy import take_apart, validate_context
 from storage.errors import UserError
 
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
-    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
-    train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu"),
-    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB"),
-)
-"""
+RECIPE = recipe_text()
 
 Train = Callable[..., str]
 

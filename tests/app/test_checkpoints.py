@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_process import REPOSITORY, wait_until
+from cli_process import REAL, Cli, json_lines, steps, wait_until
+from recipe_texts import recipe_text
 
 from app.checkpoints import checkpoint_steps, committed_step, list_checkpoints_of
 from app.cli import main
 from app.rundir import read_info, read_recipe
 from storage.safetensors_io import CheckpointReader
 
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(
-        num_layers=3, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=300
-    ),
-    data=DataConfig(source="random", sequence_length=64, max_documents=40),
-    train=TrainConfig(steps=100_000, chunk_tokens=24, lr=1e-3, compile="off"),
-    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=5, keep_good=None),
+RECIPE = recipe_text(
+    model={"num_layers": 3, "vocab_size": 300},
+    data={"source": "random", "max_documents": 40},
+    train={"steps": 100_000, "lr": 1e-3},
+    storage={"checkpoint_every": 5, "keep_good": None},
 )
-"""
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run `run` that was asked for checkpoint `live` while it ran, and then stopped."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "tiny.py").write_text(RECIPE)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "train", "tiny.py", "--run-dir", "run"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Cli(folder, RECIPE, REAL).start("train", "tiny.py", "--run-dir", "run")
     run = folder / "run"
     wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, timeout_s=60)
     try:
@@ -82,14 +63,9 @@ def test_a_live_run_is_exported(stopped: Path) -> None:
     paused, later = (CheckpointReader(stopped / f"{state}-export").read(name) for state in ("live", "running"))
     assert paused.shape == later.shape
     assert not paused.equal(later)
-    log = [json.loads(line)["text"] for line in (stopped / "run" / "log.jsonl").read_text().splitlines()]
-    for text in (
-        "checkpoint live: step",
-        "paused; the step is committed",
-        "going on",
-        "stopping once",
-        "stopped after",
-    ):
+    log = [line["text"] for line in json_lines(stopped / "run" / "log.jsonl")]
+    said = ("checkpoint live: step", "paused; the step is committed", "going on", "stopping once", "stopped after")
+    for text in said:
         assert any(text in line for line in log), text
 
 
@@ -98,7 +74,7 @@ def exported(run: Path) -> str:
 
 
 def last_step(run: Path) -> int:
-    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    return steps(run)[-1]
 
 
 def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_texts import recipe_text
 
 from app.cli import main
 from app.recipe import load_recipe
@@ -16,19 +17,13 @@ from engine.schedule.actions import LANES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 OURS = [path for path in RECIPES if load_recipe(path).machine]
-SMALL = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, TrainConfig
-
-recipe = Recipe(
-    name="small",
-    model=ModelConfig(num_layers=4, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
-                      vocab_size=1000),
-    data=DataConfig(source="random", sequence_length=2048),
-    train=TrainConfig(global_batch_size=2),
-    budgets=BudgetConfig(gpu="256MiB", ram="256MiB", nvme="4GiB"),
+SMALL = recipe_text(
+    model={"num_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000},
+    data={"source": "random", "sequence_length": 2048},
+    train={"steps": 100, "global_batch_size": 2, "chunk_tokens": None},
+    budgets={"gpu": "256MiB", "ram": "256MiB", "nvme": "4GiB"},
+    storage={"part_bytes": "32MiB"},
 )
-"""
 
 
 @pytest.fixture
@@ -102,7 +97,7 @@ def test_the_screen_and_the_trace(small: Path, tmp_path: Path, capsys: pytest.Ca
     trace = tmp_path / "trace.json"
     assert main(["plan", str(small), "--trace", str(trace)]) == 0
     screen = capsys.readouterr().out
-    assert "fits on this machine: small" in screen
+    assert "fits on this machine: tiny" in screen
     assert len(screen.splitlines()) <= 46
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {"compute", "optimizer"} <= {event["cat"] for event in events}

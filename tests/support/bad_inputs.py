@@ -20,22 +20,11 @@ from typing import Any
 
 from bad_model_files import CODE_1, CONFIG, damaged_configs, damaged_headers, damaged_indexes, damaged_tokenizers
 from bad_run_files import damaged_manifests, damaged_run_files, make_run
+from recipe_texts import recipe_text
 
 from app.recipe_fields import fields
 
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
-    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
-    train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu", calibrate=False),
-    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB"),
-)
-"""
+RECIPE = recipe_text()
 DEEP = 100_000
 HOSTILE = "\x1b]0;owned\x07\x1b[2J"
 """Sets a terminal's title and clears it."""

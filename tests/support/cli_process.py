@@ -1,7 +1,8 @@
-"""Subprocesses that run the real command line around a stand-in for the engine."""
+"""Subprocesses that run the real command line, around a stand-in for the engine or all of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-FAKE_RUN = Path(__file__).with_name("fake_run.py")
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
+"""The command line around the stand-in."""
+REAL = (sys.executable, "-m", "app.cli")
 
 RECIPE = """
 from app.recipe import Recipe
@@ -32,14 +36,14 @@ def default_signals() -> None:
 class Cli:
     """Starts commands in a folder of their own, which holds the recipe tiny.py."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "tiny.py").write_text(RECIPE)
+    def __init__(self, folder: Path, recipe: str = RECIPE, program: tuple[str, ...] = FAKE) -> None:
+        self.folder, self.program = folder, program
+        (folder / "tiny.py").write_text(recipe)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
         return subprocess.Popen(
-            [sys.executable, str(FAKE_RUN), *arguments],
+            [*self.program, *arguments],
             cwd=self.folder,
             env=os.environ | paths | environment,
             stdout=subprocess.PIPE,
@@ -50,8 +54,18 @@ class Cli:
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file of a run."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of which a run has metrics."""
+    return [line["step"] for line in json_lines(run / "metrics.jsonl")]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
