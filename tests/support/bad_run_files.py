@@ -52,6 +52,10 @@ def make_run(path: Path, recipe: str) -> Path:
     return path
 
 
+def unchanged(run: Path) -> None:
+    """A run's directory stays as it is."""
+
+
 def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]:
     """Name -> a command with its arguments behind the run's name, and what becomes of the run's directory."""
     texts: dict[str, bytes] = {
@@ -79,21 +83,21 @@ def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]
         found[f"run.lock a pipe, {command}"] = ([command, *rest], _pipe("run.lock"))
         found[f"state a file, {command}"] = ([command, *rest], _file("state"))
         found[f"state gone, {command}"] = ([command, *rest], lambda path: shutil.rmtree(path / "state"))
-        found[f"chunk files gone, {command}"] = ([command, *rest], lambda path: None)
+        found[f"chunk files gone, {command}"] = ([command, *rest], unchanged)
     names = ("", ".", "..", "a/b", "../x", "a\0b", "a" * 300, "\x1b]0;owned\x07", "step-5", ".hidden", " ")
     for name in names:
         if name:
             shown = "long" if len(name) > 100 else repr(name)
-            found[f"a checkpoint of name {shown}"] = (["checkpoint", name], lambda path: None)
-            found[f"deleting a checkpoint of name {shown}"] = (["checkpoint", name, "--delete"], lambda path: None)
+            found[f"a checkpoint of name {shown}"] = (["checkpoint", name], unchanged)
+            found[f"deleting a checkpoint of name {shown}"] = (["checkpoint", name, "--delete"], unchanged)
             found[f"exporting a checkpoint of name {shown}"] = (
                 ["export", "out", "--checkpoint", name],
-                lambda path: None,
+                unchanged,
             )
     for setting in ("train.steps=0", "name=other", "model.num_layers=3", "data.seed=5", "train.lr=nan", "x=1"):
-        found[f"resume with {setting}"] = (["resume", "--set", setting], lambda path: None)
-    found["pausing what is over"] = (["pause"], lambda path: None)
-    found["stopping what is over"] = (["stop"], lambda path: None)
+        found[f"resume with {setting}"] = (["resume", "--set", setting], unchanged)
+    found["pausing what is over"] = (["pause"], unchanged)
+    found["stopping what is over"] = (["stop"], unchanged)
     return found
 
 
