@@ -154,21 +154,14 @@ class Run:
     """Checkpoints on its drives that the older run directory does not list."""
 
 
-@dataclass
-class Known:
-    """What the drives of a run hold, whichever run directory is there."""
-
-    state: int
-    checkpoints: dict[str, int]
-
-
 class Programs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         shm = Path("/dev/shm")
         self.world = Path(tempfile.mkdtemp(prefix="penstock-programs-", dir=shm if os.access(shm, os.W_OK) else None))
         self.runs: dict[str, Run] = {}
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, Run] = {}
+        """As the drives of a run know it, whichever run directory is there."""
         self.backups: list[tuple[Run, Path]] = []
         self.numbers = iter(range(1, 10**6))
 
@@ -231,7 +224,29 @@ class Programs(RuleBasedStateMachine):
 
     def remember(self, run: Run) -> None:
         """What is committed is what the drives know."""
-        self.known[run.name] = Known(run.state, dict(run.checkpoints))
+        self.known[run.name] = copy.deepcopy(run)
+
+    def adopt(self, name: str, old: Run, folder: Path) -> Run:
+        """A copy of `folder`, which holds `old`, is the run directory of that name."""
+        shutil.copytree(folder, self.path(name), symlinks=True)
+        run = self.runs[name] = copy.deepcopy(old)
+        run.name = name
+        return run
+
+    def change(self, run: Run, act: Callable[[NvmeStore], None], moment: int | None, allowed: list[int]) -> bool:
+        """Open a run to change it, which leaves it in one of the states `allowed`; whether nothing was refused."""
+        folders = self.drives(run)
+        may_refuse, must_refuse = not run.owns or run.stale or self.taken(run, folders), self.must_refuse(run)
+        error = in_child(lambda: self.open(run, folders, act), moment)
+        assert error is None or may_refuse, error
+        assert error is not None or not must_refuse or moment is not None
+        self.settle(run, [run.state] if must_refuse else [run.state, *allowed])
+        return error is None
+
+    def open(self, run: Run, folders: list[Path], act: Callable[[NvmeStore], None]) -> None:
+        path = self.path(run.name)
+        with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
+            act(store)
 
     # ------------------------------------------------------------------ what people do
 
@@ -272,20 +287,12 @@ class Programs(RuleBasedStateMachine):
         path, numbers = self.path(run.name), [next(self.numbers) for _ in range(commits)]
         if drives is not None and not self.is_inside(run):
             self.write_recipe(path, drives)
-        folders = self.drives(run)
-        may_refuse = not run.owns or run.stale or self.taken(run, folders)
 
-        def act() -> None:
-            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
-                for number in numbers:
-                    write_state(store, number)
+        def act(store: NvmeStore) -> None:
+            for number in numbers:
+                write_state(store, number)
 
-        must_refuse = self.must_refuse(run)
-        error = in_child(act, moment)
-        assert error is None or may_refuse, error
-        assert error is not None or not must_refuse or moment is not None
-        self.settle(run, [run.state] if must_refuse else [run.state, *numbers])
-        if error is None and moment is None:
+        if self.change(run, act, moment, numbers) and moment is None:
             assert run.state == numbers[-1]
 
     def must_refuse(self, run: Run) -> bool:
@@ -347,36 +354,24 @@ class Programs(RuleBasedStateMachine):
         run = self.pick(data)
         if name not in run.checkpoints:
             name = data.draw(st.sampled_from(sorted(run.checkpoints) or [name]))
-        path, folders = self.path(run.name), self.drives(run)
-        may_refuse = not run.owns or run.stale or self.taken(run, folders)
 
-        def act() -> None:
-            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
-                store.restore(name)
+        def act(store: NvmeStore) -> None:
+            store.restore(name)
 
-        must_refuse = self.must_refuse(run)
-        error = in_child(act, moment)
-        if name not in run.checkpoints:
-            assert moment is not None or (error is not None), "there is no such checkpoint"
-            return
-        assert error is None or may_refuse, error
-        assert error is not None or not must_refuse or moment is not None
-        self.settle(run, [run.state] if must_refuse else [run.state, run.checkpoints[name]])
+        if name in run.checkpoints:
+            self.change(run, act, moment, [run.checkpoints[name]])
+        else:
+            error = in_child(lambda: self.open(run, self.drives(run), act), moment)
+            assert moment is not None or error is not None, "there is no such checkpoint"
 
     @rule(data=st.data())
     def copy(self, data: Any) -> None:
         run, name = self.pick(data), self.free_name(data)
         if name is None:
             return
-        shutil.copytree(self.path(run.name), self.path(name), symlinks=True)
-        other = copy.deepcopy(run)
-        other.name = name
-        if not run.stale or self.is_inside(run):
-            other.owns = self.is_inside(other)
-        else:
-            other.owns = False
-        self.runs[name] = other
-        self.known[name] = Known(other.state, dict(other.checkpoints))
+        other = self.adopt(name, run, self.path(run.name))
+        other.owns = self.is_inside(other) and (not run.stale or self.is_inside(run))
+        self.remember(other)
 
     @precondition(lambda self: len(self.runs) > 1)
     @rule(data=st.data())
@@ -392,11 +387,9 @@ class Programs(RuleBasedStateMachine):
         old, folder = data.draw(st.sampled_from(self.backups))
         if (name := self.free_name(data)) is None:
             return
-        shutil.copytree(folder, self.path(name), symlinks=True)
-        run = self.runs[name] = copy.deepcopy(old)
-        run.name = name
+        run = self.adopt(name, old, folder)
         run.owns = self.is_inside(run)
-        self.known[name] = Known(run.state, dict(run.checkpoints))
+        self.remember(run)
 
     @rule(data=st.data())
     def move(self, data: Any) -> None:
@@ -427,8 +420,7 @@ class Programs(RuleBasedStateMachine):
             return
         known = self.known[old.name]
         shutil.rmtree(self.path(old.name))
-        shutil.copytree(folder, self.path(old.name), symlinks=True)
-        run = self.runs[old.name] = copy.deepcopy(old)
+        run = self.adopt(old.name, old, folder)
         if self.is_inside(run):
             self.remember(run)
             return
@@ -440,21 +432,19 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def do_what_the_message_says(self, data: Any) -> None:
         run = self.runs[data.draw(st.sampled_from(sorted(name for name, run in self.runs.items() if run.stale)))]
-        path = self.path(run.name)
-        root, folders = state_folder(path), self.drives(run)
+        root, folders = state_folder(self.path(run.name)), self.drives(run)
         if self.taken(run, folders):
             return
 
-        def act() -> None:
-            with RunDir.open(path), closing(NvmeStore.open(root, drives=folders)) as store:
-                for said in store.warnings:
-                    command = said.partition("to list it: ")[2].partition("; where")[0]
-                    assert not command or os.system(command) == 0
+        def act(store: NvmeStore) -> None:
+            for said in store.warnings:
+                command = said.partition("to list it: ")[2].partition("; where")[0]
+                assert not command or os.system(command) == 0
 
         places = self.places(run)
         shared = any(other is not run and places & self.places(other) for other in self.runs.values())
         must_refuse = not run.owns and self.must_refuse(run)
-        error = in_child(act, None)
+        error = in_child(lambda: self.open(run, folders, act), None)
         if must_refuse or (shared and "--copy-state" in str(error)):  # whose state it is comes first
             assert "--copy-state" in str(error), error
             return
@@ -465,7 +455,7 @@ class Programs(RuleBasedStateMachine):
             command = str(error).partition("from the newer generation: ")[2].partition(". Nothing")[0]
             assert command, error
             assert os.system(command) == 0
-            assert in_child(act, None) is None
+            self.open(run, folders, act)
         listed = set(checkpoint_names(root))
         assert run.unlisted <= listed
         run.checkpoints |= {name: self.known[run.name].checkpoints[name] for name in run.unlisted}
