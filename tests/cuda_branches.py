@@ -1,8 +1,7 @@
 """Makes docs/cuda-branches.md: the code that only a GPU executes, function by function, with why no CPU test does.
 
-    make cuda-branches                                      the whole suite under coverage, then the page
-    python tests/cuda_branches.py --data FILE [--data ...]  the page from coverage data that is there already
-    python tests/cuda_branches.py -- -n0 tests/storage      the page from a part of the suite: for working on this file
+    make cuda-branches                            the whole suite under coverage, then the page
+    python tests/cuda_branches.py tests/storage   the page from a part of the suite: for working on this file
 
 The reasons are kept by hand in tests/cuda_reasons.py. Lines about CUDA that nothing has executed and that no reason
 explains are an error, and so is a reason whose function has been executed throughout: the page cannot rot.
@@ -10,7 +9,6 @@ explains are an error, and so is a reason whose function has been executed throu
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import re
@@ -52,11 +50,9 @@ def functions(tree: ast.AST) -> dict[int, str]:
 
     def visit(node: ast.AST, names: tuple[str, ...]) -> None:
         for child in ast.iter_child_nodes(node):
-            inside = names
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inside = (*names, child.name)
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert child.end_lineno is not None
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            inside = (*names, child.name) if named else names
+            if named and not isinstance(child, ast.ClassDef):
                 found.update(dict.fromkeys(range(child.lineno, child.end_lineno + 1), ".".join(inside)))
             visit(child, inside)
 
@@ -109,54 +105,36 @@ def page(found: Sequence[Group], reasons: dict[str, str]) -> str:
     cuda = [group for group in found if group.key in reasons]
     rest = [group for group in found if group.key not in reasons]
     count = sum(len(group.lines) for group in cuda)
-    rows = [f"| `{g.file}` | `{g.function}` | {len(g.lines)} | {ranges(g.lines)} | {reasons[g.key]} |" for g in cuda]
-    others: dict[str, list[Group]] = {}
-    for group in rest:
-        others.setdefault(group.file, []).append(group)
-    short = [
-        f"| `{file}` | {sum(len(g.lines) for g in each)} | {', '.join(f'`{g.function}`' for g in each)} |"
-        for file, each in sorted(others.items())
-    ]
-    return "\n".join(
-        [
-            "# Code that no test on a CPU executes",
-            "",
-            "Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the",
-            "reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:",
-            "these lines may never have run.",
-            "",
-            f"## What needs a GPU: {count:,} lines in {len(cuda)} functions",
-            "",
-            "| file | function | lines | which | why no CPU test runs them |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            f"## The rest: {sum(len(g.lines) for g in rest):,} lines that have nothing to do with CUDA",
-            "",
-            "Refusals of rare faults, other kernels and other versions of libraries, and lines that run in processes",
-            "which end by a signal, where coverage loses count.",
-            "",
-            "| file | lines | functions |",
-            "|---|---|---|",
-            *short,
-            "",
-        ]
+    rows = "\n".join(
+        f"| `{g.file}` | `{g.function}` | {len(g.lines)} | {ranges(g.lines)} | {reasons[g.key]} |" for g in cuda
     )
+    others = {file: [g for g in rest if g.file == file] for file in sorted({g.file for g in rest})}
+    short = "\n".join(
+        f"| `{file}` | {sum(len(g.lines) for g in each)} | {', '.join(f'`{g.function}`' for g in each)} |"
+        for file, each in others.items()
+    )
+    return f"""\
+# Code that no test on a CPU executes
 
+Made by `make cuda-branches`, from a run of all tests under coverage on a machine without a GPU; the
+reasons are kept in `tests/cuda_reasons.py`. Whoever has a card and sees something break looks here:
+these lines may never have run.
 
-def read_groups(data_files: Sequence[Path]) -> list[Group]:
-    """The groups of all files of the packages, from coverage data."""
-    import coverage
+## What needs a GPU: {count:,} lines in {len(cuda)} functions
 
-    with tempfile.TemporaryDirectory() as folder:
-        measured = coverage.Coverage(data_file=str(Path(folder) / "all"), source=[str(ROOT / p) for p in PACKAGES])
-        measured.combine([str(path) for path in data_files], keep=True, strict=True)
-        found: list[Group] = []
-        for package in PACKAGES:
-            for path in sorted((ROOT / package).rglob("*.py")):
-                _, _, _, missing, _ = measured.analysis2(str(path))
-                found += groups(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"), missing)
-    return found
+| file | function | lines | which | why no CPU test runs them |
+|---|---|---|---|---|
+{rows}
+
+## The rest: {sum(len(g.lines) for g in rest):,} lines that have nothing to do with CUDA
+
+Refusals of rare faults, other kernels and other versions of libraries, and lines that run in processes
+which end by a signal, where coverage loses count.
+
+| file | lines | functions |
+|---|---|---|
+{short}
+"""
 
 
 SETTINGS = """[run]
@@ -170,8 +148,10 @@ sigterm = true
 """
 
 
-def run_suite(folder: Path, tests: Sequence[str]) -> list[Path]:
-    """Run tests under coverage, with the processes that they start; the data files."""
+def run_suite(folder: Path, tests: Sequence[str]) -> list[Group]:
+    """Run tests under coverage, with the processes that they start; the groups of all files of the packages."""
+    import coverage
+
     settings = folder / "coverage.ini"
     source = "\n".join(f"    {ROOT / package}" for package in PACKAGES)
     settings.write_text(SETTINGS.format(source=source, data=folder / "data"), encoding="utf-8")
@@ -180,28 +160,22 @@ def run_suite(folder: Path, tests: Sequence[str]) -> list[Path]:
     code = subprocess.run(command, cwd=ROOT, env=environment).returncode
     if code != 0:
         raise SystemExit(f"the tests failed (exit {code}): lines behind a failure would be missing for another reason")
-    return sorted(folder.glob("data.*"))
+    measured = coverage.Coverage(config_file=str(settings))
+    measured.combine(strict=True)
+    found: list[Group] = []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        _, _, _, missing, _ = measured.analysis2(str(path))
+        found += groups(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"), missing)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, action="append", help="coverage data; instead of running tests")
-    parser.add_argument("tests", nargs="*", help="behind --: arguments for pytest; all tests where none is given")
-    parser.add_argument("--no-check", action="store_true", help="write the page although reasons are missing or stale")
-    given = parser.parse_args()
     from cuda_reasons import REASONS
 
-    for path in given.data or ():
-        if not path.exists():
-            raise SystemExit(f"--data: {path} does not exist")
-
     with tempfile.TemporaryDirectory() as folder:
-        found = read_groups(given.data or run_suite(Path(folder), given.tests))
-    wrong = problems(found, REASONS)
-    for line in wrong:
-        print(line, file=sys.stderr)
-    if wrong and not given.no_check:
-        raise SystemExit(f"{len(wrong)} groups: {PAGE.relative_to(ROOT)} is left as it is")
+        found = run_suite(Path(folder), sys.argv[1:])
+    if wrong := problems(found, REASONS):
+        raise SystemExit("\n".join([*wrong, f"{len(wrong)} groups: {PAGE.relative_to(ROOT)} is left as it is"]))
     PAGE.write_text(page(found, REASONS), encoding="utf-8")
 
 

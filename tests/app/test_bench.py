@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bad_model_files import CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.bench import process
@@ -16,6 +17,8 @@ from app.bench.planned import bench_planned
 from app.bench.suites import bench_suites
 from engine.config import TrainConfig
 from storage.errors import UserError
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -58,37 +61,19 @@ def test_the_result_is_one_line(tmp_path, outcomes, capsys):
 
 def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
     """In float32 the weights are their own master weights."""
-    config = AutoConfig.for_model(
-        "qwen3",
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=50,
-    )
+    config = AutoConfig.for_model(**CONFIG | {"vocab_size": 50})
     torch.manual_seed(0)
     batch, half = (PlainBatch(torch.randint(0, 50, (rows, 24))) for rows in (2, 1))
     model = AutoModelForCausalLM.from_config(config)
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     found = {
-        dtype: [
-            (loss, norm)
-            for loss, norm, _ in plain_steps(
-                config,
-                [[batch, half]] * 5,
-                TrainConfig(lr=1e-2, compute_dtype=dtype),
-                torch.device("cpu"),
-                weights,
-            )
-        ]
+        dtype: list(plain_steps(config, [[batch, half]] * 5, TrainConfig(lr=1e-2, compute_dtype=dtype), CPU, weights))
         for dtype in ("float32", "bfloat16")
     }
-    losses = [loss for loss, _ in found["float32"]]
+    losses = [loss for loss, *_ in found["float32"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.2
-    for (loss, norm), (rounded_loss, rounded_norm) in zip(*found.values(), strict=True):
+    for (loss, norm, _), (rounded_loss, rounded_norm, _) in zip(*found.values(), strict=True):
         assert loss == pytest.approx(rounded_loss, rel=0.01)
         assert norm == pytest.approx(rounded_norm, rel=0.1)
 
