@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from bad_inputs import setting, tiny
 from bad_model_files import CONFIG
+from cli_process import refusal
 from transformers import GPT2Config, PretrainedConfig, Qwen3Config
 
-from app.cli import main
 from engine.config import DataConfig
 from engine.data.corpus import require_text
 from engine.model.anatomy import take_apart, validate_context
@@ -27,11 +27,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(tmp_path)
 
     def train(*overrides: str) -> str:
-        assert main(setting("train", *overrides)) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert (error.count("\n"), error.count("Traceback")) == (1, 0)
-        return error
+        return refusal(capsys, *setting("train", *overrides))
 
     return train
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_process import json_lines, refusal
 from recipe_texts import recipe_text
 
 from app.cli import main
@@ -32,12 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.py").write_text(RECIPE)
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("def a(): pass\n" * 400)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         assert main(["train", "tiny.py", "--run-dir", "run"]) == 0
-    finally:
-        os.chdir(before)
     return folder
 
 
@@ -45,16 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder / "run"
-
-
-def refusal(capsys: Captured, *arguments: str) -> str:
-    """The one message of a command that is refused."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "Traceback" not in error
-    return error
 
 
 @pytest.fixture
@@ -180,6 +167,6 @@ def test_a_run_and_a_plan_say_who_has_reserved_the_memory(
     main(["plan", str(tmp_path / "automatic.py"), "--json"])
     assert holder in json.loads(capsys.readouterr().out)["budgets"]["ram"]
     assert main(["train", "tiny.py", "--run-dir", str(tmp_path / "given")]) == 0, "explicit budgets are only warned of"
-    told = [json.loads(line)["text"] for line in (tmp_path / "given" / "log.jsonl").read_text().splitlines()]
+    told = [line["text"] for line in json_lines(tmp_path / "given" / "log.jsonl")]
     assert [text for text in told if text.startswith("warning: this run plans 2.0 MiB of RAM") and holder in text]
     assert sorted(path.name for path in (tmp_path / "penstock").iterdir()) == ["lock", "run-1"], "and gone at the end"

@@ -11,8 +11,6 @@ from recipe_texts import recipe_text
 
 from app.cli import main
 from app.recipe import load_recipe
-from engine.machine.presets import PRESETS
-from engine.machine.profile import VERSION
 from engine.schedule.actions import LANES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
@@ -36,11 +34,6 @@ def small(tmp_path: Path) -> Path:
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main(["plan", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
-
-
-def test_ten_recipes_have_a_machine() -> None:
-    assert len(OURS) == 10
-    assert {load_recipe(path).machine for path in OURS} <= PRESETS.keys()
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
@@ -123,30 +116,3 @@ def test_a_missing_model_folder_is_planned_from_the_shape(
     code, found = planned(capsys, str(small), "--set", "model.path=nowhere", "--set", "name=x")
     assert code == 0
     assert "nowhere" in found["note"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--machine", "rtx4090-129"], "did you mean rtx4090-128"),
-        (["--machine", "profile.json"], f"a profile of version 999; this Penstock reads {VERSION}"),
-        (["--set", "budgets.ram=300TiB", "--machine", "rtx4090-64"], "machine rtx4090-64 has"),
-        (["--set", "data.sequence_length=1"], "data.sequence_length: 1 must be at least 2"),
-        (["--set", "data.source=text", "--set", "data.path=empty.txt"], "the corpus is empty"),
-    ],
-)
-def test_bad_input_is_one_message(
-    small: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "profile.json").write_text(json.dumps({"version": 999}))
-    (tmp_path / "empty.txt").write_text("  \n")
-    assert main(["plan", str(small), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

@@ -124,7 +124,7 @@ def test_of_several_waiting_requests_the_last_counts(server: Server) -> None:
         ({"model": {"path": "/nowhere/at/all", "num_layers": None}}, "/nowhere/at/all"),
         ({"model": {"model_type": "no_such"}}, "no_such"),
         ({"data": {"source": "text", "path": "/nowhere/at/all"}}, "/nowhere/at/all"),
-        ({"budgets": {"ram": "900TB"}}, "budgets.ram"),
+        ({"budgets": {"ram": "300TiB"}, "machine": "rtx4090-64"}, "machine rtx4090-64 has"),
         ({"machine": "gh200-48"}, "did you mean gh200-480"),
     ],
 )

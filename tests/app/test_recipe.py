@@ -15,8 +15,6 @@ from app.recipe_fields import fields
 from engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
 from storage.errors import UserError
 
-RECIPES = sorted(Path(__file__).parents[2].glob("recipes/*.py"))
-
 
 def test_the_machine_is_a_field_that_old_runs_lack() -> None:
     recipe = apply_overrides(Recipe(name="x"), ["machine=gh200-480"])
@@ -176,6 +174,7 @@ def test_every_field_is_documented() -> None:
         ("train.steps", ["write key=value"]),
         ("=3", ["write key=value"]),
         ("train.steps=0", ["train.steps", "at least 1"]),
+        ("data.sequence_length=1", ["data.sequence_length: 1 must be at least 2"]),
         ("budgets.ram=lots", ["budgets.ram", "not a size"]),
         ("name=a/b", ["name", "folder"]),
         ("after.sample_tokens=0", ["after.sample_tokens"]),
@@ -292,13 +291,6 @@ def test_a_saved_recipe_says_what_differs_and_is_loaded_again(tmp_path: Path) ->
         "train": {"steps": 20},
     }
     assert load_recipe(tmp_path / "mine.json") == recipe
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_survive_being_saved(path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(path)
-    save_recipe(tmp_path / "saved.json", recipe)
-    assert repr(load_recipe(tmp_path / "saved.json")) == repr(recipe)
 
 
 def test_saving_replaces_nothing_unasked(tmp_path: Path) -> None:

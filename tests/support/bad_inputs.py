@@ -58,17 +58,12 @@ def run(bad: Bad, folder: Path) -> Outcome:
     """Run the input's command in this process, in `folder`, which is empty."""
     from app.cli import main
 
-    before = os.getcwd()
-    os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()
-    try:
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         arguments = bad.make(folder)
         files = _files(folder)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(arguments)
-        return Outcome(code, out.getvalue(), err.getvalue(), _strange(files, _files(folder)))
-    finally:
-        os.chdir(before)
+        code = main(arguments)
+    return Outcome(code, out.getvalue(), err.getvalue(), _strange(files, _files(folder)))
 
 
 def faults(bad: Bad, found: Outcome) -> list[str]:

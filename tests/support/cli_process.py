@@ -10,7 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
+
+from app.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
@@ -52,10 +56,31 @@ class Cli:
             preexec_fn=default_signals,
         )
 
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    def run(self, *arguments: str, code: int = 0, **environment: str) -> Done:
+        """A command that ends with that exit code."""
+        return done(self.start(*arguments, **environment), code)
+
+
+class Done(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+def done(process: subprocess.Popen[str], code: int = 0) -> Done:
+    """What a process that ends with that exit code has printed."""
+    found = Done(*process.communicate(timeout=120))
+    assert process.returncode == code, found.stderr
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one message of a command that is refused, in this process."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert (error.count("\n"), error.count("Traceback")) == (1, 0)
+    return error
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -39,10 +39,14 @@ def make_root(folder: Path) -> Path:
     """A folder with recipes/tiny.py and the corpus that it reads."""
     (folder / "recipes").mkdir(parents=True)
     (folder / "recipes" / "tiny.py").write_text(RECIPE)
+    make_corpus(folder)
+    return folder
+
+
+def make_corpus(folder: Path) -> None:
     (folder / "corpus").mkdir()
     for name in ("recipe", "rundir", "launch"):
         (folder / "corpus" / f"{name}.txt").write_text((REPOSITORY / "app" / f"{name}.py").read_text())
-    return folder
 
 
 def environment() -> dict[str, str]:

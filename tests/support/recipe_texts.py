@@ -24,12 +24,23 @@ TINY: dict[str, dict[str, Any]] = {
 """A step on a folder `corpus` of texts, state on all tiers."""
 
 
+def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """TINY with `changes` of its sections' fields."""
+    return {name: TINY.get(name, {}) | changes.get(name, {}) for name in TINY | changes}
+
+
 def recipe_text(**changes: dict[str, Any]) -> str:
-    """TINY with `changes` of its sections' fields, as a Python file."""
+    """`sections` as a Python file."""
     classes = {field.name: field.type for field in dataclasses.fields(Recipe)}
     lines = ["from app.recipe import Recipe", "from engine.config import *", "", "recipe = Recipe(", "    name='tiny',"]
-    for section in TINY | changes:
-        values = TINY.get(section, {}) | changes.get(section, {})
+    for section, values in sections(**changes).items():
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         lines.append(f"    {section}={classes[section]}({given}),")
     return "\n".join([*lines, ")", ""])
+
+
+def settings(**changes: dict[str, Any]) -> list[str]:
+    """`sections` as options that make another recipe as tiny."""
+    found = sections(**changes)
+    texts = [f"{section}.{name}={value}" for section, values in found.items() for name, value in values.items()]
+    return [word for text in texts for word in ("--set", text)]
