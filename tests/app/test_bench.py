@@ -1,4 +1,4 @@
-"""The step benchmark's bookkeeping, whose figures come from running it, and the processes that benchmarks work in."""
+"""The bookkeeping of the benchmarks of a step, whose figures come from running them, and the processes they work in."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.bench import process
 from app.bench import step as bench
+from app.bench.attention import bench_attention
 from app.bench.memory import bench_memory
 from app.bench.plain import PlainBatch, plain_steps
 from app.bench.plan import bench_plan
@@ -98,3 +99,18 @@ def test_failed_case_shows_its_error(tmp_path, monkeypatch):
 def test_folders_are_looked_for_before_anything_runs(tmp_path, begin):
     with pytest.raises(UserError, match="missing: no such folder"):
         begin(tmp_path / "missing")
+
+
+def test_ratio_of_a_tiny_step_to_its_attention_alone(tmp_path, capsys):
+    report = bench_attention(tokens=256, chunk_tokens=64, rounds=2, compile=False, json=True, folder=tmp_path)
+    assert json.loads(capsys.readouterr().out) == report
+    ratios = [each["ratio"] for each in report["rounds"]]
+    assert ratios == [pytest.approx(each["step_s"] / each["attention_s"]) for each in report["rounds"]]
+    assert len(ratios) == 2
+    assert 0 < min(ratios) <= report["ratio"] <= max(ratios)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_chunk_is_refused(tmp_path):
+    with pytest.raises(UserError, match="at least two chunks, 128"):
+        bench_attention(tokens=100, chunk_tokens=64, folder=tmp_path)

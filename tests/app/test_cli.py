@@ -157,9 +157,7 @@ def test_a_bug_shows_its_traceback(cli: Cli) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_finishes_the_step_and_exits_0(cli: Cli, number: signal.Signals) -> None:
-    run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", "out", **SLOW)
-    wait_until(lambda: status(run).get("state") == "running")
+    run, process = cli.begin(1000, **SLOW)
     process.send_signal(number)
     process.send_signal(number)  # a supervisor that signals process and group: one request
     out = done(process).stdout
@@ -185,9 +183,7 @@ def test_a_signal_before_the_first_step_stops_at_once(cli: Cli) -> None:
 
 
 def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
-    run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--run-dir", "out", FAKE_STEP_S="60")
-    wait_until(lambda: status(run).get("state") == "running")
+    run, process = cli.begin(FAKE_STEP_S="60")
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
@@ -199,9 +195,7 @@ def test_the_second_signal_aborts_at_once(cli: Cli) -> None:
 
 
 def test_a_stopped_process_is_stale_takes_requests_and_goes_on(cli: Cli) -> None:
-    run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=30", "--run-dir", "out", FAKE_STEP_S="0.05")
-    wait_until(lambda: status(run).get("state") == "running")
+    run, process = cli.begin(30, FAKE_STEP_S="0.05")
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     assert state_of(run, status(run), time.time() + STALE_S + 1) == "stale"
@@ -216,9 +210,7 @@ def test_a_stopped_process_is_stale_takes_requests_and_goes_on(cli: Cli) -> None
 
 
 def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) -> None:
-    run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=1000", "--run-dir", "out", FAKE_STEP_S="0.5")
-    wait_until(lambda: (run / "metrics.jsonl").exists())
+    run, process = cli.begin(1000, FAKE_STEP_S="0.5")
     exports = [cli.start("export", "out", f"export{number}") for number in range(3)]
     for export in exports:
         done(export)

@@ -143,9 +143,7 @@ def test_a_process_that_ends_at_once_is_told_with_its_words(tmp_path: Path, monk
 
 @pytest.mark.parametrize("end", ["signal", "stop"])
 def test_signals_stop_a_paused_run_and_a_stop_ends_it(cli: Cli, end: str) -> None:
-    run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=100000", "--run-dir", "out")
-    wait_until(lambda: read_info(run).step > 0)
+    run, process = cli.begin(100_000)
     control.ask(run, "pause")
     wait_until(lambda: read_info(run).state == "paused")
     if end == "signal":
@@ -157,9 +155,7 @@ def test_signals_stop_a_paused_run_and_a_stop_ends_it(cli: Cli, end: str) -> Non
 
 
 def test_a_pause_that_has_not_come_yet_is_called_off(cli: Cli) -> None:
-    run = cli.folder / "out"
-    process = cli.start("train", "tiny.py", "--set", "train.steps=6", "--run-dir", "out", FAKE_STEP_S="1")
-    wait_until(lambda: read_info(run).state == "running")
+    run, process = cli.begin(6, FAKE_STEP_S="1")
     assert "pauses once" in cli.run("pause", "out").stdout
     assert "goes on" in cli.run("resume", "out").stdout
     cli.run("resume", "out", "--set", "train.steps=7", code=2)

@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cli_process import json_lines, wait_until
@@ -15,22 +16,23 @@ from app.run_files import JsonLines
 from app.run_log import RunLog, continue_spans
 from engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 
+FIELDS: dict[str, Any] = {
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens": 7,
+    "step_s": 0.25,
+    "tokens_per_s": 28.0,
+    "model_flops": 10**15,
+    "nvme_read_bytes": {"/mnt/a/run": 4096},
+    "nvme_written_bytes": {"/mnt/a/run": 8192},
+    "time": 1234.5,
+    "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
+}
+"""Of a step, as the log has them too."""
+
 
 def metrics(step: int, loss: float = 1.0) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=0.5,
-        lr=1e-3,
-        tokens=7,
-        step_s=0.25,
-        tokens_per_s=28.0,
-        model_flops=10**15,
-        nvme_read_bytes={"/mnt/a/run": 4096},
-        nvme_written_bytes={"/mnt/a/run": 8192},
-        time=1234.5,
-        tier_bytes={"gpu": 1, "ram": 2, "nvme": 3},
-    )
+    return StepMetrics(step=step, loss=loss, **FIELDS)
 
 
 def span(step: int, start_s: float, end_s: float, id: int = -1, waited: tuple[int, ...] = ()) -> Span:
@@ -59,21 +61,9 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     assert status(tmp_path)["now"] == {"h2d": [{"op": "load", "block": "head", "chunk": -1, "step": 2, "start_s": 0.7}]}
     log.close("finished")
     log.close("failed")
-    rest = {
-        "grad_norm": 0.5,
-        "lr": 1e-3,
-        "tokens": 7,
-        "step_s": 0.25,
-        "tokens_per_s": 28.0,
-        "model_flops": 10**15,
-        "nvme_read_bytes": {"/mnt/a/run": 4096},
-        "nvme_written_bytes": {"/mnt/a/run": 8192},
-        "time": 1234.5,
-        "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
-    }
     assert json_lines(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "loss": 1.0} | rest,
-        {"step": 2, "loss": None} | rest,
+        {"step": 1, "loss": 1.0} | FIELDS,
+        {"step": 2, "loss": None} | FIELDS,
     ]
     first, second = json_lines(tmp_path / "spans.jsonl")
     assert first == span(1, 0.0, 0.5)._asdict() | {"id": 7, "waited": [3, 5]}
@@ -198,25 +188,19 @@ def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: P
     log.close("finished")
     assert status(tmp_path)["clock_s"] == 11.0
     assert [line["text"] for line in json_lines(tmp_path / "log.jsonl")] == ["before", "on"]
-    assert [(line["id"], line["waited"]) for line in json_lines(tmp_path / "spans.jsonl")] == [
-        (9, [3]),
-        (8, [3]),
-        (7, [3]),
-        (13, [10]),
-        (14, [10]),
-    ]
     assert [(line["step"], line["loss"]) for line in json_lines(tmp_path / "metrics.jsonl")] == [
         (1, 10.0),
         (2, 10.0),
         (3, 20.0),
         (4, 20.0),
     ]
-    assert [(line["step"], line["start_s"], line["end_s"]) for line in json_lines(tmp_path / "spans.jsonl")] == [
-        (1, 1.0, 2.0),
-        (2, 2.0, 3.0),
-        (3, 3.0, 4.0),
-        (3, 4.0, 5.0),
-        (4, 5.0, 6.0),
+    told_of = ("step", "start_s", "end_s", "id", "waited")
+    assert [tuple(line[name] for name in told_of) for line in json_lines(tmp_path / "spans.jsonl")] == [
+        (1, 1.0, 2.0, 9, [3]),
+        (2, 2.0, 3.0, 8, [3]),
+        (3, 3.0, 4.0, 7, [3]),
+        (3, 4.0, 5.0, 13, [10]),
+        (4, 5.0, 6.0, 14, [10]),
     ]
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import Cli, wait_until
+from cli_process import Cli
 from test_run_log import metrics
 
 from app.run_log import RunLog
@@ -56,13 +56,11 @@ def test_a_directory_that_cannot_be_made_or_that_is_not_empty_is_refused(tmp_pat
 
 
 def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    process = cli.start("train", "tiny.py", "--run-dir", "run", FAKE_STEP_S="60")
+    path, process = cli.begin(FAKE_STEP_S="60")
     try:
-        wait_until(lambda: read_info(path).state == "running")
         assert is_live(path)
         (tmp_path / "link").symlink_to(tmp_path)
-        elsewhere = tmp_path / "link" / "run"
+        elsewhere = tmp_path / "link" / "out"
         for attempt in (
             lambda: RunDir.open(path),
             lambda: RunDir.open(elsewhere),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from app.cli import main
+from app.rundir import read_info
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
@@ -59,6 +60,13 @@ class Cli:
     def run(self, *arguments: str, code: int = 0, **environment: str) -> Done:
         """A command that ends with that exit code."""
         return done(self.start(*arguments, **environment), code)
+
+    def begin(self, steps: int = 5, **environment: str) -> tuple[Path, subprocess.Popen[str]]:
+        """The run directory `out`, and the process that has begun its steps."""
+        run = self.folder / "out"
+        process = self.start("train", "tiny.py", "--set", f"train.steps={steps}", "--run-dir", "out", **environment)
+        wait_until(lambda: read_info(run).state == "running")
+        return run, process
 
 
 class Done(NamedTuple):
