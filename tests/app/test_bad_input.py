@@ -61,15 +61,11 @@ def test_data_without_a_token(refused: Train, tmp_path: Path, case: str) -> None
         (tmp_path / "empty" / name).write_text(text)
     message = refused(f"data.source={source}", "data.path=empty")
     assert f"data.source: the corpus is empty: {source} found no text in {tmp_path / 'empty'}" in message
-    with pytest.raises(UserError, match="the corpus is empty"):
-        require_text(DataConfig(source=source, path=str(tmp_path / "empty")))  # type: ignore[arg-type]
 
 
 def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"content": "a"}\n')
     assert "odd.jsonl:1: no `text` field" in refused("data.source=jsonl", "data.path=odd.jsonl")
-    with pytest.raises(UserError, match=r"odd\.jsonl:1: no `text` field"):
-        require_text(DataConfig(source="jsonl", path=str(tmp_path / "odd.jsonl")))
     assert "nowhere does not exist" in refused("data.path=nowhere")
     with pytest.raises(UserError, match=r"data\.path: data\.source=jsonl needs it"):
         require_text(DataConfig(source="jsonl"))
