@@ -20,22 +20,8 @@ ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "
 """From the ground up; a room imports itself and those before it."""
 PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
 HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}
-LIGHT = [
-    "app.cli",
-    "app.recipe",
-    "app.recipe_fields",
-    "app.machines",
-    "app.rundir",
-    "app.run_log",
-    "app.control",
-    "app.checkpoints",
-    "app.launcher",
-    "app.progress",
-    "app.trace",
-    "app.launch",
-    "engine.config",
-    "engine.events",
-]
+READERS = "cli recipe recipe_fields machines rundir run_log control checkpoints launcher progress trace launch"
+LIGHT = [*(f"app.{name}" for name in READERS.split()), "engine.config", "engine.events"]
 
 
 def name_of(file: Path) -> str:
@@ -110,25 +96,22 @@ def test_no_circle() -> None:
 def test_planning_needs_no_torch() -> None:
     for module in inside(*PLANNING):
         assert not {name.partition(".")[0] for name in IMPORTS[module]} & HEAVY, module
-    assert loaded(inside(*PLANNING), HEAVY) == []
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_what_readers_need_imports_nothing_heavy(module: str) -> None:
-    assert loaded([module], HEAVY) == []
-
-
-def test_data_is_prepared_without_what_takes_long_to_import() -> None:
-    assert loaded(["engine.data.corpus"], {"torch", "transformers"}) == []
-
-
-def test_the_terminal_application_imports_nothing_heavy() -> None:
-    assert loaded(inside("tui"), HEAVY) == []
-
-
-@pytest.mark.parametrize(("package", "above"), [("storage", {"engine", "app"}), ("engine", {"app"})])
-def test_a_package_loads_alone(package: str, above: set[str]) -> None:
-    assert loaded(inside(package), above) == []
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (LIGHT, HEAVY),
+        (inside("tui"), HEAVY),
+        (inside(*PLANNING), HEAVY),
+        (["engine.data.corpus"], {"torch", "transformers"}),
+        (inside("storage"), {"engine", "app"}),
+        (inside("engine"), {"app"}),
+    ],
+    ids=["what readers need", "tui", "planning", "what prepares data", "storage", "engine"],
+)
+def test_what_is_imported_loads_nothing_that_it_does_not_need(modules: list[str], names: set[str]) -> None:
+    assert loaded(modules, names) == []
 
 
 def test_every_package_is_installed() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from bad_model_files import CONFIG
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tui.commands  # noqa: F401  # the commands that the terminal application adds
 from app.cli import cli
@@ -68,15 +69,7 @@ def test_three_lines_fine_tune_a_model_on_a_file(tmp_path: Path) -> None:
     write, plan, train = block("README.md", "mine.json")
     folder = tmp_path / "models" / "Qwen3-8B"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=4096,
-    )
+    config = AutoConfig.for_model(**CONFIG | {"max_position_embeddings": 4096})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     text = (ROOT / "README.md").read_text()
     train_tokenizer([text], 300, folder)

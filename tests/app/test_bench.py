@@ -1,14 +1,16 @@
-"""The step benchmark's bookkeeping, whose figures come from running it, and the processes that benchmarks work in."""
+"""The bookkeeping of the benchmarks of a step, whose figures come from running them, and the processes they work in."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from bad_model_files import CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.bench import process
 from app.bench import step as bench
+from app.bench.attention import bench_attention
 from app.bench.memory import bench_memory
 from app.bench.plain import PlainBatch, plain_steps
 from app.bench.plan import bench_plan
@@ -16,6 +18,8 @@ from app.bench.planned import bench_planned
 from app.bench.suites import bench_suites
 from engine.config import TrainConfig
 from storage.errors import UserError
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -58,37 +62,19 @@ def test_the_result_is_one_line(tmp_path, outcomes, capsys):
 
 def test_plain_pytorch_learns_the_same_in_float32_and_bfloat16():
     """In float32 the weights are their own master weights."""
-    config = AutoConfig.for_model(
-        "qwen3",
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=50,
-    )
+    config = AutoConfig.for_model(**CONFIG | {"vocab_size": 50})
     torch.manual_seed(0)
     batch, half = (PlainBatch(torch.randint(0, 50, (rows, 24))) for rows in (2, 1))
     model = AutoModelForCausalLM.from_config(config)
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     found = {
-        dtype: [
-            (loss, norm)
-            for loss, norm, _ in plain_steps(
-                config,
-                [[batch, half]] * 5,
-                TrainConfig(lr=1e-2, compute_dtype=dtype),
-                torch.device("cpu"),
-                weights,
-            )
-        ]
+        dtype: list(plain_steps(config, [[batch, half]] * 5, TrainConfig(lr=1e-2, compute_dtype=dtype), CPU, weights))
         for dtype in ("float32", "bfloat16")
     }
-    losses = [loss for loss, _ in found["float32"]]
+    losses = [loss for loss, *_ in found["float32"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.2
-    for (loss, norm), (rounded_loss, rounded_norm) in zip(*found.values(), strict=True):
+    for (loss, norm, _), (rounded_loss, rounded_norm, _) in zip(*found.values(), strict=True):
         assert loss == pytest.approx(rounded_loss, rel=0.01)
         assert norm == pytest.approx(rounded_norm, rel=0.1)
 
@@ -113,3 +99,18 @@ def test_failed_case_shows_its_error(tmp_path, monkeypatch):
 def test_folders_are_looked_for_before_anything_runs(tmp_path, begin):
     with pytest.raises(UserError, match="missing: no such folder"):
         begin(tmp_path / "missing")
+
+
+def test_ratio_of_a_tiny_step_to_its_attention_alone(tmp_path, capsys):
+    report = bench_attention(tokens=256, chunk_tokens=64, rounds=2, compile=False, json=True, folder=tmp_path)
+    assert json.loads(capsys.readouterr().out) == report
+    ratios = [each["ratio"] for each in report["rounds"]]
+    assert ratios == [pytest.approx(each["step_s"] / each["attention_s"]) for each in report["rounds"]]
+    assert len(ratios) == 2
+    assert 0 < min(ratios) <= report["ratio"] <= max(ratios)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_chunk_is_refused(tmp_path):
+    with pytest.raises(UserError, match="at least two chunks, 128"):
+        bench_attention(tokens=100, chunk_tokens=64, folder=tmp_path)

@@ -6,12 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from cli_process import default_signals
+from cli_process import REPOSITORY, default_signals, wait_until
 
 from app.bench import storage as bench
 from app.bench.raw_io import Fio, OwnLoop, RawFiles, Timed
@@ -167,19 +166,11 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
         "from pathlib import Path; from app.bench.storage import bench_storage\n"
         f"bench_storage([Path({str(tmp_path)!r})], size_bytes={SIZE}, part_bytes={CHUNK}, rounds=10**6)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(bench.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=default_signals,
-    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=default_signals)
     try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("*/store/*/*/*/c.7.0")):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: any(tmp_path.glob("*/store/*/*/*/c.7.0")), timeout_s=60)
         process.send_signal(number)
         assert process.wait(60) != 0
     finally:

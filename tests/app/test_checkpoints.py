@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_process import REPOSITORY, wait_until
+from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
+from recipe_texts import recipe_text
 
 from app.checkpoints import checkpoint_steps, committed_step, list_checkpoints_of
 from app.cli import main
 from app.rundir import read_info, read_recipe
 from storage.safetensors_io import CheckpointReader
 
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(
-        num_layers=3, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=300
-    ),
-    data=DataConfig(source="random", sequence_length=64, max_documents=40),
-    train=TrainConfig(steps=100_000, chunk_tokens=24, lr=1e-3, compile="off"),
-    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=5, keep_good=None),
+RECIPE = recipe_text(
+    model={"num_layers": 3, "vocab_size": 300},
+    data={"source": "random", "max_documents": 40},
+    train={"steps": 100_000, "lr": 1e-3},
+    storage={"checkpoint_every": 5, "keep_good": None},
 )
-"""
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run `run` that was asked for checkpoint `live` while it ran, and then stopped."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "tiny.py").write_text(RECIPE)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "train", "tiny.py", "--run-dir", "run"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Cli(folder, RECIPE, REAL).start("train", "tiny.py", "--run-dir", "run")
     run = folder / "run"
     wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, timeout_s=60)
     try:
@@ -69,9 +50,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["export", str(run), str(folder / "running-export")]) == 2, "there is something already"
     finally:
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "checkpoint live: step" in out
+        said = done(process)
+    assert "checkpoint live: step" in said.stdout
     for name in [name for name, _ in checkpoint_steps(run) if name != "live"]:
         assert main(["checkpoint", str(run), name, "--delete"]) == 0
     return folder
@@ -82,14 +62,9 @@ def test_a_live_run_is_exported(stopped: Path) -> None:
     paused, later = (CheckpointReader(stopped / f"{state}-export").read(name) for state in ("live", "running"))
     assert paused.shape == later.shape
     assert not paused.equal(later)
-    log = [json.loads(line)["text"] for line in (stopped / "run" / "log.jsonl").read_text().splitlines()]
-    for text in (
-        "checkpoint live: step",
-        "paused; the step is committed",
-        "going on",
-        "stopping once",
-        "stopped after",
-    ):
+    log = [line["text"] for line in json_lines(stopped / "run" / "log.jsonl")]
+    said = ("checkpoint live: step", "paused; the step is committed", "going on", "stopping once", "stopped after")
+    for text in said:
         assert any(text in line for line in log), text
 
 
@@ -98,7 +73,7 @@ def exported(run: Path) -> str:
 
 
 def last_step(run: Path) -> int:
-    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    return steps(run)[-1]
 
 
 def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +103,7 @@ def test_steps_of_damaged_manifests_are_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["step-000010", "a/b", "..", ".hidden", "", "nul\0"])
 def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert main(["checkpoint", str(stopped / "run"), name]) == 2
-    assert "error: " in capsys.readouterr().err
+    refusal(capsys, "checkpoint", str(stopped / "run"), name)
     assert [info.name for info in list_checkpoints_of(stopped / "run")] == ["live"]
 
 
@@ -140,8 +114,7 @@ def test_scrub_finds_the_flipped_bit(stopped: Path, capsys: pytest.CaptureFixtur
     victim = next((run / "state" / "checkpoints" / "live").rglob("c.0.0"))
     whole = victim.read_bytes()
     victim.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-    assert main(["scrub", str(run)]) == 2
-    message = capsys.readouterr().err
+    message = refusal(capsys, "scrub", str(run))
     assert victim.name in message
     assert "checksum mismatch" in message
     victim.write_bytes(whole)
@@ -152,8 +125,8 @@ def test_export_of_a_checkpoint(stopped: Path, capsys: pytest.CaptureFixture[str
     run = stopped / "run"
     assert main(["export", str(run), str(stopped / "now")]) == 0
     assert main(["export", str(run), str(stopped / "then"), "--checkpoint", "live"]) == 0
-    assert main(["export", str(run), str(stopped / "never"), "--checkpoint", "lively"]) == 2
-    assert "has no checkpoint 'lively'; it has live" in capsys.readouterr().err
+    message = refusal(capsys, "export", str(run), str(stopped / "never"), "--checkpoint", "lively")
+    assert "has no checkpoint 'lively'; it has live" in message
     name = "model.layers.0.mlp.up_proj.weight"
     now, then = (CheckpointReader(stopped / folder).read(name) for folder in ("now", "then"))
     assert now.shape == then.shape
@@ -165,10 +138,8 @@ def test_a_resume_goes_back_and_changes_budgets_and_drives(
 ) -> None:
     run, at = stopped / "run", list_checkpoints_of(stopped / "run")[0].meta["step"]
     monkeypatch.chdir(stopped)
-    assert main(["resume", "run", "--set", "model.num_layers=4"]) == 2
-    assert "model: a run keeps its model" in capsys.readouterr().err
-    assert main(["resume", "run", "--set", f"train.steps={at + 3}", "--set", "storage.nvme=/proc/none"]) == 2
-    capsys.readouterr()
+    assert "model: a run keeps its model" in refusal(capsys, "resume", "run", "--set", "model.num_layers=4")
+    refusal(capsys, "resume", "run", "--set", f"train.steps={at + 3}", "--set", "storage.nvme=/proc/none")
     assert read_recipe(run).train.steps == 100_000, "a resume that is refused changes nothing"
     changes = [f"train.steps={at + 3}", "budgets.gpu=1GiB", "budgets.ram=1GiB", 'storage.nvme=["one", "two"]']
     overrides = [word for change in changes for word in ("--set", change)]

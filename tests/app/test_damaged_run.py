@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_process import json_lines, refusal
+from recipe_texts import recipe_text
 
 from app.cli import main
 from app.recipe import from_json, from_run_json, to_run_json
@@ -19,19 +21,7 @@ from engine.config import Recipe
 from storage.errors import UserError
 from storage.units import bytes_text
 
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
-    data=DataConfig(source="text", path="texts", tokenizer_vocab_size=300, sequence_length=64),
-    train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu", calibrate=False),
-    budgets=BudgetConfig(gpu="1MiB", ram="2MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB"),
-)
-"""
+RECIPE = recipe_text(data={"path": "texts"}, budgets={"gpu": "1MiB", "ram": "2MiB"})
 
 Captured = pytest.CaptureFixture[str]
 
@@ -43,12 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.py").write_text(RECIPE)
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("def a(): pass\n" * 400)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder):
         assert main(["train", "tiny.py", "--run-dir", "run"]) == 0
-    finally:
-        os.chdir(before)
     return folder
 
 
@@ -56,16 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder / "run"
-
-
-def refusal(capsys: Captured, *arguments: str) -> str:
-    """The one message of a command that is refused."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "Traceback" not in error
-    return error
 
 
 @pytest.fixture
@@ -185,12 +161,12 @@ def test_a_run_and_a_plan_say_who_has_reserved_the_memory(
     holder: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(folder)
-    automatic = RECIPE.replace('gpu="1MiB", ram="2MiB", ', "")
-    (tmp_path / "automatic.py").write_text(automatic.replace('"texts"', repr(str(folder / "texts"))))
+    automatic = RECIPE.replace("gpu='1MiB', ram='2MiB', ", "")
+    (tmp_path / "automatic.py").write_text(automatic.replace("'texts'", repr(str(folder / "texts"))))
     assert holder in refusal(capsys, "train", str(tmp_path / "automatic.py"), "--run-dir", str(tmp_path / "auto"))
     main(["plan", str(tmp_path / "automatic.py"), "--json"])
     assert holder in json.loads(capsys.readouterr().out)["budgets"]["ram"]
     assert main(["train", "tiny.py", "--run-dir", str(tmp_path / "given")]) == 0, "explicit budgets are only warned of"
-    told = [json.loads(line)["text"] for line in (tmp_path / "given" / "log.jsonl").read_text().splitlines()]
+    told = [line["text"] for line in json_lines(tmp_path / "given" / "log.jsonl")]
     assert [text for text in told if text.startswith("warning: this run plans 2.0 MiB of RAM") and holder in text]
     assert sorted(path.name for path in (tmp_path / "penstock").iterdir()) == ["lock", "run-1"], "and gone at the end"

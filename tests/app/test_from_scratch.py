@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig
 
-from app.cli import main
 from app.launch import from_scratch, require_weights
 from app.recipe import from_json, to_json
 from engine.config import DataConfig, ModelConfig, Recipe
@@ -143,21 +142,3 @@ def test_weights_are_looked_for_before_anything_else(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     require_weights(recipe(folder))
     require_weights(Recipe(name="x"))
-
-
-def test_the_command_line_says_it_once(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.py").write_text(
-        "from app.recipe import Recipe\nfrom engine.config import ModelConfig\n"
-        "recipe = Recipe(name='x', model=ModelConfig(path='model'))\n"
-    )
-    assert main(["train", "r.py"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: model.path: {folder} holds no *.safetensors; put")
-    assert not (tmp_path / "runs").exists()
-    small = ["data.sequence_length=32", "data.source=random", "train.steps=1", "train.compile=off", "train.device=cpu"]
-    small += ["budgets.gpu=8MiB", "budgets.ram=8MiB", "storage.part_bytes=64KiB", "train.chunk_tokens=16"]
-    sets = [part for item in small for part in ("--set", item)]
-    assert main(["train", "r.py", "--from-scratch", *sets]) == 0, capsys.readouterr().err
-    assert "trained to step 1, " in capsys.readouterr().out

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from bad_inputs import RECIPE
 from bad_model_files import CONFIG, safetensors, tensor
-from bad_run_files import manifest, signed
+from bad_run_files import SPAN, manifest, signed
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from samples import sampled
@@ -113,7 +113,6 @@ def _read_config(folder: Path, text: bytes) -> None:
     read_config(folder)
 
 
-SPAN = {"lane": "compute", "op": "clip", "block": "", "chunk": -1, "start_s": 0, "end_s": 1, "bytes": 0, "step": 1}
 KINDS: dict[str, tuple[Any, Callable[[Path, bytes], None]]] = {
     "recipe": (_recipe(), lambda folder, text: _through_json(text)),
     "header": ({"a": tensor(0, 8), "b": tensor(8, 24), "__metadata__": {"format": "pt"}}, _read_header),

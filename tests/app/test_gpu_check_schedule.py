@@ -14,30 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_process import REPOSITORY, is_running, wait_until
 
 from app.gpu_check.found import run_telling
 from app.gpu_check.results import Results
 from app.gpu_check.schedule import Case, Check, Ended, Job, Stage
 from storage.errors import UserError
 
-REPOSITORY = Path(__file__).parents[2]
-
-
-class Clock:
-    """Moves only when a case says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
 
 class Bench:
-    """Stages of cases that take given seconds of a clock, and what they did."""
+    """Stages of cases that take given seconds of a clock, which moves only then, and what they did."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.clock = folder, Clock()
+        self.folder, self.now = folder, 100.0
         self.begun: list[str] = []
         self.limits: dict[str, float] = {}
         self.said: list[str] = []
@@ -53,22 +42,17 @@ class Bench:
         def run(job: Job) -> Mapping[str, Any]:
             self.begun.append(name)
             self.limits[name] = job.limit_s
-            self.clock.now += min(takes_s, job.limit_s)
+            self.now += min(takes_s, job.limit_s)
             if callable(outcome):
                 return outcome(job)
             return outcome or {"status": "done", "figure": takes_s}
 
-        return Case(
-            name=name,
-            estimate=lambda known: takes_s if estimate_s is None else estimate_s,
-            run=run,
-            optional=optional,
-        )
+        return Case(name=name, estimate=lambda known: estimate_s or takes_s, run=run, optional=optional)
 
     def run(self, stages: Sequence[Stage], limit_s: float, *, resume: bool = False) -> Results:
         shown = {stage.name: (stage.title, lambda cases: [", ".join(cases)]) for stage in stages}
         results = Results(self.folder, {"gpu": "none"}, shown, resume=resume)
-        Check(stages, results, limit_s, self.said.append, self.clock.now, self.clock).run()
+        Check(stages, results, limit_s, self.said.append, self.now, lambda: self.now).run()
         return results
 
 
@@ -76,8 +60,12 @@ def stage(name: str, *cases: Case, **more: float) -> Stage:
     return Stage(name=name, title=f"the {name}", cases=cases, **more)
 
 
-def test_all_runs_in_order_while_there_is_time(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_all_runs_in_order_while_there_is_time(bench: Bench) -> None:
     stages = [stage("one", bench.case("a", 5)), stage("two", bench.case("c", 5), bench.case("b", 5))]
     results = bench.run(stages, 100)
     assert bench.begun == ["a", "c", "b"]
@@ -87,8 +75,7 @@ def test_all_runs_in_order_while_there_is_time(tmp_path: Path) -> None:
     assert bench.limits["a"] == 30  # twice the estimate, and a little
 
 
-def test_what_does_not_fit_is_left_out_by_name_and_the_next_is_looked_at(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_what_does_not_fit_is_left_out_by_name_and_the_next_is_looked_at(bench: Bench, tmp_path: Path) -> None:
     stages = [stage("one", bench.case("a", 60), bench.case("large", 50), bench.case("small", 10))]
     results = bench.run(stages, 100)
     assert bench.begun == ["a", "small"]
@@ -97,8 +84,7 @@ def test_what_does_not_fit_is_left_out_by_name_and_the_next_is_looked_at(tmp_pat
     assert "- one/large: not measured: takes about 50 s" in (tmp_path / "gpu-check.md").read_text()
 
 
-def test_optional_cases_leave_later_stages_their_least(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_optional_cases_leave_later_stages_their_least(bench: Bench, tmp_path: Path) -> None:
     first = stage("one", bench.case("a", 50), bench.case("b", 30, optional=True), bench.case("c", 10, optional=True))
     results = bench.run([first, stage("two", bench.case("d", 30), least_s=35)], 100)
     assert bench.begun == ["a", "c", "d"]
@@ -111,8 +97,7 @@ def test_optional_cases_leave_later_stages_their_least(tmp_path: Path) -> None:
     assert alone.begun == ["a", "b"]
 
 
-def test_a_case_that_overruns_its_estimate_is_ended_and_costs_the_later_ones(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_a_case_that_overruns_its_estimate_is_ended_and_costs_the_later_ones(bench: Bench) -> None:
     ended = {"status": "ended", "reason": "not done after 30 s"}
     stages = [stage("one", bench.case("slow", 500, 5, ended), bench.case("b", 75), bench.case("c", 5))]
     results = bench.run(stages, 100)
@@ -122,24 +107,19 @@ def test_a_case_that_overruns_its_estimate_is_ended_and_costs_the_later_ones(tmp
     assert results.failed() == []
 
 
-def test_a_stage_keeps_to_its_cap(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    stages = [
-        stage("one", bench.case("a", 20), bench.case("b", 20), cap_s=30),
-        stage("two", bench.case("c", 20)),
-    ]
+def test_a_stage_keeps_to_its_cap(bench: Bench) -> None:
+    stages = [stage("one", bench.case("a", 20), bench.case("b", 20), cap_s=30), stage("two", bench.case("c", 20))]
     results = bench.run(stages, 100)
     assert bench.begun == ["a", "c"]
     assert bench.limits["a"] == 30
     assert results.not_measured() == {"one/b": "not measured: takes about 20 s, and 10 s were left"}
 
 
-def test_one_cases_failure_keeps_no_other_from_running(tmp_path: Path) -> None:
+def test_one_cases_failure_keeps_no_other_from_running(bench: Bench) -> None:
     def breaks(job: Job) -> Mapping[str, Any]:
         job.found({"half": 1})
         raise RuntimeError("the GPU is gone")
 
-    bench = Bench(tmp_path)
     results = bench.run([stage("one", bench.case("a", 5, outcome=breaks), bench.case("b", 5))], 100)
     assert results.failed() == ["one/a"]
     assert results.case("one", "a")["half"] == 1
@@ -147,8 +127,7 @@ def test_one_cases_failure_keeps_no_other_from_running(tmp_path: Path) -> None:
     assert results.status("one", "b") == "done"
 
 
-def test_estimates_know_what_earlier_stages_found(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_estimates_know_what_earlier_stages_found(bench: Bench) -> None:
     rate = stage("rate", bench.case("rate", 1, outcome={"status": "done", "rate": 4.0}))
 
     def estimate(known: Results) -> float:
@@ -159,7 +138,7 @@ def test_estimates_know_what_earlier_stages_found(tmp_path: Path) -> None:
     assert bench.begun == ["rate", "work"]
 
 
-def test_a_finding_is_on_disk_when_it_has_been_told(tmp_path: Path) -> None:
+def test_a_finding_is_on_disk_when_it_has_been_told(bench: Bench, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     def tells(job: Job) -> Mapping[str, Any]:
@@ -168,7 +147,6 @@ def test_a_finding_is_on_disk_when_it_has_been_told(tmp_path: Path) -> None:
             seen[file] = json.loads((tmp_path / file).read_text())
         return {"status": "done"}
 
-    bench = Bench(tmp_path)
     bench.run([stage("one", bench.case("a", 5, outcome=tells), bench.case("b", 1))], 100)
     assert seen["stages/one.json"]["a"]["link"] == 50
     whole = seen["gpu-check.json"]
@@ -177,14 +155,13 @@ def test_a_finding_is_on_disk_when_it_has_been_told(tmp_path: Path) -> None:
     assert (tmp_path / "stages" / "one.md").read_text() == "## one: the one\n\na, b\n"
 
 
-def test_a_resumed_check_runs_what_is_not_done(tmp_path: Path) -> None:
+def test_a_resumed_check_runs_what_is_not_done(bench: Bench, tmp_path: Path) -> None:
     outcomes = {
         "good": {"status": "done", "figure": 1},
         "lacking": {"status": "skipped", "reason": "no room"},
         "broken": {"status": "failed", "reason": "a bug"},
         "late": {"status": "ended", "reason": "too long", "part": 7},
     }
-    bench = Bench(tmp_path)
     cases = [bench.case(name, 5, outcome=outcome) for name, outcome in outcomes.items()]
     bench.run([stage("one", *cases, bench.case("unreached", 90))], 100)
     before: dict[str, Any] = {}
@@ -207,23 +184,21 @@ def test_a_resumed_check_runs_what_is_not_done(tmp_path: Path) -> None:
     assert third.begun == ["good"]  # without resume all begins anew
 
 
-def test_stages_that_are_not_asked_for_keep_their_results(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_stages_that_are_not_asked_for_keep_their_results(bench: Bench, tmp_path: Path) -> None:
     one, two = stage("one", bench.case("a", 5)), stage("two", bench.case("b", 5))
     bench.run([one, two], 100)
     shown = {each.name: (each.title, lambda cases: list(cases)) for each in (one, two)}
     results = Results(tmp_path, {}, shown, resume=True)
-    Check([two], results, 100, bench.said.append, bench.clock.now, bench.clock).run()
+    Check([two], results, 100, bench.said.append, bench.now, lambda: bench.now).run()
     assert bench.begun == ["a", "b"]
     assert "## one" in (tmp_path / "gpu-check.md").read_text()
 
 
-def test_ended_by_a_signal_the_case_under_way_is_named_and_the_rest_too(tmp_path: Path) -> None:
+def test_ended_by_a_signal_the_case_under_way_is_named_and_the_rest_too(bench: Bench, tmp_path: Path) -> None:
     def ends(job: Job) -> Mapping[str, Any]:
         job.found({"half": 1})
         raise Ended("SIGTERM")
 
-    bench = Bench(tmp_path)
     with pytest.raises(Ended):
         bench.run([stage("one", bench.case("a", 5), bench.case("b", 5, outcome=ends), bench.case("c", 5))], 100)
     whole = json.loads((tmp_path / "gpu-check.json").read_text())
@@ -236,12 +211,10 @@ def test_ended_by_a_signal_the_case_under_way_is_named_and_the_rest_too(tmp_path
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "gpu-check.json").write_text('{"version": 99, "stages": {}}')
-    with pytest.raises(UserError, match="of another version"):
-        Results(tmp_path, {}, {}, resume=True)
-    (tmp_path / "gpu-check.json").write_text("[]")
-    with pytest.raises(UserError, match="is no gpu-check's"):
-        Results(tmp_path, {}, {}, resume=True)
+    for content, reason in (('{"version": 99, "stages": {}}', "of another version"), ("[]", "is no gpu-check's")):
+        (tmp_path / "gpu-check.json").write_text(content)
+        with pytest.raises(UserError, match=reason):
+            Results(tmp_path, {}, {}, resume=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used for results"):
         Results(tmp_path / "file", {}, {}, resume=False)
@@ -319,15 +292,6 @@ def test_a_check_that_is_killed_leaves_all_that_was_found_and_no_process(
     whole = json.loads(file.read_text())
     assert whole["stages"]["one"]["a"]["second"] == [2]
     assert set(whole["not_measured"]) == {"one/a", "one/b"}
-    while Path(f"/proc/{case['pid']}/cmdline").exists() and _running(case["pid"]):
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(case["pid"]))
     results = Results(tmp_path, {}, {"one": ("", lambda cases: [])}, resume=True)
     assert results.status("one", "a") == "ended"
-
-
-def _running(pid: int) -> bool:
-    """Not gone, and not a zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

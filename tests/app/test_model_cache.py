@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from bad_model_files import CONFIG
+from cli_process import REPOSITORY
+from transformers import Qwen3Config
 
 from app import model_cache
 from app.launch import from_scratch
@@ -20,31 +24,11 @@ from app.model_cache import kept_spec
 from app.plan import plan_recipe
 from app.recipe import load_recipe
 from engine.config import Recipe
-from engine.model.spec import AttentionShape, BlockSpec, ModelSpec
+from engine.model.spec import ModelSpec
 from storage.errors import UserError
-from storage.layout import ParamSpec
 from storage.sealed import seal, unseal
 
-REPOSITORY = Path(__file__).parents[2]
-SPEC = ModelSpec(
-    config=object(),
-    model_type="some",
-    hidden_size=8,
-    vocab_size=16,
-    num_params=384,
-    blocks=(BlockSpec("embed", "embed", ("embed",)), BlockSpec("layers.0", "layer", ("layers.0",))),
-    buffers={"embed": (ParamSpec("e", (16, 8), True),), "layers.0": (ParamSpec("w", (32, 8), True),)},
-    constants={"scale": ()},
-    experts=(4,),
-    experts_per_token=2,
-    attention=(AttentionShape(2, 1, 4, 4, None),),
-    recurrent=False,
-    length_dependent_rotary=False,
-    structures=(0,),
-    unread=("mlp.down",),
-    returns=(0,),
-    graph_bytes={"bfloat16": (640,)},
-)
+SPEC = tiny.spec_of(Qwen3Config(**CONFIG))
 KEPT = replace(SPEC, config=None)
 
 
@@ -136,7 +120,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "empty": lambda file: file.write_bytes(b""),
     "torn": lambda file: file.write_bytes(file.read_bytes()[:-40]),
     "no JSON": lambda file: file.write_bytes(b"\xff\x00" * 500),
-    "flipped": lambda file: file.write_text(file.read_text().replace("384", "385")),
+    "flipped": lambda file: file.write_text(file.read_text().replace(str(SPEC.num_params), "385")),
     "no checksum": lambda file: file.write_text(json.dumps(unseal(json.loads(file.read_text())).content)),
     "no spec": _edit(lambda content: content.pop("spec")),
     "another's": _edit(lambda content: content.update(digest="0" * 64)),

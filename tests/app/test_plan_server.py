@@ -8,16 +8,15 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_process import REPOSITORY, wait_until
 
 from app.recipe import from_dict, load_recipe, to_dict
 
-REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
 WAIT_S = 120
 
@@ -26,13 +25,9 @@ class Server:
     """A server process, its answers read by a thread."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "app.plan_server"],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "app.plan_server"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         assert self.next() == {"ready": True}
@@ -122,26 +117,22 @@ def test_of_several_waiting_requests_the_last_counts(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("change", "part"),
     [
-        ({"train": {"steps": 0}}, ["train.steps", "at least 1"]),
-        ({"train": {"stpes": 3}}, ["train.stpes"]),
-        ({"model": {"path": "/nowhere/at/all", "num_layers": None}}, ["/nowhere/at/all"]),
-        ({"model": {"model_type": "no_such"}}, ["no_such"]),
-        ({"data": {"source": "text", "path": "/nowhere/at/all"}}, ["/nowhere/at/all"]),
-        ({"budgets": {"ram": "900TB"}}, ["budgets.ram"]),
+        ({"train": {"steps": 0}}, "train.steps: 0 must be at least 1"),
+        ({"train": {"stpes": 3}}, "train.stpes"),
+        ({"model": {"path": "/nowhere/at/all", "num_layers": None}}, "/nowhere/at/all"),
+        ({"model": {"model_type": "no_such"}}, "no_such"),
+        ({"data": {"source": "text", "path": "/nowhere/at/all"}}, "/nowhere/at/all"),
+        ({"budgets": {"ram": "300TiB"}, "machine": "rtx4090-64"}, "machine rtx4090-64 has"),
+        ({"machine": "gh200-48"}, "did you mean gh200-480"),
     ],
 )
-def test_what_the_user_has_to_mend_is_an_error(server: Server, change: dict[str, Any], parts: list[str]) -> None:
+def test_what_the_user_has_to_mend_is_an_error(server: Server, change: dict[str, Any], part: str) -> None:
     server.send(asked(20, "quickstart.py", **change))
     answer = server.next()
     assert answer["id"] == 20
-    assert all(part in answer["error"] for part in parts), answer
-
-
-def test_an_unknown_machine_is_an_error(server: Server) -> None:
-    server.send(asked(21, "quickstart.py", "gh200-48"))
-    assert "did you mean gh200-480" in server.next()["error"]
+    assert part in answer["error"]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "null", '{"recipe": {}}'])
@@ -184,15 +175,11 @@ def test_nothing_is_computed_in_the_server_itself(server: Server) -> None:
 def test_no_process_stays_behind(how: str) -> None:
     running = Server()
     running.send(asked(1, "120b_gh200.py", "rtx4090-64"))
-    deadline = time.monotonic() + WAIT_S
-    while not (busy := children(running.process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert busy
+    wait_until(lambda: bool(children(running.process.pid)), WAIT_S)
+    busy = children(running.process.pid)
     if how == "closed":
         assert running.close() == 0
     else:
         running.process.kill()
         running.process.wait(WAIT_S)
-    while any(Path(f"/proc/{pid}").exists() for pid in busy) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in busy)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in busy), WAIT_S)

@@ -14,13 +14,11 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -33,6 +31,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from nvme_state import SPECS, advance, assert_holds, content
 from samples import samples
 
 from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
@@ -42,46 +41,24 @@ from engine.config import Recipe, StorageConfig, drive_folders, state_folder
 from engine.hf.constants import CONSTANTS_FILE, write_constants
 from storage.checkpoints import checkpoint_folder, checkpoint_names
 from storage.errors import UserError
-from storage.manifest import ArraySpec, Manifest
+from storage.manifest import Manifest
 from storage.nvme import NvmeStore
 
 PROGRAMS = 500
 EXPLORED = int(os.environ.get("PENSTOCK_PROGRAMS", "0"))
 """That many programs which nobody has run yet, in place of the same ones each time."""
 STEPS = 20
-SPECS = [ArraySpec("layers.0", "master", 5000, "float32", 2048), ArraySpec("embed", "master", 1000, "float32", 2048)]
 CHECKPOINTS = st.sampled_from(["one", "two"])
 DRIVES = st.lists(st.sampled_from(["x", "y", "z"]), min_size=1, max_size=2, unique=True)
-MOMENTS = st.none() | st.none() | st.integers(0, 60)
+MOMENTS = st.none() | st.none() | st.integers(0, 90)
 CHANGING = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "link")
-
-
-def content(spec: ArraySpec, number: int) -> torch.Tensor:
-    """What an array holds in state `number`."""
-    return torch.arange(spec.numel, dtype=torch.float32) * 0.5 + number * 100_003 + SPECS.index(spec)
-
-
-def write_state(store: NvmeStore, number: int) -> None:
-    futures = [
-        store.write(spec.buffer, spec.kind, part, content(spec, number)[start:stop])
-        for spec in SPECS
-        for part, (start, stop) in enumerate(spec.parts())
-    ]
-    wait(futures)
-    for future in futures:
-        future.result()
-    store.commit({"step": number})
 
 
 def read_state(folder: Path, drives: list[Path]) -> int:
     """The number of the state in the store, or the checkpoint, in `folder`, every element of which is right."""
     with closing(NvmeStore.open(folder, drives=drives, read_only=True)) as store:
         number = int(store.meta["step"])
-        for spec in SPECS:
-            for part, (start, stop) in enumerate(spec.parts()):
-                out = torch.empty(stop - start)
-                store.read(spec.buffer, spec.kind, part, out).result()
-                assert torch.equal(out, content(spec, number)[start:stop]), (folder, spec, part)
+        assert_holds(store, number)
         return number
 
 
@@ -91,12 +68,11 @@ def look_at(folder: Path, number: int) -> None:
     assert manifest.meta["step"] == number
     places = {record.id: Path(os.path.normpath(folder / record.path)) for record in manifest.drives}
     for index, (spec, stored) in enumerate(manifest.arrays.items()):
-        expected = content(spec, number).numpy()
+        expected = content(spec, number)
         for part, (start, stop) in enumerate(spec.parts()):
             drive = places[stored.drives[(index + part) % len(stored.drives)]]
             path = drive / spec.buffer / spec.kind / str(stored.slot) / f"c.{part}.0"
-            found = np.fromfile(path, dtype=np.float32, count=stop - start)
-            assert np.array_equal(found, expected[start:stop]), path
+            assert path.read_bytes().startswith(expected[start:stop].view(torch.uint8).numpy().tobytes()), path
 
 
 def in_child(act: Callable[[], Any], moment: int | None) -> Exception | None:
@@ -154,21 +130,14 @@ class Run:
     """Checkpoints on its drives that the older run directory does not list."""
 
 
-@dataclass
-class Known:
-    """What the drives of a run hold, whichever run directory is there."""
-
-    state: int
-    checkpoints: dict[str, int]
-
-
 class Programs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         shm = Path("/dev/shm")
         self.world = Path(tempfile.mkdtemp(prefix="penstock-programs-", dir=shm if os.access(shm, os.W_OK) else None))
         self.runs: dict[str, Run] = {}
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, Run] = {}
+        """As the drives of a run know it, whichever run directory is there."""
         self.backups: list[tuple[Run, Path]] = []
         self.numbers = iter(range(1, 10**6))
 
@@ -231,7 +200,29 @@ class Programs(RuleBasedStateMachine):
 
     def remember(self, run: Run) -> None:
         """What is committed is what the drives know."""
-        self.known[run.name] = Known(run.state, dict(run.checkpoints))
+        self.known[run.name] = copy.deepcopy(run)
+
+    def adopt(self, name: str, old: Run, folder: Path) -> Run:
+        """A copy of `folder`, which holds `old`, is the run directory of that name."""
+        shutil.copytree(folder, self.path(name), symlinks=True)
+        run = self.runs[name] = copy.deepcopy(old)
+        run.name = name
+        return run
+
+    def change(self, run: Run, act: Callable[[NvmeStore], object], moment: int | None, allowed: list[int]) -> bool:
+        """Open a run to change it, which leaves it in one of the states `allowed`; whether nothing was refused."""
+        folders = self.drives(run)
+        may_refuse, must_refuse = not run.owns or run.stale or self.taken(run, folders), self.must_refuse(run)
+        error = in_child(lambda: self.open(run, folders, act), moment)
+        assert error is None or may_refuse, error
+        assert error is not None or not must_refuse or moment is not None
+        self.settle(run, [run.state] if must_refuse else [run.state, *allowed])
+        return error is None
+
+    def open(self, run: Run, folders: list[Path], act: Callable[[NvmeStore], object]) -> None:
+        path = self.path(run.name)
+        with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
+            act(store)
 
     # ------------------------------------------------------------------ what people do
 
@@ -256,7 +247,7 @@ class Programs(RuleBasedStateMachine):
         def act() -> None:
             with closing(NvmeStore.create(state_folder(path), SPECS, budget_bytes=None, drives=folders)) as store:
                 write_constants(store.root / CONSTANTS_FILE, {})
-                write_state(store, number)
+                advance(store, number)
 
         error = in_child(act, None)
         assert (error is not None) == taken, error
@@ -272,20 +263,7 @@ class Programs(RuleBasedStateMachine):
         path, numbers = self.path(run.name), [next(self.numbers) for _ in range(commits)]
         if drives is not None and not self.is_inside(run):
             self.write_recipe(path, drives)
-        folders = self.drives(run)
-        may_refuse = not run.owns or run.stale or self.taken(run, folders)
-
-        def act() -> None:
-            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
-                for number in numbers:
-                    write_state(store, number)
-
-        must_refuse = self.must_refuse(run)
-        error = in_child(act, moment)
-        assert error is None or may_refuse, error
-        assert error is not None or not must_refuse or moment is not None
-        self.settle(run, [run.state] if must_refuse else [run.state, *numbers])
-        if error is None and moment is None:
+        if self.change(run, lambda store: advance(store, *numbers), moment, numbers) and moment is None:
             assert run.state == numbers[-1]
 
     def must_refuse(self, run: Run) -> bool:
@@ -347,36 +325,20 @@ class Programs(RuleBasedStateMachine):
         run = self.pick(data)
         if name not in run.checkpoints:
             name = data.draw(st.sampled_from(sorted(run.checkpoints) or [name]))
-        path, folders = self.path(run.name), self.drives(run)
-        may_refuse = not run.owns or run.stale or self.taken(run, folders)
-
-        def act() -> None:
-            with RunDir.open(path), closing(NvmeStore.open(state_folder(path), drives=folders)) as store:
-                store.restore(name)
-
-        must_refuse = self.must_refuse(run)
-        error = in_child(act, moment)
-        if name not in run.checkpoints:
-            assert moment is not None or (error is not None), "there is no such checkpoint"
-            return
-        assert error is None or may_refuse, error
-        assert error is not None or not must_refuse or moment is not None
-        self.settle(run, [run.state] if must_refuse else [run.state, run.checkpoints[name]])
+        if name in run.checkpoints:
+            self.change(run, lambda store: store.restore(name), moment, [run.checkpoints[name]])
+        else:
+            error = in_child(lambda: self.open(run, self.drives(run), lambda store: store.restore(name)), moment)
+            assert moment is not None or error is not None, "there is no such checkpoint"
 
     @rule(data=st.data())
     def copy(self, data: Any) -> None:
         run, name = self.pick(data), self.free_name(data)
         if name is None:
             return
-        shutil.copytree(self.path(run.name), self.path(name), symlinks=True)
-        other = copy.deepcopy(run)
-        other.name = name
-        if not run.stale or self.is_inside(run):
-            other.owns = self.is_inside(other)
-        else:
-            other.owns = False
-        self.runs[name] = other
-        self.known[name] = Known(other.state, dict(other.checkpoints))
+        other = self.adopt(name, run, self.path(run.name))
+        other.owns = self.is_inside(other) and (not run.stale or self.is_inside(run))
+        self.remember(other)
 
     @precondition(lambda self: len(self.runs) > 1)
     @rule(data=st.data())
@@ -392,11 +354,9 @@ class Programs(RuleBasedStateMachine):
         old, folder = data.draw(st.sampled_from(self.backups))
         if (name := self.free_name(data)) is None:
             return
-        shutil.copytree(folder, self.path(name), symlinks=True)
-        run = self.runs[name] = copy.deepcopy(old)
-        run.name = name
+        run = self.adopt(name, old, folder)
         run.owns = self.is_inside(run)
-        self.known[name] = Known(run.state, dict(run.checkpoints))
+        self.remember(run)
 
     @rule(data=st.data())
     def move(self, data: Any) -> None:
@@ -427,8 +387,7 @@ class Programs(RuleBasedStateMachine):
             return
         known = self.known[old.name]
         shutil.rmtree(self.path(old.name))
-        shutil.copytree(folder, self.path(old.name), symlinks=True)
-        run = self.runs[old.name] = copy.deepcopy(old)
+        run = self.adopt(old.name, old, folder)
         if self.is_inside(run):
             self.remember(run)
             return
@@ -440,21 +399,19 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def do_what_the_message_says(self, data: Any) -> None:
         run = self.runs[data.draw(st.sampled_from(sorted(name for name, run in self.runs.items() if run.stale)))]
-        path = self.path(run.name)
-        root, folders = state_folder(path), self.drives(run)
+        root, folders = state_folder(self.path(run.name)), self.drives(run)
         if self.taken(run, folders):
             return
 
-        def act() -> None:
-            with RunDir.open(path), closing(NvmeStore.open(root, drives=folders)) as store:
-                for said in store.warnings:
-                    command = said.partition("to list it: ")[2].partition("; where")[0]
-                    assert not command or os.system(command) == 0
+        def act(store: NvmeStore) -> None:
+            for said in store.warnings:
+                command = said.partition("to list it: ")[2].partition("; where")[0]
+                assert not command or os.system(command) == 0
 
         places = self.places(run)
         shared = any(other is not run and places & self.places(other) for other in self.runs.values())
         must_refuse = not run.owns and self.must_refuse(run)
-        error = in_child(act, None)
+        error = in_child(lambda: self.open(run, folders, act), None)
         if must_refuse or (shared and "--copy-state" in str(error)):  # whose state it is comes first
             assert "--copy-state" in str(error), error
             return
@@ -465,7 +422,7 @@ class Programs(RuleBasedStateMachine):
             command = str(error).partition("from the newer generation: ")[2].partition(". Nothing")[0]
             assert command, error
             assert os.system(command) == 0
-            assert in_child(act, None) is None
+            self.open(run, folders, act)
         listed = set(checkpoint_names(root))
         assert run.unlisted <= listed
         run.checkpoints |= {name: self.known[run.name].checkpoints[name] for name in run.unlisted}

@@ -15,8 +15,6 @@ from app.recipe_fields import fields
 from engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
 from storage.errors import UserError
 
-RECIPES = sorted(Path(__file__).parents[2].glob("recipes/*.py"))
-
 
 def test_the_machine_is_a_field_that_old_runs_lack() -> None:
     recipe = apply_overrides(Recipe(name="x"), ["machine=gh200-480"])
@@ -176,6 +174,7 @@ def test_every_field_is_documented() -> None:
         ("train.steps", ["write key=value"]),
         ("=3", ["write key=value"]),
         ("train.steps=0", ["train.steps", "at least 1"]),
+        ("data.sequence_length=1", ["data.sequence_length: 1 must be at least 2"]),
         ("budgets.ram=lots", ["budgets.ram", "not a size"]),
         ("name=a/b", ["name", "folder"]),
         ("after.sample_tokens=0", ["after.sample_tokens"]),
@@ -201,36 +200,21 @@ def test_overrides_are_validated_together() -> None:
     [
         ("x = 1", ["must set a global named 'recipe'"]),
         ("recipe = 3", ["must set a global named 'recipe'"]),
-        ("recipe = (", ["line 1"]),
-        ("\n\nraise OSError('no disk')", ["line 3", "no disk"]),
-        ("from app.recipe import Recipe\nrecipe = Recipe(name='x', trian=3)", ["line 2", "'trian'", "'train'"]),
-        ("from engine.config import ModelConfig\nModelConfig(num_layer=3)", ["line 2", "'num_layers'"]),
-        ("from engine.config import TrainConfig\nTrainConfig(steps=0)", ["line 2", "train.steps", "at least 1"]),
-        ("from app.recipe import Recipe\nrecipe = Recipe(name='x', train=3)", ["'train'"]),
-        (
-            "from engine.config import TrainConfig\nTrainConfig(save='input')",
-            ["line 2", "no field 'save' any more: it is train.activation_checkpointing now"],
-        ),
-        (
-            "from app.recipe import *\nfrom engine.config import *\n"
-            "recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))",
-            ["line 3", "TypeError"],
-        ),
-        (
-            "from app.recipe import *\nfrom engine.config import *\n"
-            "recipe = Recipe(name='x', data=DataConfig(tokenizer=3))",
-            ["data.tokenizer", "3"],
-        ),
-        (
-            "from app.recipe import *\nfrom engine.config import *\n"
-            "recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))",
-            ["model.overrides", "tuples"],
-        ),
+        ("recipe = (", ["line 3"]),
+        ("\n\nraise OSError('no disk')", ["line 5", "no disk"]),
+        ("recipe = Recipe(name='x', trian=3)", ["line 3", "'trian'", "'train'"]),
+        ("ModelConfig(num_layer=3)", ["line 3", "'num_layers'"]),
+        ("TrainConfig(steps=0)", ["line 3", "train.steps", "at least 1"]),
+        ("TrainConfig(save='input')", ["line 3", "no field 'save' any more: it is train.activation_checkpointing now"]),
+        ("recipe = Recipe(name='x', train=3)", ["'train'"]),
+        ("recipe = Recipe(name='x', train=TrainConfig(lr='1e-3'))", ["line 3", "TypeError"]),
+        ("recipe = Recipe(name='x', data=DataConfig(tokenizer=3))", ["data.tokenizer", "3"]),
+        ("recipe = Recipe(name='x', model=ModelConfig(overrides={'a': (1, 2)}))", ["model.overrides", "tuples"]),
     ],
 )
 def test_bad_recipe_names_file_and_line(tmp_path: Path, code: str, parts: list[str]) -> None:
     path = tmp_path / "bad.py"
-    path.write_text(code)
+    path.write_text(f"from app.recipe import Recipe\nfrom engine.config import *\n{code}")
     with pytest.raises(UserError) as caught:
         load_recipe(path)
     for part in [str(path), *parts]:
@@ -297,34 +281,6 @@ def test_a_resumed_run_keeps_its_model_and_data(tmp_path: Path, override: str) -
         change_run(Recipe(name="x"), [override], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "train.steps=" + "9" * 5000,
-        "train.steps=1_",
-        "model.overrides=" + '{"a":' * 5000 + "1" + "}" * 5000,
-        "storage.nvme=" + "[" * 100_000,
-        'storage.nvme=["a\\u0000b"]',
-        "data.path=caf\udce9",
-        "model.path=a\0b",
-        "name=\x1b]0;owned\x07",
-    ],
-)
-def test_an_override_that_is_made_to_break_something(override: str) -> None:
-    with pytest.raises(UserError) as error:
-        apply_overrides(Recipe(name="x"), [override])
-    assert len(str(error.value)) < 6000
-    assert "\x1b" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["recipe.py", "recipe.json"])
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0", b"raise SystemExit(0)", b"[" * 100_000, b"(" * 10_000])
-def test_a_recipe_file_that_is_none(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"recipe .*{name}"):
-        load_recipe(tmp_path / name)
-
-
 def test_a_saved_recipe_says_what_differs_and_is_loaded_again(tmp_path: Path) -> None:
     recipe = apply_overrides(Recipe(name="mine"), ["train.steps=20", "model.overrides.rope_theta=1e6", "machine=m"])
     save_recipe(tmp_path / "mine.json", recipe)
@@ -335,13 +291,6 @@ def test_a_saved_recipe_says_what_differs_and_is_loaded_again(tmp_path: Path) ->
         "train": {"steps": 20},
     }
     assert load_recipe(tmp_path / "mine.json") == recipe
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_survive_being_saved(path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(path)
-    save_recipe(tmp_path / "saved.json", recipe)
-    assert repr(load_recipe(tmp_path / "saved.json")) == repr(recipe)
 
 
 def test_saving_replaces_nothing_unasked(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bad_run_files import OBSTACLES
 from cli_process import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,14 @@ from engine.events import Span
 from storage.errors import UserError
 
 SPAN = Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1, 7, (3,))
+WRONG: dict[str, list[object]] = {
+    "start_s": [-1e300],
+    "end_s": [None, float("nan"), 10**400, 0.1],
+    "step": [2**63, True],
+    "bytes": [1.5],
+    "lane": [["compute"]],
+    "waited": [[[]], 3],
+}
 BAD = [
     b"[]",
     b'{"a":1}',
@@ -41,17 +50,7 @@ BAD = [
     b'{"lane":' * 3000,
     b"9" * 5000,
     b'{"step": "\\ud800"}',
-    json.dumps(SPAN._asdict() | {"end_s": None}).encode(),
-    json.dumps(SPAN._asdict() | {"end_s": float("nan")}).encode(),
-    json.dumps(SPAN._asdict() | {"start_s": -1e300}).encode(),
-    json.dumps(SPAN._asdict() | {"end_s": 10**400}).encode(),
-    json.dumps(SPAN._asdict() | {"end_s": 0.1}).encode(),
-    json.dumps(SPAN._asdict() | {"step": 2**63}).encode(),
-    json.dumps(SPAN._asdict() | {"step": True}).encode(),
-    json.dumps(SPAN._asdict() | {"bytes": 1.5}).encode(),
-    json.dumps(SPAN._asdict() | {"lane": ["compute"]}).encode(),
-    json.dumps(SPAN._asdict() | {"waited": [[]]}).encode(),
-    json.dumps(SPAN._asdict() | {"waited": 3}).encode(),
+    *(json.dumps(SPAN._asdict() | {field: value}).encode() for field, values in WRONG.items() for value in values),
     b"x" * (MOST_LINE_BYTES + 1),
     b"x" * (3 * MOST_LINE_BYTES),
     b"",
@@ -124,20 +123,12 @@ def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
     assert last["step"] == 2
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder"])
+@pytest.mark.parametrize("kind", OBSTACLES)
 def test_nothing_but_regular_files_is_read_or_removed(tmp_path: Path, kind: str) -> None:
     (tmp_path / "target").write_bytes(good(1) + b"\n")
     path = tmp_path / "run" / "x.jsonl"
     path.parent.mkdir()
-    match kind:
-        case "link":
-            path.symlink_to(tmp_path / "target")
-        case "dangling link":
-            path.symlink_to(tmp_path / "none")
-        case "pipe":
-            os.mkfifo(path)
-        case "folder":
-            path.mkdir()
+    OBSTACLES[kind](path, tmp_path / "target")
     assert (read_tail(path), read_last(path), read_object(path)) == ([], None, None)
     found, wrong = examine_object(path)
     assert found is None

@@ -6,32 +6,33 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from cli_process import wait_until
+from cli_process import json_lines, wait_until
 
 import app.run_log
 from app.run_files import JsonLines
 from app.run_log import RunLog, continue_spans
 from engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
-from storage.errors import UserError
+
+FIELDS: dict[str, Any] = {
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens": 7,
+    "step_s": 0.25,
+    "tokens_per_s": 28.0,
+    "model_flops": 10**15,
+    "nvme_read_bytes": {"/mnt/a/run": 4096},
+    "nvme_written_bytes": {"/mnt/a/run": 8192},
+    "time": 1234.5,
+    "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
+}
+"""Of a step, as the log has them too."""
 
 
 def metrics(step: int, loss: float = 1.0) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=0.5,
-        lr=1e-3,
-        tokens=7,
-        step_s=0.25,
-        tokens_per_s=28.0,
-        model_flops=10**15,
-        nvme_read_bytes={"/mnt/a/run": 4096},
-        nvme_written_bytes={"/mnt/a/run": 8192},
-        time=1234.5,
-        tier_bytes={"gpu": 1, "ram": 2, "nvme": 3},
-    )
+    return StepMetrics(step=step, loss=loss, **FIELDS)
 
 
 def span(step: int, start_s: float, end_s: float, id: int = -1, waited: tuple[int, ...] = ()) -> Span:
@@ -40,10 +41,6 @@ def span(step: int, start_s: float, end_s: float, id: int = -1, waited: tuple[in
 
 def told(*spans: Span) -> Progress:
     return Progress(list(spans), 0.0, [])
-
-
-def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def status(path: Path) -> dict[str, object]:
@@ -64,27 +61,15 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     assert status(tmp_path)["now"] == {"h2d": [{"op": "load", "block": "head", "chunk": -1, "step": 2, "start_s": 0.7}]}
     log.close("finished")
     log.close("failed")
-    rest = {
-        "grad_norm": 0.5,
-        "lr": 1e-3,
-        "tokens": 7,
-        "step_s": 0.25,
-        "tokens_per_s": 28.0,
-        "model_flops": 10**15,
-        "nvme_read_bytes": {"/mnt/a/run": 4096},
-        "nvme_written_bytes": {"/mnt/a/run": 8192},
-        "time": 1234.5,
-        "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
-    }
-    assert lines(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "loss": 1.0} | rest,
-        {"step": 2, "loss": None} | rest,
+    assert json_lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 1.0} | FIELDS,
+        {"step": 2, "loss": None} | FIELDS,
     ]
-    first, second = lines(tmp_path / "spans.jsonl")
+    first, second = json_lines(tmp_path / "spans.jsonl")
     assert first == span(1, 0.0, 0.5)._asdict() | {"id": 7, "waited": [3, 5]}
     assert second == span(2, 0.5, 0.75)._asdict() | {"waited": []}
     assert Span.of(first) == span(1, 0.0, 0.5, 7, (3, 5))
-    (message,) = lines(tmp_path / "log.jsonl")
+    (message,) = json_lines(tmp_path / "log.jsonl")
     assert abs(message.pop("time") - time.time()) < 5  # type: ignore[operator]
     assert message == {"level": "warning", "text": "a word", "step": 2}
     found = status(tmp_path)
@@ -157,7 +142,7 @@ def test_heartbeat_goes_on_without_steps_and_under_load(tmp_path: Path, monkeypa
         log.step(metrics(step))
     assert heartbeat() > before
     log.close("finished")
-    assert len(lines(tmp_path / "metrics.jsonl")) == step
+    assert len(json_lines(tmp_path / "metrics.jsonl")) == step
 
 
 def test_nothing_is_lost_on_a_clean_exit_and_a_step_costs_little(tmp_path: Path) -> None:
@@ -181,18 +166,8 @@ def test_a_stalled_disk_drops_spans_never_metrics(tmp_path: Path, monkeypatch: p
         log.step(metrics(step))
     log.close("finished")
     assert log.dropped_spans == 4
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert [line["step"] for line in lines(tmp_path / "spans.jsonl")] == [2, 2]
-
-
-def test_a_log_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    log = RunLog(tmp_path, total_steps=9)
-    log.step(metrics(1))
-    wait_until(lambda: log._failure is not None)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: .*move it away"):
-        log.step(metrics(2))
-    log.close("failed")
+    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in json_lines(tmp_path / "spans.jsonl")] == [2, 2]
 
 
 def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: Path) -> None:
@@ -212,26 +187,20 @@ def test_a_resumed_run_replaces_steps_done_again_and_goes_on_in_time(tmp_path: P
     log.message("on")
     log.close("finished")
     assert status(tmp_path)["clock_s"] == 11.0
-    assert [line["text"] for line in lines(tmp_path / "log.jsonl")] == ["before", "on"]
-    assert [(line["id"], line["waited"]) for line in lines(tmp_path / "spans.jsonl")] == [
-        (9, [3]),
-        (8, [3]),
-        (7, [3]),
-        (13, [10]),
-        (14, [10]),
-    ]
-    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [
+    assert [line["text"] for line in json_lines(tmp_path / "log.jsonl")] == ["before", "on"]
+    assert [(line["step"], line["loss"]) for line in json_lines(tmp_path / "metrics.jsonl")] == [
         (1, 10.0),
         (2, 10.0),
         (3, 20.0),
         (4, 20.0),
     ]
-    assert [(line["step"], line["start_s"], line["end_s"]) for line in lines(tmp_path / "spans.jsonl")] == [
-        (1, 1.0, 2.0),
-        (2, 2.0, 3.0),
-        (3, 3.0, 4.0),
-        (3, 4.0, 5.0),
-        (4, 5.0, 6.0),
+    told_of = ("step", "start_s", "end_s", "id", "waited")
+    assert [tuple(line[name] for name in told_of) for line in json_lines(tmp_path / "spans.jsonl")] == [
+        (1, 1.0, 2.0, 9, [3]),
+        (2, 2.0, 3.0, 8, [3]),
+        (3, 3.0, 4.0, 7, [3]),
+        (3, 4.0, 5.0, 13, [10]),
+        (4, 5.0, 6.0, 14, [10]),
     ]
 
 
@@ -250,7 +219,10 @@ def test_validations_have_a_file_of_their_own_that_a_resumed_run_replaces(
             log.validation(validation(step, 10.0 if step < 4 else float("nan")))
     log.close("failed")
     rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5}
-    assert lines(tmp_path / "validation.jsonl") == [{"step": 2, "loss": 10.0} | rest, {"step": 4, "loss": None} | rest]
+    assert json_lines(tmp_path / "validation.jsonl") == [
+        {"step": 2, "loss": 10.0} | rest,
+        {"step": 4, "loss": None} | rest,
+    ]
     with (tmp_path / "validation.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     log = RunLog(tmp_path, total_steps=9, step=resumed_at)
@@ -261,11 +233,11 @@ def test_validations_have_a_file_of_their_own_that_a_resumed_run_replaces(
         if step % 2 == 0:
             log.validation(validation(step, 20.0))
     log.close("finished")
-    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "validation.jsonl")] == [
+    assert [(line["step"], line["loss"]) for line in json_lines(tmp_path / "validation.jsonl")] == [
         (2, 20.0 if again or resumed_at < 2 else 10.0),
         (4, 20.0),
     ]
-    found = [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")]
+    found = [(line["step"], line["loss"]) for line in json_lines(tmp_path / "metrics.jsonl")]
     assert found == [(step, 10.0 if step <= resumed_at else 20.0) for step in (1, 2, 3, 4)]
 
 

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from cli_process import REPOSITORY
+from cli_process import Cli
+from test_run_log import metrics
 
 from app.run_log import RunLog
 from app.rundir import (
@@ -25,7 +23,6 @@ from app.rundir import (
     state_of,
 )
 from engine.config import Recipe
-from engine.events import StepMetrics
 from storage.errors import UserError
 
 
@@ -40,12 +37,6 @@ def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:
         assert read_recipe(first.path) == recipe
 
 
-def test_a_directory_with_anything_in_it_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match=r"not empty.*thesis\.tex.*--run-dir"):
-        RunDir.create(Recipe(name="x"), tmp_path)
-
-
 def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     RunDir.create(Recipe(name="x"), path).__exit__()
@@ -57,41 +48,19 @@ def test_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
     assert read_recipe(path).name == "y"
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_or_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UserError, match="file"):
-            RunDir.create(Recipe(name="x"), path)
+    for path, said in (("file", "file"), ("file/run", "file"), (".", "not empty.*file.*--run-dir")):
+        with pytest.raises(UserError, match=said):
+            RunDir.create(Recipe(name="x"), tmp_path / path)
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from app.recipe import Recipe
-from app.run_log import RunLog
-from app.rundir import RunDir
-run = RunDir.create(Recipe(name="x"), Path(sys.argv[1]))
-log = RunLog(run.path, 10)
-log.set_state("running")
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
-    assert process.stdout is not None
+def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(cli: Cli, tmp_path: Path) -> None:
+    path, process = cli.begin(FAKE_STEP_S="60")
     try:
-        assert process.stdout.readline() == b"held\n"
         assert is_live(path)
-        assert read_info(path).state == "running"
         (tmp_path / "link").symlink_to(tmp_path)
-        elsewhere = tmp_path / "link" / "run"
+        elsewhere = tmp_path / "link" / "out"
         for attempt in (
             lambda: RunDir.open(path),
             lambda: RunDir.open(elsewhere),
@@ -101,8 +70,7 @@ def test_a_run_in_use_names_the_process_and_a_killed_one_is_crashed(tmp_path: Pa
                 attempt()
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.communicate()
     assert not is_live(path)
     assert read_info(path).state == "crashed"
     with RunDir.open(path):
@@ -136,7 +104,7 @@ def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "b" / "status.json").write_text("[1]")
     log = RunLog(tmp_path / "c", total_steps=4)
-    log.step(StepMetrics(step=1, loss=3.5, grad_norm=1.0, lr=1e-3, tokens=7, step_s=1.0, tokens_per_s=28.0))
+    log.step(metrics(1, loss=3.5))
     log.close("stopped")
     found = list_runs(tmp_path)
     assert [info.name for info in found] == ["a", "b", "c"]

@@ -3,99 +3,53 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE_RUN, REPOSITORY, Cli, default_signals
+from cli_process import FAKE, REAL, Cli, Done, done, json_lines
 
 from app.recipe import load_recipe
 from storage.errors import UserError
 
 
-def command(folder: Path, redirections: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line under a shell's `redirections`."""
-    words = " ".join([sys.executable, "-m", "app.cli", *arguments, redirections])
-    return subprocess.run(
-        ["bash", "-c", words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def shell(folder: Path, words: str, code: int) -> Done:
+    """A line for bash, in which PENSTOCK is the command line and FAKE that around the stand-in."""
+    line = words.replace("PENSTOCK", " ".join(REAL)).replace("FAKE", " ".join(FAKE))
+    return Cli(folder, program=("bash", "-o", "pipefail", "-c")).run(line, code=code)
 
 
-@pytest.mark.parametrize(
-    ("redirections", "code"),
-    [
-        (">&-", 2),
-        ("2>&-", 2),
-        (">&- 2>&-", 2),
-        ("<&- >&- 2>&-", 2),
-        ("2>/dev/full", 2),
-        (">/dev/full", 2),
-    ],
-)
-def test_a_refusal_survives_streams_that_are_closed(tmp_path: Path, redirections: str, code: int) -> None:
-    done = command(tmp_path, redirections, "plan", "nothing.py")
-    assert done.returncode == code
-    assert "Traceback" not in done.stdout + done.stderr
+@pytest.mark.parametrize("redirections", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full"])
+def test_a_refusal_survives_streams_that_are_closed(tmp_path: Path, redirections: str) -> None:
+    found = shell(tmp_path, f"PENSTOCK plan nothing.py {redirections}", code=2)
+    assert "Traceback" not in found.stdout + found.stderr
     if "2>" not in redirections:
-        assert done.stderr.startswith("error: recipe nothing.py: no such file")
+        assert found.stderr.startswith("error: recipe nothing.py: no such file")
 
 
 def test_output_that_is_not_printed_is_told(tmp_path: Path) -> None:
-    done = command(tmp_path, ">/dev/full", "train", "--fields")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: standard output: No space left on device; not all was printed\n"
+    found = shell(tmp_path, "PENSTOCK train --fields >/dev/full", code=2)
+    assert found == ("", "error: standard output: No space left on device; not all was printed\n")
 
 
-@pytest.mark.parametrize("redirections", [">&-", "| head -c 1", "2>&1 | true"])
-def test_a_reader_that_is_gone_stops_nothing(cli: Cli, redirections: str) -> None:
-    words = f"{sys.executable} {FAKE_RUN} train tiny.py --run-dir out {redirections}"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {words}"],
-        cwd=cli.folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert json.loads((cli.folder / "out" / "status.json").read_text())["state"] == "finished"
-
-
-def test_what_is_printed_reaches_no_file_of_the_run(cli: Cli) -> None:
-    """A file opened in the place of a closed standard output would be written over."""
-    words = f"{sys.executable} {FAKE_RUN} train tiny.py --run-dir out >&- 2>&-"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(["bash", "-c", words], cwd=cli.folder, env=environment, timeout=60)
-    assert done.returncode == 0
-    for path in (cli.folder / "out").rglob("*.json*"):
-        for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
-            json.loads(line)
+@pytest.mark.parametrize("redirections", [">&-", ">&- 2>&-", "| head -c 1", "2>&1 | true"])
+def test_a_reader_that_is_gone_stops_nothing(tmp_path: Path, redirections: str) -> None:
+    """Nor is anything that is printed written over a file that is opened in the place of a closed standard output."""
+    found = shell(tmp_path, f"FAKE train tiny.py --run-dir out {redirections}", code=0)
+    assert "Traceback" not in found.stderr
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "finished"
+    for path in (tmp_path / "out").rglob("*.json*"):
+        json_lines(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
 
 
 def test_ctrl_c_ends_a_recipe_that_loops(cli: Cli) -> None:
     (cli.folder / "loop.py").write_text("import os\nos.write(2, b'begun\\n')\nwhile True: pass\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "plan", "loop.py"],
-        cwd=cli.folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=default_signals,
-    )
+    process = Cli(cli.folder, program=REAL).start("plan", "loop.py")
     assert process.stderr is not None
     assert process.stderr.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
+    err = done(process, code=2).stderr
     assert re.fullmatch(r"error: recipe loop\.py, line [23]: interrupted while the recipe was built\n", err)
 
 
@@ -130,10 +84,5 @@ def test_a_mistake_of_ours_gives_its_traceback(
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    words = f"cd gone && rmdir ../gone && {sys.executable} -m app.cli runs"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        ["bash", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the current folder is gone")
+    found = shell(tmp_path, "cd gone && rmdir ../gone && PENSTOCK runs", code=2)
+    assert found.stderr.startswith("error: the current folder is gone")

@@ -1,7 +1,4 @@
-"""A catalogue of what a command may be given by mistake or malice: each input is bad, and none may end in a traceback.
-
-`python tests/support/bad_inputs.py` runs all of it and writes docs/results/bad-inputs.md.
-"""
+"""A catalogue of what a command may be given by mistake or malice: all is bad, and nothing may end in a traceback."""
 
 from __future__ import annotations
 
@@ -10,33 +7,28 @@ import hashlib
 import io
 import json
 import os
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bad_model_files import CODE_1, CONFIG, damaged_configs, damaged_headers, damaged_indexes, damaged_tokenizers
-from bad_run_files import damaged_manifests, damaged_run_files, make_run
+from bad_model_files import (
+    CODE_1,
+    CONFIG,
+    DEEP,
+    NO_OBJECT,
+    damaged_configs,
+    damaged_headers,
+    damaged_indexes,
+    damaged_tokenizers,
+)
+from bad_run_files import damaged_manifests, damaged_run_files, make_run, unchanged
+from recipe_texts import TINY, recipe_text
 
 from app.recipe_fields import fields
 
-RECIPE = """
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
-    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
-    train=TrainConfig(steps=1, chunk_tokens=24, compile="off", device="cpu", calibrate=False),
-    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB"),
-)
-"""
-DEEP = 100_000
+RECIPE = recipe_text()
 HOSTILE = "\x1b]0;owned\x07\x1b[2J"
 """Sets a terminal's title and clears it."""
 
@@ -66,17 +58,12 @@ def run(bad: Bad, folder: Path) -> Outcome:
     """Run the input's command in this process, in `folder`, which is empty."""
     from app.cli import main
 
-    before = os.getcwd()
-    os.chdir(folder)
     out, err = io.StringIO(), io.StringIO()
-    try:
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         arguments = bad.make(folder)
         files = _files(folder)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(arguments)
-        return Outcome(code, out.getvalue(), err.getvalue(), _strange(files, _files(folder)))
-    finally:
-        os.chdir(before)
+        code = main(arguments)
+    return Outcome(code, out.getvalue(), err.getvalue(), _strange(files, _files(folder)))
 
 
 def faults(bad: Bad, found: Outcome) -> list[str]:
@@ -93,6 +80,8 @@ def faults(bad: Bad, found: Outcome) -> list[str]:
             wrong.append("no word on the usage")
     elif bad.code == 2 and not (found.err.startswith("error: ") and found.err.count("\n") == 1):
         wrong.append("not one message")
+    if len(found.err) > 6000:
+        wrong.append("a message without end")
     return wrong + [f"touched {name}" for name in found.strange]
 
 
@@ -156,12 +145,70 @@ def tiny(folder: Path) -> str:
     return "tiny.py"
 
 
-def _content(name: str, content: bytes | str, *before: str) -> Callable[[Path], list[str]]:
-    def make(folder: Path) -> list[str]:
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return [*(before or ("plan",)), name]
+def each(
+    family: str, items: dict[str, Any], make: Callable[[Path, Any], list[str]], prefix: str = "", **more: Any
+) -> Iterator[Bad]:
+    """An input for each of `items`: what `make` does with it in a folder, and the arguments that it returns."""
+    for name, item in items.items():
+        yield Bad(family, f"{prefix}{name}", lambda folder, item=item: make(folder, item), **more)
+
+
+def put(path: Path, what: bytes | str | Callable[[Path], object]) -> None:
+    """Write a file, or have something else take its place."""
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if callable(what):
+        what(path)
+    else:
+        path.write_bytes(what if isinstance(what, bytes) else what.encode())
+
+
+def given(name: str, *arguments: str, beside: dict[str, bytes] | None = None) -> Callable[[Path, Any], list[str]]:
+    """A command beside a right recipe: what `each` has is put at `name`, other files `beside` it."""
+
+    def make(folder: Path, what: bytes | str | Callable[[Path], object]) -> list[str]:
+        tiny(folder)
+        for file, content in {**(beside or {}), name: what}.items():
+            put(folder / file, content)
+        return list(arguments)
 
     return make
+
+
+def words(folder: Path, arguments: list[str]) -> list[str]:
+    """Arguments that are bad themselves."""
+    tiny(folder)
+    return arguments
+
+
+def on_run(folder: Path, item: tuple[list[str], Callable[[Path], object]]) -> list[str]:
+    """A command with its arguments behind the run's name, and what becomes of the run's directory before."""
+    (command, *arguments), damage = item
+    damage(make_run(folder / "runs" / "r", RECIPE))
+    return [command, "r", *arguments]
+
+
+def setting(command: str, *texts: str) -> list[str]:
+    return [command, "tiny.py", *(word for text in texts for word in ("--set", text))]
+
+
+def _odd_files(outside: bool = True) -> dict[str, Callable[[Path], object]]:
+    """What stands in a folder in place of a file; without what leads out of the folder, which some may."""
+
+    def out(path: Path) -> None:
+        secret = path.parent.parent / "outside"
+        secret.write_text(json.dumps(CONFIG))
+        path.symlink_to(secret)
+
+    found: dict[str, Callable[[Path], object]] = {
+        "missing": lambda path: None,
+        "a folder": lambda path: path.mkdir(),
+        "a pipe": os.mkfifo,
+        "a link to nothing": lambda path: path.symlink_to("README.md"),
+        "a device": lambda path: path.symlink_to("/dev/zero"),
+        "a loop of links": lambda path: path.symlink_to(path),
+    }
+    return found | {"a link out of the folder": out} if outside else found
 
 
 def _recipes() -> Iterator[Bad]:
@@ -217,13 +264,10 @@ def _recipes() -> Iterator[Bad]:
         + "class Odd:\n    def __deepcopy__(self, memo): raise RuntimeError\nrecipe.model.overrides['a'] = Odd()\n",
         "a path of half a character": RECIPE + "recipe.data.path = '\\udcff'\n",
     }
-    for name, content in python.items():
-        yield Bad("recipe file", f"python: {name}", _content("bad.py", content))
+    yield from each("recipe file", python, given("bad.py", "plan", "bad.py"), "python: ")
     tree: dict[str, Any] = {"name": "x", "model": {"num_layers": 1, "hidden_size": 8, "vocab_size": 9}}
     trees: dict[str, Any] = {
-        "a list": [],
         "a number": 5,
-        "null": None,
         "no name": {},
         "a name that is null": {"name": None},
         "a name that is a list": {"name": ["x"]},
@@ -245,44 +289,21 @@ def _recipes() -> Iterator[Bad]:
         "a path too long": tree | {"data": {"source": "text", "path": "a" * 5000}},
     }
     texts: dict[str, bytes | str] = {name: json.dumps(value) for name, value in trees.items()} | {
-        "empty": "",
         "white space": " \n",
-        "torn": '{"name": "x", "train": {"st',
-        "two values": '{"name": "x"} {}',
         "a comma too many": '{"name": "x",}',
-        "deep lists": "[" * DEEP,
-        "deep objects": '{"a":' * DEEP + "1" + "}" * DEEP,
         "deep overrides": '{"name": "x", "model": {"overrides": {"a": ' + "[" * 5000 + "]" * 5000 + "}}}",
-        "not UTF-8": b'{"name": "\xff"}',
-        "UTF-16": '{"name": "x"}'.encode("utf-16"),
-        "digits": '{"name": "x", "train": {"steps": ' + "9" * 5000 + "}}",
-        "zero bytes": b"\0" * 100,
+        "digits for steps": '{"name": "x", "train": {"steps": ' + "9" * 5000 + "}}",
     }
-    for name, content in texts.items():
-        yield Bad("recipe file", f"json: {name}", _content("bad.json", content))
-    places: dict[str, Callable[[Path], object]] = {
-        "missing": lambda path: None,
-        "a folder": lambda path: path.mkdir(),
-        "a pipe": os.mkfifo,
-        "a loop of links": lambda path: path.symlink_to(path),
-        "a link to nothing": lambda path: path.symlink_to("nothing"),
-        "a device": lambda path: path.symlink_to("/dev/zero"),
-    }
-    for name, place in places.items():
-
-        def make(folder: Path, place: Callable[[Path], object] = place) -> list[str]:
-            place(folder / "bad.json")
-            return ["train", "bad.json"]
-
-        yield Bad("recipe file", name, make)
+    yield from each("recipe file", NO_OBJECT | texts, given("bad.json", "plan", "bad.json"), "json: ")
+    yield from each("recipe file", _odd_files(outside=False), given("bad.json", "train", "bad.json"))
 
 
-_GOOD = {"data.seed": ("0",), "train.seed": ("-1",)}
-_NO_NUMBERS = ("x", "", " ", "1,5", "0x10", "--1", "1e400", "nan", "inf", "-inf", "²", "١x", "[1]", "{}", "1 2")
+_NO_NUMBERS = ("x", "", " ", "1,5", "0x10", "--1", "1e400", "nan", "inf", "-inf", "²", "١x", "[1]", "{}", "1 2", "1_")
 
 
 def _settings() -> Iterator[Bad]:
     """Every field with values that its type or its meaning does not take."""
+    texts = {f"train.steps={value!r}": f"train.steps={value}" for value in _NO_NUMBERS}
     for field in fields():
         hint, values = str(field.type), []
         if field.key in ("budgets.gpu", "budgets.ram", "budgets.nvme", "storage.part_bytes"):
@@ -298,13 +319,11 @@ def _settings() -> Iterator[Bad]:
         elif "Literal" in hint:
             values = ["sideways"]
         elif "dict" in hint:
-            values = ["[1", "7", "{" * 5000, '{"a": NaN}', "null"]
+            values = ["[1", "7", "{" * 5000, '{"a":' * 5000 + "1" + "}" * 5000, '{"a": NaN}', "null"]
         for value in values:
             shown = value if len(value) < 20 else f"{value[:6]}... ({len(value)} characters)"
-            yield Bad("--set", f"{field.key}={shown}", _set(f"{field.key}={value}"))
-    for value in _NO_NUMBERS:
-        yield Bad("--set", f"train.steps={value!r}", _set(f"train.steps={value}"))
-    others = {
+            texts[f"{field.key}={shown}"] = f"{field.key}={value}"
+    texts |= {
         "no value": "train.steps",
         "no key": "=5",
         "empty": "",
@@ -317,7 +336,10 @@ def _settings() -> Iterator[Bad]:
         "a long unknown field": "a" * 10_000 + "=5",
         "a list with a number in it": 'storage.nvme=["a", 1]',
         "a torn list": 'storage.nvme=["a"',
+        "deep lists": "storage.nvme=" + "[" * DEEP,
+        "a zero byte in a list": 'storage.nvme=["a\\u0000b"]',
         "a path of a zero byte": "data.path=a\0b",
+        "a path that is no text": "data.path=caf\udce9",
         "a path too long": "data.path=" + "a/" * 5000,
         "an unknown home": "data.path=~nobody-of-this-name/x",
         "many digits": "train.steps=" + "1" * 39,
@@ -329,131 +351,52 @@ def _settings() -> Iterator[Bad]:
         "an override of half a character": 'model.overrides.x="\\ud800"',
         "heads that do not divide": "model.num_heads=3",
         "a tokenizer too small": "data.tokenizer_vocab_size=256",
-        "more validation than data": "data.validation_documents=10",
         "validation without documents": "train.validate_every=1",
         "a chunk of odd bytes": "storage.part_bytes=4097",
     }
-    for name, value in others.items():
-        extra = ["--set", "data.max_documents=5"] if name == "more validation than data" else []
-        yield Bad("--set", name, lambda folder, v=value, e=extra: ["plan", tiny(folder), "--set", v, *e])  # type: ignore[misc]
-
-
-def _set(text: str) -> Callable[[Path], list[str]]:
-    return lambda folder: ["plan", tiny(folder), "--set", text]
+    settings = {name: setting("plan", text) for name, text in texts.items()}
+    settings["more validation than data"] = setting("plan", "data.max_documents=5", "data.validation_documents=10")
+    yield from each("--set", settings, words)
 
 
 def _configs() -> Iterator[Bad]:
-    for name, content in damaged_configs().items():
-        # What transformers takes and cannot compute with is a refusal: exit code 1.
-        code = 1 if name in CODE_1 else 2
-        yield Bad("config.json", name, _content("config.json", content, "check"), code=code)
-    for name, place in _odd_files().items():
-
-        def make(folder: Path, place: Callable[[Path], object] = place) -> list[str]:
-            (folder / "model").mkdir()
-            place(folder / "model" / "config.json")
-            return ["check", "model"]
-
-        yield Bad("config.json", name, make)
-
-
-def _odd_files() -> dict[str, Callable[[Path], object]]:
-    """What stands in a folder in place of a file."""
-
-    def outside(path: Path) -> None:
-        secret = path.parent.parent / "outside"
-        secret.write_text(json.dumps(CONFIG))
-        path.symlink_to(secret)
-
-    return {
-        "missing": lambda path: None,
-        "a folder": lambda path: path.mkdir(),
-        "a pipe": os.mkfifo,
-        "a link out of the folder": outside,
-        "a link within the folder": lambda path: path.symlink_to("README.md"),
-        "a device": lambda path: path.symlink_to("/dev/zero"),
-        "a loop of links": lambda path: path.symlink_to(path),
-    }
-
-
-def _model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
-    return model
-
-
-def _train_model(folder: Path) -> list[str]:
-    tiny(folder)
-    shape = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    settings = ["model.path=model", "data.source=random", "train.compute_dtype=float32"]
-    settings += [f"model.{name}=none" for name in shape]
-    return ["train", "tiny.py", *(part for setting in settings for part in ("--set", setting))]
+    configs, check = damaged_configs(), given("config.json", "check", "config.json")
+    # What transformers takes and cannot compute with is a refusal: exit code 1.
+    refused = {name: configs.pop(name) for name in CODE_1}
+    yield from each("config.json", configs, check)
+    yield from each("config.json", refused, check, code=1)
+    yield from each("config.json", _odd_files(), given("model/config.json", "check", "model"))
 
 
 def _weights() -> Iterator[Bad]:
-    for name, content in damaged_headers().items():
-
-        def header(folder: Path, content: bytes = content) -> list[str]:
-            (_model(folder) / "model.safetensors").write_bytes(content)
-            return _train_model(folder)
-
-        yield Bad("model folder", f"header: {name}", header)
-    for name, text in damaged_indexes().items():
-
-        def index(folder: Path, text: bytes = text) -> list[str]:
-            model = _model(folder)
-            (model / "a.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-            (model / "model.safetensors.index.json").write_bytes(text)
-            return _train_model(folder)
-
-        yield Bad("model folder", f"index: {name}", index)
-    for name, place in _odd_files().items():
-
-        def odd(folder: Path, place: Callable[[Path], object] = place) -> list[str]:
-            place(_model(folder) / "model.safetensors")
-            return _train_model(folder)
-
-        yield Bad("model folder", f"weights: {name}", odd)
+    settings = ["model.path=model", "data.source=random", "train.compute_dtype=float32"]
+    train = setting("train", *settings, *(f"model.{name}=none" for name in TINY["model"]))
+    model = {"model/config.json": json.dumps(CONFIG).encode()}
+    weights = given("model/model.safetensors", *train, beside=model)
+    yield from each("model folder", damaged_headers(), weights, "header: ")
+    yield from each("model folder", _odd_files(), weights, "weights: ")
+    part = {"model/a.safetensors": b"\2\0\0\0\0\0\0\0{}"}
+    index = given("model/model.safetensors.index.json", *train, beside=model | part)
+    yield from each("model folder", damaged_indexes(), index, "index: ")
     for name in ("pytorch_model.bin", "model.pt", "pytorch_model-00001-of-00001.bin", "consolidated.pth"):
-
-        def pickled(folder: Path, name: str = name) -> list[str]:
-            (_model(folder) / name).write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")
-            return _train_model(folder)
-
-        yield Bad("model folder", f"pickle: {name}", pickled)
+        pickled = {name: b"cos\nmkdir\n(S'owned'\ntR."}
+        yield from each("model folder", pickled, given(f"model/{name}", *train, beside=model), "pickle: ")
 
 
 def _tokenizers() -> Iterator[Bad]:
+    train = setting("train", "data.tokenizer=tokens")
     for name, files in damaged_tokenizers().items():
-
-        def make(folder: Path, files: dict[str, bytes] = files) -> list[str]:
-            (folder / "tokens").mkdir()
-            for file, content in files.items():
-                (folder / "tokens" / file).write_bytes(content)
-            return ["train", tiny(folder), "--set", "data.tokenizer=tokens"]
-
-        yield Bad("tokenizer", name, make)
-    for name, place in _odd_files().items():
-
-        def odd(folder: Path, place: Callable[[Path], object] = place) -> list[str]:
-            (folder / "tokens").mkdir()
-            place(folder / "tokens" / "tokenizer.json")
-            return ["train", tiny(folder), "--set", "data.tokenizer=tokens"]
-
-        yield Bad("tokenizer", f"tokenizer.json: {name}", odd)
+        beside = {f"tokens/{file}": content for file, content in files.items()}
+        tokenizer = given("tokens/tokenizer.json", *train, beside=beside)
+        yield from each("tokenizer", {name: files["tokenizer.json"]}, tokenizer)
+    yield from each("tokenizer", _odd_files(), given("tokens/tokenizer.json", *train), "tokenizer.json: ")
 
 
 def _texts() -> Iterator[Bad]:
-    lines: dict[str, bytes] = {
-        "empty": b"",
+    lines = NO_OBJECT | {
         "white space": b"\n \n\t\n",
         "empty texts": b'{"text": ""}\n{"text": " "}\n',
-        "no JSON": b"hello\n",
-        "torn": b'{"text": "a',
-        "a list": b'["text"]\n',
         "a text": b'"text"\n',
-        "null": b"null\n",
         "no text": b'{"content": "a"}\n',
         "a number for the text": b'{"text": 5}\n',
         "a list for the text": b'{"text": ["a"]}\n',
@@ -462,16 +405,11 @@ def _texts() -> Iterator[Bad]:
         "half a character in another field": b'{"text": "a", "x": "\\udfff"}\n',
         "not UTF-8": b'{"text": "\xff"}\n',
         "UTF-16": '{"text": "a"}\n'.encode("utf-16"),
-        "deep lists": b"[" * DEEP + b"\n",
-        "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"\n",
         "deep in another field": b'{"text": "a", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
-        "zero bytes": b"\0" * 1000 + b"\n",
         "two values in a line": b'{"text": "a"} {"text": "b"}\n',
         "digits": b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n",
         "a line that does not end": b'{"text": "' + b"a" * (65 << 20),
     }
-    for name, content in lines.items():
-        yield Bad("text data", f"jsonl: {name}", _data("jsonl", "bad.jsonl", content))
     texts = {
         "empty": b"",
         "white space": b"\n \t\n",
@@ -481,74 +419,35 @@ def _texts() -> Iterator[Bad]:
         "half a character": b"\xed\xa0\x80",
         "bytes": bytes(range(256)),
     }
-    for name, content in texts.items():
-        yield Bad("text data", f"text: {name}", _data("text", "bad.txt", content))
-    for source in ("text", "jsonl"):
-        for name, place in _odd_files().items():
-            if name == "a link out of the folder":
-                continue  # data may lie anywhere
-
-            def odd(folder: Path, place: Callable[[Path], object] = place, source: str = source) -> list[str]:
-                (folder / "texts").mkdir()
-                place(folder / "texts" / f"bad.{source}")
-                recipe = tiny(folder)
-                path = f"texts/bad.{source}"
-                return ["plan", recipe, "--set", f"data.source={source}", "--set", f"data.path={path}"]
-
-            yield Bad("text data", f"{source}: {name}", odd)
-
-
-def _data(source: str, name: str, content: bytes) -> Callable[[Path], list[str]]:
-    def make(folder: Path) -> list[str]:
-        (folder / name).write_bytes(content)
-        return ["plan", tiny(folder), "--set", f"data.source={source}", "--set", f"data.path={name}"]
-
-    return make
+    for source, name, contents in (("jsonl", "texts/bad.jsonl", lines), ("text", "texts/bad.txt", texts)):
+        plan = setting("plan", f"data.source={source}", f"data.path={name}")
+        # Data may lie anywhere.
+        yield from each("text data", contents | _odd_files(outside=False), given(name, *plan), f"{source}: ")
 
 
 def _runs() -> Iterator[Bad]:
-    for name, (arguments, damage) in damaged_run_files().items():
-
-        def make(
-            folder: Path, arguments: list[str] = arguments, damage: Callable[[Path], object] = damage
-        ) -> list[str]:
-            damage(make_run(folder / "runs" / "r", RECIPE))
-            return [*arguments[:1], "r", *arguments[1:]]
-
-        yield Bad("run directory", f"{arguments[0]}: {name}", make)
-    for command in ("resume", "pause", "stop", "checkpoint", "scrub", "lanes", "trace"):
-        for name in ("nothing-here", "..", "a" * 300, "a\0b", HOSTILE):
-            shown = "a long name" if len(name) > 100 else repr(name)
-            yield Bad("run directory", f"{command}: no run {shown}", lambda folder, c=command, n=name: [c, n])  # type: ignore[misc]
+    damaged = {f"{item[0][0]}: {name}": item for name, item in damaged_run_files().items()}
+    yield from each("run directory", damaged, on_run)
+    for name in ("nothing-here", "..", "a" * 300, "a\0b", HOSTILE):
+        shown = "a long name" if len(name) > 100 else repr(name)
+        commands = ("resume", "pause", "stop", "checkpoint", "scrub", "lanes", "trace")
+        yield from each("run directory", {f"{command}: no run {shown}": [command, name] for command in commands}, words)
 
 
 def _manifests() -> Iterator[Bad]:
-    for name, content in damaged_manifests().items():
+    def scrub(folder: Path, what: Any) -> list[str]:
+        return on_run(folder, (["scrub"], lambda run: put(run / "state" / "manifest.json", what)))
 
-        def make(folder: Path, content: bytes = content) -> list[str]:
-            (make_run(folder / "runs" / "r", RECIPE) / "state" / "manifest.json").write_bytes(content)
-            return ["scrub", "r"]
-
-        yield Bad("manifest", name, make)
-    for name, place in _odd_files().items():
-
-        def odd(folder: Path, place: Callable[[Path], object] = place) -> list[str]:
-            manifest = make_run(folder / "runs" / "r", RECIPE) / "state" / "manifest.json"
-            manifest.unlink()
-            place(manifest)
-            return ["scrub", "r"]
-
-        yield Bad("manifest", name, odd)
+    yield from each("manifest", damaged_manifests() | _odd_files(), scrub)
 
 
 def _places() -> Iterator[Bad]:
     def file(folder: Path) -> str:
-        (folder / "file").write_text("mine\n")
+        put(folder / "file", "mine\n")
         return "file"
 
     def full(folder: Path) -> str:
-        (folder / "full").mkdir()
-        (folder / "full" / "mine").write_text("mine\n")
+        put(folder / "full" / "mine", "mine\n")
         return "full"
 
     def loop(folder: Path) -> str:
@@ -563,30 +462,25 @@ def _places() -> Iterator[Bad]:
         "a name too long": lambda folder: "a" * 300,
         "a path too long": lambda folder: "a/" * 3000,
     }
-    for name, place in places.items():
-        yield Bad(
-            "places", f"--run-dir: {name}", lambda folder, p=place: ["train", tiny(folder), "--run-dir", p(folder)]
+    replaced = {name: place for name, place in places.items() if name in ("a file", "a loop of links")}
+    used: dict[str, Callable[[Path, str], list[str]]] = {
+        "--run-dir": lambda folder, place: ["train", tiny(folder), "--run-dir", place],
+        "probe --save": lambda folder, place: ["probe", "--save", f"{place}/x"],
+        "probe": lambda folder, place: ["probe", place, "--save", "x.json"],
+        "bench storage": lambda folder, place: ["bench", "storage", place],
+        "export": lambda folder, place: on_run(folder, (["export", place], unchanged)),
+        "trace --out": lambda folder, place: on_run(folder, (["trace", "-o", place], unchanged)),
+    }
+    for how, command in used.items():
+        found = dict(places)
+        if how in ("--run-dir", "export"):
+            found["a folder with a file"] = full
+        if how == "trace --out":  # a file is replaced, like any of that name
+            found = {name: place for name, place in places.items() if name not in replaced}
+            found |= {"a folder": full, "nothing": lambda folder: ""}
+        yield from each(
+            "places", found, lambda folder, place, command=command: command(folder, place(folder)), f"{how}: "
         )  # type: ignore[misc]
-        yield Bad("places", f"probe --save: {name}", lambda folder, p=place: ["probe", "--save", f"{p(folder)}/x"])  # type: ignore[misc]
-        yield Bad("places", f"probe: {name}", lambda folder, p=place: ["probe", p(folder), "--save", "x.json"])  # type: ignore[misc]
-        yield Bad("places", f"bench storage: {name}", lambda folder, p=place: ["bench", "storage", p(folder)])  # type: ignore[misc]
-        if name not in ("a file", "a loop of links"):  # replaced, like any file of that name
-            yield Bad("places", f"trace --out: {name}", _out("trace", "-o", place))
-        yield Bad("places", f"export: {name}", _out("export", "", place))
-    yield Bad(
-        "places", "--run-dir: a folder with a file", lambda folder: ["train", tiny(folder), "--run-dir", full(folder)]
-    )
-    yield Bad("places", "export: a folder with a file", _out("export", "", full))
-    yield Bad("places", "trace --out: a folder", _out("trace", "-o", full))
-    yield Bad("places", "trace --out: nothing", _out("trace", "-o", lambda folder: ""))
-
-
-def _out(command: str, option: str, place: Callable[[Path], str]) -> Callable[[Path], list[str]]:
-    def make(folder: Path) -> list[str]:
-        make_run(folder / "runs" / "r", RECIPE)
-        return [command, "r", *([option] if option else []), place(folder)]
-
-    return make
 
 
 def _machines() -> Iterator[Bad]:
@@ -594,8 +488,6 @@ def _machines() -> Iterator[Bad]:
 
     good = GENERIC.to_json()
     values: dict[str, Any] = {
-        "a list": [],
-        "null": None,
         "no version": {"name": "x"},
         "another version": good | {"version": 99},
         "a version that is a list": good | {"version": []},
@@ -611,24 +503,12 @@ def _machines() -> Iterator[Bad]:
     for name in ("cores", "gpu_bytes", "ram_bytes", "matmul_flops", "h2d_bytes_per_s", "duplex_share"):
         for value in (-1, None, "fast", [], True, float("nan"), 10**30 if name.endswith("_bytes") else float("inf")):
             values[f"{name} {value!r}"] = good | {name: value}
-    texts: dict[str, bytes | str] = {name: json.dumps(value) for name, value in values.items()} | {
-        "empty": "",
-        "torn": '{"version": 1',
-        "deep lists": "[" * DEEP,
-        "not UTF-8": b"\xff",
-        "half a character": json.dumps(good | {"name": "\ud800"}),
-    }
-    for name, content in texts.items():
-
-        def make(folder: Path, content: bytes | str = content) -> list[str]:
-            (folder / "m.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-            return ["plan", tiny(folder), "--machine", "m.json"]
-
-        yield Bad("machine profile", name, make)
-    for name in ("rtx9090", "", "/", "a\0b", "a" * 5000, HOSTILE):
-        if name:
-            shown = repr(name) if len(name) < 100 else "a long name"
-            yield Bad("machine profile", f"no machine {shown}", lambda f, n=name: ["plan", tiny(f), "--machine", n])  # type: ignore[misc]
+    values["half a character"] = good | {"name": "\ud800"}
+    texts = NO_OBJECT | {name: json.dumps(value) for name, value in values.items()}
+    names = {"a long name": "a" * 5000} | {repr(name): name for name in ("rtx9090", "/", "a\0b", HOSTILE)}
+    named = {name: ["plan", "tiny.py", "--machine", machine] for name, machine in names.items()}
+    yield from each("machine profile", texts, given("m.json", "plan", "tiny.py", "--machine", "m.json"))
+    yield from each("machine profile", named, words, "no machine ")
 
 
 def _arguments() -> Iterator[Bad]:
@@ -637,14 +517,6 @@ def _arguments() -> Iterator[Bad]:
         "export": 2, "trace": 1, "runs": 0, "probe": 0, "bench step": 0, "bench memory": 0, "bench attention": 0,
         "bench storage": 1, "bench plan": 0, "bench planned": 0,
     }  # fmt: skip
-    for command, required in commands.items():
-        words = command.split()
-        yield Bad("arguments", f"{command} --nonsense", lambda f, w=words: [*w, "--nonsense"], usage=True)  # type: ignore[misc]
-        if required:
-            yield Bad("arguments", f"{command} without its argument", lambda f, w=words: w, usage=True)  # type: ignore[misc]
-        if command not in ("probe", "bench storage"):
-            many = ["x"] * (required + 2)
-            yield Bad("arguments", f"{command} with too many", lambda f, w=words, m=many: [*w, *m], usage=True)  # type: ignore[misc]
     usages: dict[str, list[str]] = {
         "an unknown command": ["nonsense"],
         "an unknown bench": ["bench", "nonsense"],
@@ -656,69 +528,23 @@ def _arguments() -> Iterator[Bad]:
         "tokens that are words": ["bench", "attention", "--tokens", "many"],
         "a limit that is a word": ["bench", "plan", "--time-limit", "soon"],
     }
-    for name, arguments in usages.items():
-        yield Bad("arguments", name, lambda f, a=arguments: a, usage=True)  # type: ignore[misc]
+    for command, required in commands.items():
+        usages[f"{command} --nonsense"] = [*command.split(), "--nonsense"]
+        if required:
+            usages[f"{command} without its argument"] = command.split()
+        if command not in ("probe", "bench storage"):
+            usages[f"{command} with too many"] = [*command.split(), *["x"] * (required + 2)]
+    yield from each("arguments", usages, words, usage=True)
+    steps = {}
     for text in ("5", "5:", ":5", "a:b", "1:2:3", "²:³", "-1:5", "1.5:2", "9" * 5000 + ":1", "٣:٤", HOSTILE, ""):
         shown = repr(text) if len(text) < 100 else "digits"
-        for command in ("lanes", "trace"):
-            if text or command == "trace":
-                yield Bad("arguments", f"{command} --steps {shown}", _steps(command, text))
+        for command in ("lanes", "trace") if text else ("trace",):
+            steps[f"{command} --steps {shown}"] = ([command, "--steps", text], unchanged)
+    yield from each("arguments", steps, on_run)
+    others = {"half a character": ["train", "\udcff.py"]}
     for option in ("--size", "--chunk"):
         for text in ("0", "-1", "big", "9" * 30, "nan"):
-            yield Bad(
-                "arguments",
-                f"bench storage {option} {text}",
-                lambda f, o=option, t=text: ["bench", "storage", ".", o, t],
-            )  # type: ignore[misc]
+            others[f"bench storage {option} {text}"] = ["bench", "storage", ".", option, text]
     for name in ("nonsense", "gpu,nonsense", ","):
-        yield Bad("arguments", f"bench step --suite {name}", lambda f, n=name: ["bench", "step", "--suite", n])  # type: ignore[misc]
-    yield Bad("arguments", "half a character", lambda folder: ["train", "\udcff.py"])
-
-
-def _steps(command: str, text: str) -> Callable[[Path], list[str]]:
-    def make(folder: Path) -> list[str]:
-        make_run(folder / "runs" / "r", RECIPE)
-        return [command, "r", "--steps", text]
-
-    return make
-
-
-# ---------------------------------------------------------------- the page
-
-
-def write_page(page: Path) -> int:
-    """Run all inputs and write the table; the number of those that were not taken well."""
-    rows: dict[str, list[tuple[Bad, Outcome]]] = {}
-    failed = 0
-    for bad in catalogue():
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(bad, Path(folder))
-        rows.setdefault(bad.family, []).append((bad, found))
-        if wrong := faults(bad, found):
-            failed += 1
-            print(f"{bad.family}: {bad.name}: {', '.join(wrong)}\n    {found.err[-500:]}", file=sys.stderr)
-    lines = [
-        "# Bad inputs",
-        "",
-        "What each command makes of input that is damaged or hostile: `python tests/support/bad_inputs.py` runs the",
-        "catalogue (tests/app/test_bad_inputs_all.py) through the real command line and writes this page.",
-        "",
-        "| family | inputs | exit codes | tracebacks | examples |",
-        "|---|---|---|---|---|",
-    ]
-    for family, items in rows.items():
-        codes = Counter(found.code for _, found in items)
-        traces = sum("Traceback" in found.out + found.err for _, found in items)
-        examples = "; ".join(bad.name.replace("|", "/") for bad, _ in items[:: max(1, len(items) // 4)][:4])
-        shown = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
-        lines.append(
-            f"| {family} | {len(items)} | {shown} | {traces} | {examples.encode('ascii', 'replace').decode()} |"
-        )
-    total = sum(map(len, rows.values()))
-    lines += ["", f"{total} inputs; {failed} were not taken as promised: one message, nothing else written."]
-    page.write_text("\n".join(lines) + "\n")
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(min(1, write_page(Path(__file__).parents[2] / "docs" / "results" / "bad-inputs.md")))
+        others[f"bench step --suite {name}"] = ["bench", "step", "--suite", name]
+    yield from each("arguments", others, words)

@@ -19,6 +19,22 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 DEEP = 100_000
+NO_OBJECT: dict[str, bytes] = {
+    "empty": b"",
+    "a list": b"[]",
+    "null": b"null",
+    "no JSON": b"hello",
+    "torn": b'{"name": "x", ',
+    "two values": b'{"name": "x"} {}',
+    "deep lists": b"[" * DEEP,
+    "deep objects": b'{"a":' * DEEP,
+    "half a character": b'{"name": "\\ud800"}',
+    "not UTF-8": b'{"name": "\xff"}',
+    "UTF-16": '{"name": "x"}'.encode("utf-16"),
+    "digits": b'{"name": ' + b"9" * 5000 + b"}",
+    "zero bytes": bytes(100),
+}
+"""What stands in a file in place of the JSON object that is wanted."""
 CODE_1 = frozenset({"rope_parameters of an unknown type"})
 """Configs that `penstock check` refuses like an architecture that it cannot train."""
 
@@ -53,23 +69,15 @@ def damaged_configs() -> dict[str, bytes]:
     found: dict[str, bytes] = {name: json.dumps(CONFIG | change).encode() for name, change in changes.items()}
     text = json.dumps(CONFIG)
     found["deep in a field"] = (text[:-1] + ', "x": ' + "[" * 5000 + "]" * 5000 + "}").encode()
-    return found | {
-        "empty": b"",
-        "torn": text[:50].encode(),
-        "a list": b"[]",
-        "null": b"null",
+    specific = {
         "a number": b"5",
         "a text": b'"qwen3"',
         "no model type": b"{}",
-        "deep lists": b"[" * DEEP,
-        "deep objects": b'{"a":' * DEEP,
-        "not UTF-8": b'{"model_type": "\xff"}',
-        "UTF-16": text.encode("utf-16"),
         "half a character": (text[:-1] + ', "x": "\\ud800"}').encode(),
         "digits": (text[:-1] + ', "x": ' + "9" * 5000 + "}").encode(),
-        "zero bytes": b"\0" * 100,
         "more than is read": b" " * (17 << 20),
     }
+    return found | NO_OBJECT | specific
 
 
 def safetensors(header: Any, data: int = 0) -> bytes:
@@ -85,8 +93,6 @@ def tensor(begin: Any, end: Any, shape: Any = None, dtype: Any = "F32") -> dict[
 def damaged_headers() -> dict[str, bytes]:
     one = tensor(0, 8)
     items: dict[str, tuple[Any, int]] = {
-        "a list": ([], 0),
-        "null": (None, 0),
         "a tensor that is a number": ({"a": 5}, 0),
         "a tensor that is a list": ({"a": [0, 8]}, 8),
         "no dtype": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, 8),
@@ -124,17 +130,12 @@ def damaged_headers() -> dict[str, bytes]:
         "data behind the end": ({"a": one}, 16),
         "data that is torn": ({"a": one}, 7),
         "metadata that is a list": ({"__metadata__": [], "a": one}, 8),
-        "half a character": (b'{"\\ud800": {}}', 0),
         "a name twice": (b'{"a": %s, "a": %s}' % (json.dumps(one).encode(), json.dumps(one).encode()), 8),
         "a field twice": (b'{"a": {"dtype": "F32", "shape": [2], "shape": [2], "data_offsets": [0, 8]}}', 8),
-        "deep lists": (b"[" * DEEP, 0),
-        "deep objects": (b'{"a":' * DEEP, 0),
-        "no JSON": (b"hello", 0),
-        "not UTF-8": (b'{"\xff": 1}', 0),
-        "digits": (b'{"a": ' + b"9" * 5000 + b"}", 0),
         "tensors of another model": ({"a": one}, 8),
         "no tensors": ({}, 0),
     }
+    items |= {name: (text, 0) for name, text in NO_OBJECT.items()}
     return {name: safetensors(header, data) for name, (header, data) in items.items()} | {
         "empty": b"",
         "seven bytes": b"\1\0\0\0\0\0\0",
@@ -163,20 +164,17 @@ def damaged_indexes() -> dict[str, bytes]:
         "a shard without it": "a.safetensors",
     }
     found = {f"shard: {name}": json.dumps({"weight_map": {"w": shard}}).encode() for name, shard in shards.items()}
-    return found | {
-        "empty": b"",
-        "a list": b"[]",
+    specific = {
         "no map": b"{}",
         "a map that is a list": b'{"weight_map": []}',
         "a map that is null": b'{"weight_map": null}',
         "an empty map": b'{"weight_map": {}}',
         "a name twice": b'{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}',
-        "deep lists": b"[" * DEEP,
         "deep in the map": b'{"weight_map": ' + b'{"a":' * DEEP + b"}",
         "half a character": b'{"weight_map": {"\\ud800": "a.safetensors"}}',
-        "torn": b'{"weight_map": {"w": "a.safe',
         "not UTF-8": b'{"weight_map": {"\xff": "a.safetensors"}}',
     }
+    return found | NO_OBJECT | specific
 
 
 def damaged_tokenizers() -> dict[str, dict[str, bytes]]:
@@ -216,19 +214,9 @@ def damaged_tokenizers() -> dict[str, dict[str, bytes]]:
         "an unknown version": {"version": "99"},
     }
     found = {name: {"tokenizer.json": json.dumps(good | change).encode()} for name, change in changes.items()}
-    texts: dict[str, bytes] = {
-        "empty": b"",
-        "a list": b"[]",
-        "torn": b'{"version": "1.0", ',
-        "deep lists": b"[" * DEEP,
-        "deep objects": b'{"a":' * DEEP,
-        "half a character": b'{"version": "\\ud800"}',
-        "not UTF-8": b'{"version": "\xff"}',
-        "zero bytes": bytes(100),
-    }
-    found |= {f"tokenizer.json: {name}": {"tokenizer.json": content} for name, content in texts.items()}
+    found |= {f"tokenizer.json: {name}": {"tokenizer.json": content} for name, content in NO_OBJECT.items()}
     plain = json.dumps(good).encode()
-    configs: dict[str, bytes] = {f"tokenizer_config.json: {name}": content for name, content in texts.items()} | {
+    configs: dict[str, bytes] = {f"tokenizer_config.json: {name}": content for name, content in NO_OBJECT.items()} | {
         "an end of text that is a number": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": 5}',
         "an end of text that is a list": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ["a"]}',
         "an end of text that is an object": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"x": 1}}',

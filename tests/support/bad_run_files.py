@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bad_model_files import NO_OBJECT
+
 from storage.crc import checksum
 from storage.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
-DEEP = 100_000
 SPAN = {
     "lane": "compute",
     "op": "clip",
@@ -24,6 +25,15 @@ SPAN = {
     "bytes": 0,
     "step": 1,
 }
+
+
+OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, target: path.symlink_to(target),
+    "dangling link": lambda path, target: path.symlink_to(target.with_name("none")),
+    "pipe": lambda path, target: os.mkfifo(path),
+    "folder": lambda path, target: path.mkdir(),
+}
+"""What stands in place of a file, and leads to `target` if anywhere."""
 
 
 def manifest() -> Manifest:
@@ -52,20 +62,13 @@ def make_run(path: Path, recipe: str) -> Path:
     return path
 
 
+def unchanged(run: Path) -> None:
+    """A run's directory stays as it is."""
+
+
 def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]:
     """Name -> a command with its arguments behind the run's name, and what becomes of the run's directory."""
-    texts: dict[str, bytes] = {
-        "empty": b"",
-        "a list": b"[1]",
-        "null": b"null",
-        "deep lists": b"[" * DEEP,
-        "deep objects": b'{"a":' * DEEP,
-        "half a character": b'{"name": "\\ud800"}',
-        "not UTF-8": b'{"name": "\xff"}',
-        "torn": b'{"name": "tiny", ',
-        "zero bytes": bytes(50),
-        "escapes": b'{"name": "\\u001b]0;owned\\u0007"}',
-    }
+    texts = NO_OBJECT | {"escapes": b'{"name": "\\u001b]0;owned\\u0007"}'}
     found: dict[str, tuple[list[str], Callable[[Path], object]]] = {}
     commands = {"resume": [], "scrub": [], "export": ["out"]}
     for command, rest in commands.items():
@@ -79,21 +82,21 @@ def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]
         found[f"run.lock a pipe, {command}"] = ([command, *rest], _pipe("run.lock"))
         found[f"state a file, {command}"] = ([command, *rest], _file("state"))
         found[f"state gone, {command}"] = ([command, *rest], lambda path: shutil.rmtree(path / "state"))
-        found[f"chunk files gone, {command}"] = ([command, *rest], lambda path: None)
+        found[f"chunk files gone, {command}"] = ([command, *rest], unchanged)
     names = ("", ".", "..", "a/b", "../x", "a\0b", "a" * 300, "\x1b]0;owned\x07", "step-5", ".hidden", " ")
     for name in names:
         if name:
             shown = "long" if len(name) > 100 else repr(name)
-            found[f"a checkpoint of name {shown}"] = (["checkpoint", name], lambda path: None)
-            found[f"deleting a checkpoint of name {shown}"] = (["checkpoint", name, "--delete"], lambda path: None)
+            found[f"a checkpoint of name {shown}"] = (["checkpoint", name], unchanged)
+            found[f"deleting a checkpoint of name {shown}"] = (["checkpoint", name, "--delete"], unchanged)
             found[f"exporting a checkpoint of name {shown}"] = (
                 ["export", "out", "--checkpoint", name],
-                lambda path: None,
+                unchanged,
             )
     for setting in ("train.steps=0", "name=other", "model.num_layers=3", "data.seed=5", "train.lr=nan", "x=1"):
-        found[f"resume with {setting}"] = (["resume", "--set", setting], lambda path: None)
-    found["pausing what is over"] = (["pause"], lambda path: None)
-    found["stopping what is over"] = (["stop"], lambda path: None)
+        found[f"resume with {setting}"] = (["resume", "--set", setting], unchanged)
+    found["pausing what is over"] = (["pause"], unchanged)
+    found["stopping what is over"] = (["stop"], unchanged)
     return found
 
 
@@ -134,16 +137,7 @@ def signed(content: dict[str, Any]) -> bytes:
 
 def damaged_manifests() -> dict[str, bytes]:
     good = json.loads(manifest().encode())
-    found: dict[str, bytes] = {
-        "empty": b"",
-        "a list": b"[]",
-        "null": b"null",
-        "torn": manifest().encode()[:100],
-        "deep lists": b"[" * DEEP,
-        "deep objects": b'{"a":' * DEEP,
-        "half a character": b'{"format": "\\ud800"}',
-        "not UTF-8": b'{"format": "\xff"}',
-        "digits": b'{"format": ' + b"9" * 5000 + b"}",
+    found: dict[str, bytes] = NO_OBJECT | {
         "a flipped digit": manifest().encode().replace(b"4096", b"4097"),
         "no checksum": json.dumps({k: v for k, v in good.items() if k != "crc32c"}).encode(),
     }

@@ -1,7 +1,8 @@
-"""Subprocesses that run the real command line around a stand-in for the engine."""
+"""Subprocesses that run the real command line, around a stand-in for the engine or all of it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from app.cli import main
+from app.rundir import read_info
 
 REPOSITORY = Path(__file__).parents[2]
-FAKE_RUN = Path(__file__).with_name("fake_run.py")
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
+"""The command line around the stand-in."""
+REAL = (sys.executable, "-m", "app.cli")
 
 RECIPE = """
 from app.recipe import Recipe
@@ -32,14 +41,14 @@ def default_signals() -> None:
 class Cli:
     """Starts commands in a folder of their own, which holds the recipe tiny.py."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "tiny.py").write_text(RECIPE)
+    def __init__(self, folder: Path, recipe: str = RECIPE, program: tuple[str, ...] = FAKE) -> None:
+        self.folder, self.program = folder, program
+        (folder / "tiny.py").write_text(recipe)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
         return subprocess.Popen(
-            [sys.executable, str(FAKE_RUN), *arguments],
+            [*self.program, *arguments],
             cwd=self.folder,
             env=os.environ | paths | environment,
             stdout=subprocess.PIPE,
@@ -48,10 +57,48 @@ class Cli:
             preexec_fn=default_signals,
         )
 
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    def run(self, *arguments: str, code: int = 0, **environment: str) -> Done:
+        """A command that ends with that exit code."""
+        return done(self.start(*arguments, **environment), code)
+
+    def begin(self, steps: int = 5, **environment: str) -> tuple[Path, subprocess.Popen[str]]:
+        """The run directory `out`, and the process that has begun its steps."""
+        run = self.folder / "out"
+        process = self.start("train", "tiny.py", "--set", f"train.steps={steps}", "--run-dir", "out", **environment)
+        wait_until(lambda: read_info(run).state == "running")
+        return run, process
+
+
+class Done(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+def done(process: subprocess.Popen[str], code: int = 0) -> Done:
+    """What a process that ends with that exit code has printed."""
+    found = Done(*process.communicate(timeout=120))
+    assert process.returncode == code, found.stderr
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one message of a command that is refused, in this process."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert (error.count("\n"), error.count("Traceback")) == (1, 0)
+    return error
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file of a run."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of which a run has metrics."""
+    return [line["step"] for line in json_lines(run / "metrics.jsonl")]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -60,3 +107,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the other process did not get there"
         time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and not a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from recipe_texts import recipe_text
+
 REPOSITORY = Path(__file__).parents[2]
 
 RECIPE = '''"""A tiny model learns three files, state on all tiers.
@@ -19,33 +21,32 @@ NVMe   64 MB
 Model  none: random weights
 """
 
-from app.recipe import Recipe
-from engine.config import BudgetConfig, DataConfig, ModelConfig, StorageConfig, TrainConfig
-
-recipe = Recipe(
-    name="tiny",
-    model=ModelConfig(num_layers=3, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8),
-    data=DataConfig(source="text", path="corpus", tokenizer_vocab_size=300, sequence_length=64),
-    train=TrainConfig(steps=12, chunk_tokens=24, lr=1e-2, compile="off"),
-    budgets=BudgetConfig(gpu="512KiB", ram="1MiB", nvme="64MiB"),
-    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=5),
+'''
+RECIPE += recipe_text(
+    model={"num_layers": 3},
+    train={"steps": 12, "lr": 1e-2, "calibrate": True},
+    storage={"checkpoint_every": 5},
 )
-
+RECIPE += """
 if __name__ == "__main__":
     from app.cli import run_recipe
 
     run_recipe(__file__)
-'''
+"""
 
 
 def make_root(folder: Path) -> Path:
     """A folder with recipes/tiny.py and the corpus that it reads."""
     (folder / "recipes").mkdir(parents=True)
     (folder / "recipes" / "tiny.py").write_text(RECIPE)
+    make_corpus(folder)
+    return folder
+
+
+def make_corpus(folder: Path) -> None:
     (folder / "corpus").mkdir()
     for name in ("recipe", "rundir", "launch"):
         (folder / "corpus" / f"{name}.txt").write_text((REPOSITORY / "app" / f"{name}.py").read_text())
-    return folder
 
 
 def environment() -> dict[str, str]:

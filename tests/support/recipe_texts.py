@@ -1,0 +1,46 @@
+"""Recipe files of a tiny model, for tests that go through the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from engine.config import Recipe
+
+TINY: dict[str, dict[str, Any]] = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    },
+    "data": {"source": "text", "path": "corpus", "tokenizer_vocab_size": 300, "sequence_length": 64},
+    "train": {"steps": 1, "chunk_tokens": 24, "compile": "off", "device": "cpu", "calibrate": False},
+    "budgets": {"gpu": "512KiB", "ram": "1MiB", "nvme": "64MiB"},
+    "storage": {"part_bytes": "64KiB"},
+}
+"""A step on a folder `corpus` of texts, state on all tiers."""
+
+
+def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """TINY with `changes` of its sections' fields."""
+    return {name: TINY.get(name, {}) | changes.get(name, {}) for name in TINY | changes}
+
+
+def recipe_text(**changes: dict[str, Any]) -> str:
+    """`sections` as a Python file."""
+    classes = {field.name: field.type for field in dataclasses.fields(Recipe)}
+    lines = ["from app.recipe import Recipe", "from engine.config import *", "", "recipe = Recipe(", "    name='tiny',"]
+    for section, values in sections(**changes).items():
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        lines.append(f"    {section}={classes[section]}({given}),")
+    return "\n".join([*lines, ")", ""])
+
+
+def settings(**changes: dict[str, Any]) -> list[str]:
+    """`sections` as options that make another recipe as tiny."""
+    found = sections(**changes)
+    texts = [f"{section}.{name}={value}" for section, values in found.items() for name, value in values.items()]
+    return [word for text in texts for word in ("--set", text)]
