@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
+from system_calls import failing
 
 from storage.disk import (
     atomic_write,
@@ -41,10 +42,7 @@ def test_not_enough_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
 def test_file_systems_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(fd: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    failing(monkeypatch, ["fsync"], code)
     if code == errno.EINVAL:
         fsync_dir(tmp_path)
     else:
@@ -57,11 +55,7 @@ def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bo
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * 40_000)
     if not links:
-
-        def refuse(source: Path, target: Path) -> None:
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-        monkeypatch.setattr(os, "link", refuse)
+        failing(monkeypatch, ["link"], errno.EXDEV)
     assert link_or_copy(source, target) in ({"link"} if links else {"reflink", "copy"})
     assert target.read_bytes() == source.read_bytes()
     assert source.stat().st_nlink == 1 + links
@@ -80,24 +74,12 @@ def test_atomic_write_replaces(tmp_path: Path, content: str | bytes) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def full_disk(patch: pytest.MonkeyPatch, room_bytes: int = 0) -> None:
-    """Let every write after the first `room_bytes` fail."""
-    left, write = [room_bytes], os.write
-
-    def limited(fd: int, data: memoryview) -> int:
-        if not left[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        count = write(fd, data[: left[0]])
-        left[0] -= count
-        return count
-
-    patch.setattr(os, "write", limited)
-
-
 def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    full_disk(monkeypatch, 2)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
+    failing(monkeypatch, ["write"], errno.ENOSPC, first=1)  # two bytes are written before
     with pytest.raises(UserError, match=r"file: writing 3 bytes failed: No space left.*free some space"):
         atomic_write(path, "new")
     assert path.read_text() == "old"

@@ -1,18 +1,26 @@
 """Kill -9 of a process that writes and commits: the store always opens at a committed generation, bit for bit."""
 
-import multiprocessing
+import errno
+import itertools
 import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
-from nvme_state import SPECS, assert_holds, write_all
+from nvme_state import SPECS, advance, assert_holds, assert_whole, make, write_all
+from system_calls import CHANGING, before_calls, failing
 
 from storage import drives
+from storage.checkpoints import delete_checkpoint, list_checkpoints
+from storage.manifest import Manifest
 from storage.nvme import NvmeStore
 
 # System calls of one step: a chunk file is written by two pwritev (bytes, checksum); a commit syncs the 7 chunk files,
@@ -21,70 +29,62 @@ NUM_PARTS = sum(len(spec.parts()) for spec in SPECS)
 NUM_CALLS = 2 * NUM_PARTS + NUM_PARTS + len(SPECS) + 4
 
 
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Children forked from a clean process that has the imports: forking this one would inherit torch's threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
-    return context
-
-
 @pytest.fixture
 def root(workspace: Path) -> Path:
-    store = NvmeStore.create(workspace / "state", SPECS, budget_bytes=None)
-    write_all(store, 1)
-    store.commit({"step": 1})
-    store.close()
-    return store.root
+    make(workspace / "state", 1).close()
+    return workspace / "state"
 
 
 def _steps_until_killed(root: Path, ready: Event) -> None:
     store = NvmeStore.open(root)
     ready.set()
-    step = store.meta["step"]
-    while True:
-        step += 1
-        write_all(store, step)
-        store.commit({"step": step})
+    for step in itertools.count(store.meta["step"] + 1):
+        advance(store, step)
 
 
-def _one_step_killed_at(root: Path, number: int) -> None:
-    """Do step 2 and kill the process in the place of its system call `number` (from 0) that changes the disk."""
+ACTIONS: dict[str, tuple[Callable[[NvmeStore], object], tuple[str, ...]]] = {
+    "commit": (lambda store: advance(store, 2), ("pwritev", "fsync", "replace")),
+    "checkpoint": (lambda store: store.checkpoint("new"), CHANGING),
+    "restore": (lambda store: store.restore("one"), CHANGING),
+    "delete": (lambda store: delete_checkpoint(store.root, "one"), CHANGING),
+}
+"""What is done, and the system calls that are counted."""
+
+
+def _act(root: Path, action: str, number: int, links: bool) -> None:
+    """Do it, and kill the process in the place of its system call `number` (from 0) that changes the disk."""
     drives.WRITE_THREADS = 1  # one call after the other, so that the number names a place
+    act, names = ACTIONS[action]
+    patch = pytest.MonkeyPatch()
+    if not links:
+        failing(patch, ["link"], errno.EPERM)
+
+    def kill(count: int, name: str, args: Any) -> None:
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
     store = NvmeStore.open(root)
-    count = 0
-    real = {name: getattr(os, name) for name in ("pwritev", "fsync", "replace")}
+    before_calls(patch, names, kill)
+    act(store)
+    os._exit(0)
 
-    def counted(name: str):  # type: ignore[no-untyped-def]
-        def call(*args):  # type: ignore[no-untyped-def]
-            nonlocal count
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
-            count += 1
-            return real[name](*args)
 
-        return call
-
-    for name in real:
-        setattr(os, name, counted(name))
-    write_all(store, 2)
-    store.commit({"step": 2})
-    assert count == NUM_CALLS, count
+def is_killed(processes: ForkServerContext, *arguments: Any) -> bool:
+    """Run `_act`; whether it was killed before it was done."""
+    child = processes.Process(target=_act, args=arguments)
+    child.start()
+    child.join(30)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
 
 
 def test_killed_at_every_system_call_of_a_step(root: Path, processes: ForkServerContext) -> None:
     outcomes = []
-    for number in range(NUM_CALLS + 1):
-        child = processes.Process(target=_one_step_killed_at, args=(root, number))
-        child.start()
-        child.join(30)
-        assert child.exitcode == (0 if number == NUM_CALLS else -signal.SIGKILL)
-        store = NvmeStore.open(root)
-        step = store.meta["step"]
-        store.verify()
-        assert_holds(store, step)
-        store.close()
+    for number in range(NUM_CALLS):
+        assert is_killed(processes, root, "commit", number, True)
+        step = Manifest.read(root).meta["step"]
+        assert_whole(root, step)
         outcomes.append(step)
         if step == 2:
             break
@@ -107,12 +107,8 @@ def test_killed_at_random_moments(root: Path, processes: ForkServerContext) -> N
         child.kill()
         child.join()
         assert child.exitcode == -signal.SIGKILL
-        store = NvmeStore.open(root)
-        steps.append(store.meta["step"])
-        assert store.generation == steps[-1]
-        store.verify()
-        assert_holds(store, steps[-1])
-        store.close()
+        steps.append(Manifest.read(root).meta["step"])
+        assert_whole(root, steps[-1], generation=steps[-1])
     assert steps == sorted(steps)
     assert steps[-1] > 1, "no commit was reached: the children were killed too early to test anything"
 
@@ -122,18 +118,11 @@ def test_everything_is_durable_before_the_manifest_moves(root: Path, monkeypatch
     store = NvmeStore.open(root)
     write_all(store, 2)
     calls: list[tuple[str, str]] = []
-    fsync, replace = os.fsync, os.replace
 
-    def synced(fd: int) -> None:
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
+    def note(number: int, name: str, args: Any) -> None:
+        calls.append((name, str(args[1]) if name == "replace" else os.readlink(f"/proc/self/fd/{args[0]}")))
 
-    def replaced(src: Path, dst: Path) -> None:
-        calls.append(("replace", str(dst)))
-        replace(src, dst)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", replaced)
+    before_calls(monkeypatch, ("fsync", "replace"), note)
     store.commit({"step": 2})
     moved = calls.index(("replace", f"{root}/manifest.json"))
     before = {path for call, path in calls[:moved] if call == "fsync"}
@@ -145,3 +134,39 @@ def test_everything_is_durable_before_the_manifest_moves(root: Path, monkeypatch
     last_file = max(calls.index(("fsync", path)) for path in files)
     assert last_file < min(calls.index(("fsync", path)) for path in folders)
     store.close()
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("action", ["checkpoint", "restore", "delete"])
+def test_killed_in_the_middle(workspace: Path, processes: ForkServerContext, action: str, links: bool) -> None:
+    """Generation 3, checkpoint 'one' of step 1: whatever the moment, both or their successors are whole."""
+    base = workspace / "base"
+    with closing(make(base, 1, drives=[base, base / "b"])) as store:
+        store.checkpoint("one")
+        advance(store, 2, 3)
+    number, killed, outcomes = 0, True, set()
+    while killed:
+        root = workspace / f"state{number}"
+        shutil.copytree(base, root)
+        killed = is_killed(processes, root, action, number, links)
+        with closing(NvmeStore.open(root)) as store:
+            step = store.meta["step"]
+            assert (store.generation, step) in ((3, 3), (4, 1))
+            assert_holds(store, step)
+            store.verify()
+            kept = {info.name: 3 if info.name == "new" else 1 for info in list_checkpoints(root)}
+            outcomes.add((step, *kept))
+            assert {path.name for drive in store.drives for path in drive.glob("checkpoints/*")} == set(kept)
+            if number % 2 == 0:
+                advance(store, 8, 9)
+                assert_holds(store, 9)
+        for name, step in kept.items():
+            assert_whole(root / "checkpoints" / name, step)
+        shutil.rmtree(root)
+        number += 11
+    expected = {
+        "checkpoint": {(3, "one"), (3, "one", "new")},
+        "restore": {(3, "one"), (1, "one")},
+        "delete": {(3, "one"), (3,)},
+    }
+    assert outcomes == expected[action]
