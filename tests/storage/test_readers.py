@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reader_checks as checks
 import torch
+from system_calls import refuse_direct
 
 from storage import chunk, readers
 from storage.errors import UserError
@@ -95,15 +96,8 @@ def test_tensorstore_sees_an_array_made_anew(tmp_path: Path) -> None:
 
 
 def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse_direct(path, flags, *args, **kwargs):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *args, **kwargs)
-
     files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
-    monkeypatch.setattr(os, "open", refuse_direct)
+    refuse_direct(monkeypatch)
     for reader in (DirectReader(), TensorstoreReader()):
         out = torch.empty(checks.PART_BYTES, dtype=torch.uint8)
         reader.read(files.path(0), out, files.form, files.crc(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -62,6 +63,18 @@ def failing(
             raise OSError(code, os.strerror(code), args[0] if isinstance(args[0], str) else None)
 
     return before_calls(patch, names, act)
+
+
+def refuse_direct(patch: pytest.MonkeyPatch) -> None:
+    """As a file system without direct I/O."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return real(path, flags, *args, **kwargs)
+
+    patch.setattr(os, "open", refuse)
 
 
 def said_by(act: Callable[[], object]) -> str | None:
