@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import real_runs
+from textual.pilot import Pilot
+
+from tui.app import PenstockApp
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +52,17 @@ def root(made_runs: Path, tmp_path: Path) -> Path:
 def first(root: Path) -> Path:
     """The finished run of 12 steps."""
     return root / "runs" / "first"
+
+
+@pytest.fixture
+async def pilot(root: Path) -> AsyncIterator[Pilot[None]]:
+    """Of the application on `root`, at home."""
+    async with PenstockApp(root).run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        yield pilot
+
+
+@pytest.fixture
+def app(pilot: Pilot[None]) -> PenstockApp:
+    assert isinstance(pilot.app, PenstockApp)
+    return pilot.app
