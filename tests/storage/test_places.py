@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import random
 import re
 import resource
 import shlex
@@ -18,44 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from nvme_state import advance, assert_holds, assert_sound, assert_whole, make
-from samples import samples
-from system_calls import CHANGING, failing, said_by
 
-from storage.checkpoints import checkpoint_names
 from storage.errors import UserError
 from storage.nvme import NvmeStore
-
-MOMENTS = samples(4, 12)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("drives", [["root"], ["a", "b"]], ids=["one drive", "two drives"])
-def test_a_disk_that_turns_read_only_in_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drives: list[str]
-) -> None:
-    """As ext4 does after an error: not even what was begun can be removed; nothing that is listed lacks a file."""
-    folders = [tmp_path / name for name in drives]
-    make(tmp_path / "root", 1, drives=folders).close()
-    rng, total = random.Random(0), 400
-    for moment in (0, *sorted(rng.sample(range(1, 90), MOMENTS))):
-        if moment >= total:
-            break
-        with closing(NvmeStore.open(tmp_path / "root")) as store:
-            with monkeypatch.context() as patch:
-                calls = failing(patch, set(CHANGING) - {"fsync"}, errno.EROFS, first=moment)
-                said = said_by(lambda store=store: store.checkpoint("kept"))
-            assert said is None or ("Read-only file system" in said and str(tmp_path) in said)
-            total = min(total, len(calls))
-        with closing(NvmeStore.open(tmp_path / "root")) as store:
-            assert_holds(store, 1)
-            names = checkpoint_names(tmp_path / "root")
-            for name in names:
-                assert_whole(tmp_path / "root/checkpoints" / name, 1)
-            if not names:
-                store.checkpoint("kept")  # what was begun is in nobody's way
-        shutil.rmtree(tmp_path / "root/checkpoints")
-        for folder in folders:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def test_a_drive_that_is_gone_when_a_checkpoint_looks_for_room(tmp_path: Path) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 from collections.abc import Callable, Iterable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
 
+from storage import drives
 from storage.errors import UserError
 
 CHANGING = (
@@ -84,3 +88,26 @@ def said_by(act: Callable[[], object]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def is_killed(
+    processes: ForkServerContext, act: Callable[[], object], number: int, names: Iterable[str] = CHANGING
+) -> bool:
+    """Act in a process that dies before its call `number` of these; whether it came to that."""
+    child = processes.Process(target=_act_and_die, args=(act, number, names))
+    child.start()
+    child.join(30)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def _act_and_die(act: Callable[[], object], number: int, names: Iterable[str]) -> None:
+    def kill(count: int, name: str, args: Any) -> None:
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    drives.WRITE_THREADS = 1  # one call after the other, so that the number names a place
+    before_calls(pytest.MonkeyPatch(), names, kill)
+    act()
+    os._exit(0)

@@ -34,6 +34,14 @@ def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A root with recipes and no run."""
+    folder, recipes = tmp_path / "root", real_runs.REPOSITORY / "recipes"
+    shutil.copytree(recipes, folder / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture
 def root(made_runs: Path, tmp_path: Path) -> Path:
     """A root of the test's own: finished runs `first` and `second`, and `crashed`, which a kill ended in step 9."""
     root = tmp_path / "root"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import real_runs
 from textual.pilot import Pilot
 
 from app.rows import ASCII, plain
@@ -111,13 +112,12 @@ async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
         file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
     shutil.rmtree(root / "runs/second")
     figures = app.screen.query_one("#figures", TableView)
-    for _ in range(40):
-        await pilot.pause(0.1)
-        found = {row[0]: row[1:] for row in figures.body}
-        if found["steps"][0] == "13" and found["state"][1] == "vanished":
-            break
-    assert found["steps"][0] == "13"
-    assert found["state"][1] == "vanished"
+
+    def found() -> tuple[str, str]:
+        rows = {row[0]: row[1:] for row in figures.body}
+        return rows["steps"][0], rows["state"][1]
+
+    await real_runs.until(lambda: found() == ("13", "vanished"), pilot.pause)
 
 
 async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -29,16 +28,8 @@ from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_
 from tui.widgets.form import Form
 from tui.widgets.plan_panel import PlanPanel, PlanSummary
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 120
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A root with recipes and no run."""
-    shutil.copytree(RECIPES, tmp_path / "root" / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "root"
 
 
 class Opened:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import real_runs
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
@@ -117,11 +118,7 @@ async def test_new_runs_appear_and_vanished_ones_go(app: PenstockApp, pilot: Pil
     await select(pilot, "first")
     shutil.copytree(root / "runs/first", root / "runs/third")
     shutil.rmtree(root / "runs/second")
-    for _ in range(40):
-        await pilot.pause(0.1)
-        if set(names(app, "runs")) == {"first", "third", "crashed"}:
-            break
-    assert set(names(app, "runs")) == {"first", "third", "crashed"}
+    await real_runs.until(lambda: set(names(app, "runs")) == {"first", "third", "crashed"}, pilot.pause)
     table = app.screen.query_one("#runs", DataTable)
     assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
 

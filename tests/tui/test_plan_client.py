@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import real_runs
 
 from engine.config import Recipe, TrainConfig
 from tui.data.plan_client import PlanClient, PlanState
@@ -28,9 +29,7 @@ class Watched(PlanClient):
         super().__init__(folder, lambda: self.seen.append(self.state), debounce_s=debounce_s, command=command)
 
     async def until(self, condition: Callable[[PlanState], bool]) -> PlanState:
-        async with asyncio.timeout(WAIT_S):
-            while not condition(self.state):
-                await asyncio.sleep(0.01)
+        await real_runs.until(lambda: condition(self.state))
         return self.state
 
     @property

@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from web_client import browser, is_gone, until, window
+from real_runs import until
+from web_client import browser, is_gone, window
 
 from tui.web import server as web_server
 from tui.web import window as web_window
