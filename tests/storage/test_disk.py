@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
+from obstacles import plant
 from system_calls import failing
 
 from storage.disk import (
@@ -86,25 +87,15 @@ def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link to a file", "pipe", "folder"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "folder"])
 def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_path: Path, kind: str) -> None:
     path, victim = tmp_path / "run" / "file", tmp_path / "victim"
     path.parent.mkdir()
     path.write_text("old")
     victim.write_text("not ours")
     planted = temporary_name(path)
-    match kind:
-        case "link":
-            planted.symlink_to(victim)
-        case "dangling link":
-            planted.symlink_to(tmp_path / "made")
-        case "hard link to a file":
-            planted.hardlink_to(victim)
-        case "pipe":
-            os.mkfifo(planted)
-        case "folder":
-            planted.mkdir()
-    if kind == "hard link to a file":  # looks like a file that a killed process left
+    plant(planted, kind, victim)
+    if kind == "hard link":  # looks like a file that a killed process left
         atomic_write(path, "new")
         assert path.read_text() == "new"
     else:
@@ -113,7 +104,7 @@ def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_p
         assert path.read_text() == "old"
         assert os.path.lexists(planted)
     assert victim.read_text() == "not ours"
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
@@ -129,10 +120,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_syncing_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, kind: str) -> None:
     (tmp_path / "target").write_text("")
-    if kind == "link":
-        (tmp_path / "file").symlink_to("target")
-    else:
-        os.mkfifo(tmp_path / "file")
+    plant(tmp_path / "file", kind, tmp_path / "target")
     with pytest.raises(OSError, match=r"Too many levels|Invalid argument"):
         fsync_file(tmp_path / "file")
 

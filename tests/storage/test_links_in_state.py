@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from nvme_state import assert_holds, assert_whole, make
+from obstacles import plant
 
 from storage.checkpoints import delete_checkpoint
 from storage.errors import UserError
@@ -53,10 +53,7 @@ def test_nothing_in_a_state_leads_elsewhere(tmp_path: Path, thesis: Path, place:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-    if obstacle == "link":
-        path.symlink_to(thesis / "0/c.0.0" if is_file else thesis)
-    else:
-        os.mkfifo(path)
+    plant(path, obstacle, thesis / "0/c.0.0" if is_file else thesis)
     before = {file: file.read_bytes() for file in thesis.rglob("*") if file.is_file()}
     with pytest.raises(UserError, match=rf"{path}|{root}"):
         NvmeStore.open(root)
