@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shlex
 import shutil
+import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_state import SPECS, advance, assert_holds, assert_whole, committed_files, make, read_all
+from nvme_state import SPECS, advance, assert_holds, assert_whole, committed_files, make, read_all, write_all
 from system_calls import before_calls
 
 from storage.checkpoints import checkpoint_folder, delete_checkpoint, list_checkpoints
@@ -77,10 +80,15 @@ def test_opening_for_reading_changes_nothing(tmp_path: Path, run: Path, drives: 
         with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .* generation 3 \(step 3\)"):
             NvmeStore.open(root, read_only=True)
     else:
-        with closing(NvmeStore.open(root, read_only=True)) as store:
+        with closing(NvmeStore.open(root, read_only=place != "checkpoint")) as store:  # which is only read in any case
             assert_holds(store, 2 if place == "checkpoint" else 3)
             store.verify()
-            for forbidden in (lambda: store.commit({}), lambda: store.checkpoint("x"), lambda: store.restore("two")):
+            for forbidden in (
+                lambda: write_all(store, 4),
+                lambda: store.commit({}),
+                lambda: store.checkpoint("x"),
+                lambda: store.restore("two"),
+            ):
                 with pytest.raises(AssertionError, match="opened for reading"):
                     forbidden()
     assert tree(*folders, times=True) == before
@@ -149,7 +157,24 @@ def test_a_new_run_in_the_place_of_a_moved_one(tmp_path: Path, run: Path, drives
     assert_whole(run, 2)
 
 
-def test_an_older_run_directory_put_back(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+def mend(pattern: str, message: str) -> None:
+    """Type the command that a message names."""
+    found = re.search(pattern, message, re.DOTALL)
+    assert found is not None
+    assert shlex.split(found[1])[0] in ("cp", "mkdir")
+    subprocess.run(["sh", "-c", found[1]], check=True, cwd="/")
+
+
+NEWER = r"newer generation: (cp .*)\. Nothing"
+UNLISTED = r"to list it: (mkdir .*); where"
+NAMES = ["run", "a b", "it's", 'a"b', "$(touch pwned)", "new\nline", "ümlaut 🚰", "-rf", "x" * 200]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_older_run_directory_put_back(tmp_path: Path, name: str) -> None:
+    """What the messages say mends it, whatever the names."""
+    run, drives = tmp_path / name / "state", [tmp_path / "drives" / name, tmp_path / "b"]
+    make(run, 1, 2, drives=drives).close()
     backup = shutil.copytree(run, tmp_path / "backup")
     with closing(NvmeStore.open(run)) as store:
         advance(store, 3, 4)
@@ -162,13 +187,12 @@ def test_an_older_run_directory_put_back(tmp_path: Path, run: Path, drives: list
         with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .*5 \(step 5\)") as caught:
             NvmeStore.open(run, read_only=read_only)
     assert tree(run, *drives) == before
-    command = str(caught.value).partition("newer generation: ")[2].partition(". Nothing")[0]
-    assert os.system(command) == 0
+    mend(NEWER, str(caught.value))
     with closing(NvmeStore.open(run)) as store:
         assert_holds(store, 5)
         said = [text for text in store.warnings if "a checkpoint that" in text]
     assert len(said) == len(drives)
-    assert os.system(said[0].partition("to list it: ")[2].partition("; where")[0]) == 0
+    mend(UNLISTED, said[0])
     with closing(NvmeStore.open(run)) as store:
         assert [info.name for info in list_checkpoints(run)] == ["four"]
         assert not [text for text in store.warnings if "a checkpoint that" in text]
@@ -189,7 +213,7 @@ def test_an_older_run_directory_put_back_after_a_drive_was_given_up(
     shutil.copytree(backup, run)
     with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .*3 \(step 3\)") as caught:
         NvmeStore.open(run, drives=drives)
-    assert os.system(str(caught.value).partition("newer generation: ")[2].partition(". Nothing")[0]) == 0
+    mend(NEWER, str(caught.value))
     assert_whole(run, 3, drives=drives)
 
 

@@ -182,19 +182,6 @@ def test_taken_and_unknown_names(store: NvmeStore) -> None:
         store.restore("x")
 
 
-def test_a_checkpoint_is_only_read(store: NvmeStore) -> None:
-    store.checkpoint("one")
-    before = {path: path.stat().st_mtime_ns for path in (store.root / "checkpoints").rglob("*")}
-    with closing(NvmeStore.open(store.root / "checkpoints/one")) as kept:
-        assert_holds(kept, 1)
-        with pytest.raises(AssertionError, match="opened for reading"):
-            kept.write("embed", "master", 0, content(SPECS[2], 2))
-        with pytest.raises(AssertionError, match="opened for reading"):
-            kept.commit({})
-    after = {path: path.stat().st_mtime_ns for path in (store.root / "checkpoints").rglob("*")}
-    assert {k: v for k, v in after.items() if k.is_file()} == {k: v for k, v in before.items() if k.is_file()}
-
-
 def test_no_room(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     advance(store, 2)
     need = int(GENERATION_BYTES * 1.05)
