@@ -1,18 +1,28 @@
+import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
-from nvme_state import SPECS, advance
+from nvme_state import make
 
 from storage import drives
 from storage.nvme import NvmeStore
 
 
+@pytest.fixture(scope="session")
+def processes() -> ForkServerContext:
+    """Children forked from a clean process that has the imports: forking this one would inherit torch's threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
+    return context
+
+
 @pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
-def third_generation(
+def store(
     tmp_path: Path, workspace: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NvmeStore]:
     """Generation 3 of a store, in slot 0; one call after the other, so that a number names a place.
@@ -21,8 +31,7 @@ def third_generation(
     """
     monkeypatch.setattr(drives, "WRITE_THREADS", 1)
     base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
-    store = NvmeStore.create(base / "state", SPECS, budget_bytes=None, drives=folders)
-    advance(store, 1, 2, 3)
+    store = make(base / "state", 1, 2, 3, drives=folders)
     yield store
     store.close()
 

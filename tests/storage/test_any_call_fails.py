@@ -1,57 +1,29 @@
-"""Every operation with one of its system calls failing, whichever it is: an error that names a path, nothing lost."""
+"""Every operation with one of its system calls failing, or being the last of its process: nothing is lost."""
 
 import errno
-import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
-from nvme_state import SPECS, advance, assert_holds
-from powercut import CHANGING
+from nvme_state import advance, assert_holds, assert_whole, make
 from samples import samples
+from system_calls import CHANGING, failing, is_killed, said_by
 
 from storage import drives as drives_module
 from storage.checkpoints import delete_checkpoint, list_checkpoints
-from storage.errors import UserError
 from storage.nvme import NvmeStore
 
 MOMENTS = samples(4, 10)
 """Calls of each operation that are made to fail, chosen at random; all of them were tried, which takes minutes."""
 
 
-@contextmanager
-def failing_call(number: int, code: int) -> Iterator[list[str]]:
-    """Call `number` (from 0) of those that change the disk fails with `code`; gives the names of the calls made."""
-    calls: list[str] = []
-    patch = pytest.MonkeyPatch()
-
-    def patched(name: str) -> Callable[..., Any]:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "open" and not args[1] & (os.O_CREAT | os.O_TRUNC):
-                return real(*args, **kwargs)
-            calls.append(name)
-            if len(calls) == number + 1:
-                raise OSError(code, os.strerror(code), args[0] if isinstance(args[0], str) else None)
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CHANGING:
-        patch.setattr(os, name, patched(name))
-    try:
-        yield calls
-    finally:
-        patch.undo()
-
-
 def _create(root: Path) -> None:
-    NvmeStore.create(root / "new", SPECS, budget_bytes=None, drives=[root / "new", root / "new2"]).close()
+    make(root / "new", drives=[root / "new", root / "new2"]).close()
 
 
 def _move(root: Path) -> None:
@@ -70,11 +42,8 @@ def _checkpoint(root: Path) -> None:
 
 
 def _copy(root: Path) -> None:
-    def refuse(source: Any, target: Any) -> None:
-        raise OSError(errno.EPERM, "no links")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "link", refuse)
+        failing(patch, ["link"], errno.EPERM)
         _checkpoint(root)
 
 
@@ -83,16 +52,14 @@ def _restore(root: Path) -> None:
         store.restore("one")
 
 
+def _restore_by_copies(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, ["link"], errno.EPERM)
+        _restore(root)
+
+
 def _delete(root: Path) -> None:
     delete_checkpoint(root, "one")
-
-
-def _error_of(act: Callable[[Path], None], root: Path) -> UserError | None:
-    try:
-        act(root)
-    except UserError as error:
-        return error
-    return None
 
 
 OPERATIONS: dict[str, tuple[Callable[[Path], None], set[int]]] = {
@@ -102,45 +69,61 @@ OPERATIONS: dict[str, tuple[Callable[[Path], None], set[int]]] = {
     "checkpoint": (_checkpoint, {3}),
     "checkpoint by copies": (_copy, {3}),
     "restore": (_restore, {3, 1}),
+    "restore by copies": (_restore_by_copies, {3, 1}),
     "delete": (_delete, {3}),
 }
 """The operation, and the steps that may be committed afterwards."""
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("how", ["it fails", "all fail from then on", "the process is killed"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_any_call_fails(workspace: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+def test_at_any_call(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, processes: ForkServerContext, operation: str, how: str
+) -> None:
+    """That all calls fail from one on, but syncs, is what ext4 does after an error."""
     monkeypatch.setattr(drives_module, "WRITE_THREADS", 1)
     act, steps = OPERATIONS[operation]
     base, root = workspace / "base", workspace / "state"
-    with closing(NvmeStore.create(base, SPECS, budget_bytes=None, drives=[base, base / "b"])) as store:
-        advance(store, 1)
+    with closing(make(base, 1, drives=[base, base / "b"])) as store:
         store.checkpoint("one")
         advance(store, 2, 3)
+    names = CHANGING if how == "it fails" else tuple(name for name in CHANGING if name != "fsync")
     shutil.copytree(base, root)
-    with failing_call(-1, 0) as calls:
+    with monkeypatch.context() as patch:
+        calls = failing(patch, names, 0, times=0)
         act(root)
-    count, rng, errors = len(calls), random.Random(operation), 0
+    count, rng, failed, outcomes = len(calls), random.Random(operation), 0, set()
     assert count >= 7
-    for number in sorted(rng.sample(range(count), min(count, MOMENTS))):
+    every_few, some = range(0, count + 17, 17), sorted(rng.sample(range(count), min(count, MOMENTS)))
+    for number in every_few if "killed" in how else some:
         shutil.rmtree(root)
         shutil.copytree(base, root)
-        with failing_call(number, rng.choice([errno.EIO, errno.ENOSPC])) as calls:
-            error = _error_of(act, root)
-        errors += error is not None
-        assert error is None or str(root) in str(error), (number, calls[number], error)
+        said = None
+        if "killed" in how:
+            failed += is_killed(processes, partial(act, root), number, names)
+        else:
+            once, code = how == "it fails", rng.choice([errno.EIO, errno.ENOSPC])
+            with monkeypatch.context() as patch:
+                failing(patch, names, code if once else errno.EROFS, first=number, times=1 if once else 10**9)
+                said = said_by(partial(act, root))
+            failed += said is not None
+            assert said is None or str(root) in said, (number, calls[number], said)
+            assert said is None or once or "Read-only file system" in said
         with closing(NvmeStore.open(root)) as store:
             step = store.meta["step"]
             assert step in steps
             assert_holds(store, step)
             store.verify()
-            for info in list_checkpoints(root):
-                with closing(NvmeStore.open(root / "checkpoints" / info.name)) as kept:
-                    assert_holds(kept, info.meta["step"])
+            kept = {info.name: info.meta["step"] for info in list_checkpoints(root)}
+            for name, kept_step in kept.items():
+                assert_whole(root / "checkpoints" / name, kept_step)
+            assert {path.name for drive in store.drives for path in drive.glob("checkpoints/*")} == set(kept)
             advance(store, 8, 9)
             assert_holds(store, 9)
-        if operation != "delete":
-            assert "one" in [info.name for info in list_checkpoints(root)]
-        if operation == "create":
-            _create(root)
-    assert errors >= MOMENTS // 3
+        outcomes.add((step, *kept))
+        assert operation == "delete" or "one" in kept
+        if not (kept.keys() - {"one"} or operation == "delete"):
+            act(root)  # what was begun is in nobody's way
+    assert failed >= MOMENTS // 3
+    assert "killed" not in how or operation == "create" or len(outcomes) > 1, outcomes

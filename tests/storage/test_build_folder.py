@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from obstacles import plant
 
 from storage.disk import build_folder
 from storage.errors import UserError
@@ -31,12 +32,9 @@ def test_nothing_is_written_or_deleted_through_a_link(tmp_path: Path, where: str
     place.parent.mkdir()
     target.mkdir()
     (target / "thesis.tex").write_text("not ours")
-    if kind == "file":
-        place.write_text("not ours")
-    else:
-        place.symlink_to(target if kind == "link" else tmp_path / "none")
+    plant(place, kind, target)
     with pytest.raises(UserError, match=f"{where}: is in the way.*move it away"), build_folder(place.with_name("made")):
         pass
     assert os.path.lexists(place)
     assert os.listdir(target) == ["thesis.tex"]
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "nothing").exists()

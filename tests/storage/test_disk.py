@@ -3,6 +3,8 @@ import os
 from pathlib import Path
 
 import pytest
+from obstacles import plant
+from system_calls import failing
 
 from storage.disk import (
     atomic_write,
@@ -41,10 +43,7 @@ def test_not_enough_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
 def test_file_systems_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(fd: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    failing(monkeypatch, ["fsync"], code)
     if code == errno.EINVAL:
         fsync_dir(tmp_path)
     else:
@@ -57,11 +56,7 @@ def test_link_or_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bo
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * 40_000)
     if not links:
-
-        def refuse(source: Path, target: Path) -> None:
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-        monkeypatch.setattr(os, "link", refuse)
+        failing(monkeypatch, ["link"], errno.EXDEV)
     assert link_or_copy(source, target) in ({"link"} if links else {"reflink", "copy"})
     assert target.read_bytes() == source.read_bytes()
     assert source.stat().st_nlink == 1 + links
@@ -80,49 +75,27 @@ def test_atomic_write_replaces(tmp_path: Path, content: str | bytes) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def full_disk(patch: pytest.MonkeyPatch, room_bytes: int = 0) -> None:
-    """Let every write after the first `room_bytes` fail."""
-    left, write = [room_bytes], os.write
-
-    def limited(fd: int, data: memoryview) -> int:
-        if not left[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        count = write(fd, data[: left[0]])
-        left[0] -= count
-        return count
-
-    patch.setattr(os, "write", limited)
-
-
 def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    full_disk(monkeypatch, 2)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
+    failing(monkeypatch, ["write"], errno.ENOSPC, first=1)  # two bytes are written before
     with pytest.raises(UserError, match=r"file: writing 3 bytes failed: No space left.*free some space"):
         atomic_write(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link to a file", "pipe", "folder"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "folder"])
 def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_path: Path, kind: str) -> None:
     path, victim = tmp_path / "run" / "file", tmp_path / "victim"
     path.parent.mkdir()
     path.write_text("old")
     victim.write_text("not ours")
     planted = temporary_name(path)
-    match kind:
-        case "link":
-            planted.symlink_to(victim)
-        case "dangling link":
-            planted.symlink_to(tmp_path / "made")
-        case "hard link to a file":
-            planted.hardlink_to(victim)
-        case "pipe":
-            os.mkfifo(planted)
-        case "folder":
-            planted.mkdir()
-    if kind == "hard link to a file":  # looks like a file that a killed process left
+    plant(planted, kind, victim)
+    if kind == "hard link":  # looks like a file that a killed process left
         atomic_write(path, "new")
         assert path.read_text() == "new"
     else:
@@ -131,7 +104,7 @@ def test_what_is_planted_under_the_temporary_name_is_never_written_through(tmp_p
         assert path.read_text() == "old"
         assert os.path.lexists(planted)
     assert victim.read_text() == "not ours"
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
@@ -147,10 +120,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_syncing_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, kind: str) -> None:
     (tmp_path / "target").write_text("")
-    if kind == "link":
-        (tmp_path / "file").symlink_to("target")
-    else:
-        os.mkfifo(tmp_path / "file")
+    plant(tmp_path / "file", kind, tmp_path / "target")
     with pytest.raises(OSError, match=r"Too many levels|Invalid argument"):
         fsync_file(tmp_path / "file")
 

@@ -5,57 +5,24 @@ disk and an unmounted drive are also real ones, on small file systems of their o
 """
 
 import errno
-import multiprocessing
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nvme_state import SPECS, advance, assert_holds, assert_sound, committed_files, content, read_all, write_all
+from nvme_state import SPECS, advance, assert_holds, assert_sound, committed_files, content, make, read_all, write_all
+from system_calls import failing
 
 from storage.arena import empty_aligned
 from storage.errors import UserError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
-
-Place = tuple[Path, list[Path]]
-
-
-@pytest.fixture
-def store(third_generation: NvmeStore) -> NvmeStore:
-    """Generation 3, on one drive and on two."""
-    return third_generation
-
-
-def write_aligned(store: NvmeStore, step: int) -> None:
-    """write_all with memory that direct I/O takes."""
-    for spec in store.arrays():
-        for part, (start, stop) in enumerate(spec.parts()):
-            memory = empty_aligned(stop - start, getattr(torch, spec.dtype))
-            store.write(spec.buffer, spec.kind, part, memory.copy_(content(spec, step)[start:stop])).result()
-
-
-class Failing:
-    """Makes a system call fail from its `first` call on, `times` times."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, code: int, first: int, times: int = 10**9):
-        self.calls, self.failed = 0, 0
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if first < self.calls <= first + times:
-                self.failed += 1
-                raise OSError(code, os.strerror(code))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, call)
-
 
 # ---------------------------------------------------------------- no space, broken drive: writes and commits
 
@@ -64,10 +31,10 @@ class Failing:
 @pytest.mark.parametrize("first", range(0, 14, 3))
 def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, first: int) -> None:
     with monkeypatch.context() as patch:
-        failing = Failing(patch, "pwritev", code, first)
+        calls = failing(patch, ["pwritev"], code, first=first)
         with pytest.raises(UserError, match=r"/c\.\d\.0: writing [\d,]+ bytes failed: ") as caught:
             write_all(store, 4)
-    assert failing.failed
+    assert len(calls) > first
     if code == errno.ENOSPC:
         assert "No space left on device; free some space on this disk" in str(caught.value)
     assert store.generation == 3
@@ -88,7 +55,7 @@ def test_a_write_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: 
 def test_a_sync_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int, first: int) -> None:
     write_all(store, 4)
     with monkeypatch.context() as patch:
-        Failing(patch, "fsync", code, first, times=1)
+        failing(patch, ["fsync"], code, first=first, times=1)
         with pytest.raises(UserError, match=rf"{store.root.parent}/.*: syncing failed: {os.strerror(code)}"):
             store.commit({"step": 4})
     # The kernel says it once; the second time it would lie.
@@ -110,7 +77,7 @@ def test_the_manifest_cannot_be_written(
     num_syncs = 7 + len({path.parent for path in committed_files(store)})
     with monkeypatch.context() as patch:
         first = {"write": 0, "replace": 0, "fsync": num_syncs, "fsync of the folder": num_syncs + 1}[call]
-        Failing(patch, call.split()[0], code, first, times=1)
+        failing(patch, [call.split()[0]], code, first=first, times=1)
         message = rf"manifest\.json: writing the manifest of generation 4 failed: {os.strerror(code)}"
         with pytest.raises(UserError, match=message):
             store.commit({"step": 4})
@@ -132,16 +99,9 @@ def test_the_manifest_cannot_be_written(
 
 
 def test_no_file_can_be_made(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_CREAT:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, flags, *args, **kwargs)
-
     write_all(store, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        failing(patch, ["open"], errno.ENOSPC)
         with pytest.raises(UserError, match=r"manifest\.json: writing the manifest of generation 4 failed: No space"):
             store.commit({"step": 4})
         with pytest.raises(UserError, match=r"c\.0\.0: writing 20,480 bytes failed: No space"):
@@ -158,7 +118,7 @@ def test_no_file_can_be_made(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("first", [0, 1, 3, 6])
 def test_a_read_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     with monkeypatch.context() as patch:
-        Failing(patch, "preadv", errno.EIO, first)
+        failing(patch, ["preadv"], errno.EIO, first=first)
         message = r"/c\.\d\.0: reading [\d,]+ bytes of generation 3 failed: Input/output error; check the disk"
         with pytest.raises(UserError, match=message):
             assert_holds(store, 3)
@@ -171,49 +131,37 @@ def test_a_read_fails(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, first: 
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("most", [1, 4096, 8192])
-def test_short_writes(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, aligned: bool, most: int) -> None:
-    """The kernel may take less than it was given; with direct I/O whole blocks."""
+@pytest.mark.parametrize(
+    ("call", "most"), [(call, most) for call in ("pwritev", "preadv") for most in (512, 4096, 8192, 12288)]
+)
+def test_short_calls(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, call: str, aligned: bool, most: int) -> None:
+    """The kernel may take or give less than it was asked to; with direct I/O whole blocks."""
     if aligned and most < 4096:
-        pytest.skip("a direct write takes whole blocks")
-    real, shortened = os.pwritev, 0
-    most = max(most, 512)
+        pytest.skip("direct I/O moves whole blocks")
+    real, shortened = getattr(os, call), 0
 
     def short(fd: int, views: list[memoryview], offset: int) -> int:
         nonlocal shortened
         shortened += sum(map(len, views)) > most
-        return real(fd, [views[0][:most]], offset)
+        return int(real(fd, [views[0][:most]], offset))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", short)
-        (write_aligned if aligned else write_all)(store, 4)
-    assert shortened >= 2
-    store.commit({"step": 4})
+        patch.setattr(os, call, short)
+        for spec in store.arrays():
+            for part, (start, stop) in enumerate(spec.parts()):
+                dtype = getattr(torch, spec.dtype)
+                memory = empty_aligned(stop - start, dtype) if aligned else torch.empty(stop - start, dtype=dtype)
+                if call == "preadv":
+                    store.read(spec.buffer, spec.kind, part, memory).result()
+                    assert torch.equal(memory, content(spec, 3)[start:stop])
+                else:
+                    store.write(spec.buffer, spec.kind, part, memory.copy_(content(spec, 4)[start:stop])).result()
+        assert shortened >= 2
+        store.verify()
+    if call == "pwritev":
+        store.commit({"step": 4})
     store.close()
-    assert_sound(store.root, 4)
-
-
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("most", [512, 4096, 12288])
-def test_short_reads(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, aligned: bool, most: int) -> None:
-    if aligned and most < 4096:
-        pytest.skip("a direct read gives whole blocks")
-    real, shortened = os.preadv, 0
-
-    def short(fd: int, views: list[memoryview], offset: int) -> int:
-        nonlocal shortened
-        shortened += sum(map(len, views)) > most
-        return real(fd, [views[0][:most]], offset)
-
-    monkeypatch.setattr(os, "preadv", short)
-    for spec in store.arrays():
-        for part, (start, stop) in enumerate(spec.parts()):
-            dtype = getattr(torch, spec.dtype)
-            out = empty_aligned(stop - start, dtype) if aligned else torch.empty(stop - start, dtype=dtype)
-            store.read(spec.buffer, spec.kind, part, out).result()
-            assert torch.equal(out, content(spec, 3)[start:stop])
-    assert shortened >= 2
-    store.verify()
+    assert_sound(store.root, 4 if call == "pwritev" else 3)
 
 
 def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +177,14 @@ def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.Monkey
 def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
     with monkeypatch.context() as patch:
-        Failing(patch, "pwrite", code, 1)
+        failing(patch, ["pwrite"], code, first=1)
         with pytest.raises(
             UserError, match=rf"spill/k: writing 9,000 bytes of activations failed: {os.strerror(code)}"
         ):
             store.spill("k", data).result()
     store.spill("l", data).result()
     with monkeypatch.context() as patch:
-        Failing(patch, "preadv", code, 1)
+        failing(patch, ["preadv"], code, first=1)
         with pytest.raises(
             UserError, match=rf"spill/l: reading 9,000 bytes of activations failed: {os.strerror(code)}"
         ):
@@ -297,8 +245,9 @@ def test_a_drive_is_gone_at_opening(store: NvmeStore, how: str) -> None:
         if drive == store.root
         else "part of generation 3.*is it mounted"
     )
-    with pytest.raises(UserError, match=rf"{drive}.*({expected})"):
-        NvmeStore.open(store.root)
+    for given in (None, store.drives):
+        with pytest.raises(UserError, match=rf"{drive}.*({expected})"):
+            NvmeStore.open(store.root, drives=given)
     if how == "empty mount point":
         assert list(drive.iterdir()) == []
         drive.rmdir()
@@ -320,15 +269,15 @@ def _try_to_open(root: Path, answers: Any) -> None:
             answers.put(str(error))
 
 
-def test_two_processes(store: NvmeStore) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
-    answers = context.Queue()
-    child = context.Process(target=_try_to_open, args=(store.root, answers))
+def test_two_processes(store: NvmeStore, processes: ForkServerContext) -> None:
+    (store.root / "scratch").mkdir()
+    answers = processes.Queue()
+    child = processes.Process(target=_try_to_open, args=(store.root, answers))
     child.start()
     found = [answers.get(timeout=60), answers.get(timeout=60)]
     child.join()
     assert found == [f"{store.root}: in use by another process; wait until it ends, or stop it"] * 2
+    assert (store.root / "scratch").exists()
     advance(store, 4)
     assert_holds(store, 4)
     store.close()
@@ -423,34 +372,27 @@ def test_a_full_file_system(tmp_path: Path, kind: str, moment: str) -> None:
         store.close()
 
 
-def test_an_unmounted_drive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_unmounted_drive(tmp_path: Path, is_open: bool) -> None:
     root, place = tmp_path / "state", tmp_path / "mnt"
     with mounted("ext4", place, 8 << 20) as mount:
-        store = NvmeStore.create(root, SPECS, budget_bytes=None, drives=[tmp_path / "a", place])
+        store = make(root, 1, 2, 3, drives=[tmp_path / "a", place])
         assert not any("one device" in warning for warning in store.warnings)
-        advance(store, 1, 2, 3)
-        store.close()
-        subprocess.run(["umount", str(place)], check=True)
-        for given in (None, [tmp_path / "a", place]):
-            with pytest.raises(UserError, match=rf"{place}: this drive holds part of generation 3.*is it mounted"):
-                NvmeStore.open(root, drives=given)
-        assert list(place.iterdir()) == []
-        mount()
-        assert_sound(root, 3)
-
-
-def test_an_unmounted_drive_while_open(tmp_path: Path) -> None:
-    root, place = tmp_path / "state", tmp_path / "mnt"
-    with mounted("ext4", place, 8 << 20) as mount:
-        store = NvmeStore.create(root, SPECS, budget_bytes=None, drives=[tmp_path / "a", place])
-        advance(store, 1, 2, 3)
-        subprocess.run(["umount", "-l", str(place)], check=True)
-        with pytest.raises(UserError, match=rf"{place}/.*is the drive still mounted"):
-            write_all(store, 4)
-        with pytest.raises(
-            UserError, match=rf"{place}/.*\(generation 3\): the file is missing and so is its folder: is the drive"
-        ):
-            store.verify()
-        store.close()
+        if is_open:
+            subprocess.run(["umount", "-l", str(place)], check=True)
+            with pytest.raises(UserError, match=rf"{place}/.*is the drive still mounted"):
+                write_all(store, 4)
+            with pytest.raises(
+                UserError, match=rf"{place}/.*\(generation 3\): the file is missing and so is its folder: is the drive"
+            ):
+                store.verify()
+            store.close()
+        else:
+            store.close()
+            subprocess.run(["umount", str(place)], check=True)
+            for given in (None, [tmp_path / "a", place]):
+                with pytest.raises(UserError, match=rf"{place}: this drive holds part of generation 3.*is it mounted"):
+                    NvmeStore.open(root, drives=given)
+            assert list(place.iterdir()) == []
         mount()
         assert_sound(root, 3)

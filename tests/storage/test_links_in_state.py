@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from nvme_state import SPECS, advance, assert_holds
+from nvme_state import assert_holds, assert_whole, make
+from obstacles import plant
 
 from storage.checkpoints import delete_checkpoint
 from storage.errors import UserError
@@ -31,14 +30,6 @@ PLACES = [
 ]
 
 
-def link(path: Path, target: Path) -> None:
-    path.symlink_to(target)
-
-
-def pipe(path: Path, target: Path) -> None:
-    os.mkfifo(path)
-
-
 @pytest.fixture
 def thesis(tmp_path: Path) -> Path:
     """A folder of the user's, which looks like part of a state."""
@@ -50,14 +41,11 @@ def thesis(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("obstacle", [link, pipe])
+@pytest.mark.parametrize("obstacle", ["link", "pipe"])
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_in_a_state_leads_elsewhere(
-    tmp_path: Path, thesis: Path, place: str, obstacle: Callable[[Path, Path], None]
-) -> None:
+def test_nothing_in_a_state_leads_elsewhere(tmp_path: Path, thesis: Path, place: str, obstacle: str) -> None:
     root = tmp_path / "state"
-    with closing(NvmeStore.create(root, SPECS, budget_bytes=None)) as store:
-        advance(store, 1, 2)
+    with closing(make(root, 1, 2)) as store:
         store.checkpoint("one")
     path = root / place
     is_file = path.is_file()
@@ -65,8 +53,7 @@ def test_nothing_in_a_state_leads_elsewhere(
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-    target = thesis / "0/c.0.0" if is_file else thesis
-    obstacle(path, target)
+    plant(path, obstacle, thesis / "0/c.0.0" if is_file else thesis)
     before = {file: file.read_bytes() for file in thesis.rglob("*") if file.is_file()}
     with pytest.raises(UserError, match=rf"{path}|{root}"):
         NvmeStore.open(root)
@@ -82,13 +69,10 @@ def test_nothing_in_a_state_leads_elsewhere(
 def test_a_checkpoint_that_is_another_runs(tmp_path: Path) -> None:
     """A link in the place of a checkpoint's folder: deleting it would delete the other run's."""
     for name in ("mine", "other"):
-        with closing(NvmeStore.create(tmp_path / name, SPECS, budget_bytes=None)) as store:
-            advance(store, 1)
+        with closing(make(tmp_path / name, 1)) as store:
             store.checkpoint("one")
     shutil.rmtree(tmp_path / "mine/checkpoints/one")
     (tmp_path / "mine/checkpoints/one").symlink_to(tmp_path / "other/checkpoints/one")
     with pytest.raises(UserError, match="mine/checkpoints/one: is a link, and state has neither"):
         delete_checkpoint(tmp_path / "mine", "one")
-    with closing(NvmeStore.open(tmp_path / "other/checkpoints/one")) as store:
-        assert_holds(store, 1)
-        store.verify()
+    assert_whole(tmp_path / "other/checkpoints/one", 1)

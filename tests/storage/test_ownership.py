@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
+import re
+import shlex
 import shutil
-from collections.abc import Callable
+import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_state import SPECS, advance, assert_holds, committed_files, read_all
+from nvme_state import SPECS, advance, assert_holds, assert_whole, committed_files, make, read_all, write_all
+from system_calls import before_calls
 
 from storage.checkpoints import checkpoint_folder, delete_checkpoint, list_checkpoints
 from storage.copying import copy_state
@@ -35,22 +37,10 @@ def tree(*folders: Path, times: bool = False) -> Tree:
     return found
 
 
-def make(root: Path, drives: list[Path], steps: int = 2) -> None:
-    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=drives)) as store:
-        advance(store, *range(1, steps + 1))
-
-
-def assert_sound(root: Path, step: int, drives: list[Path] | None = None) -> None:
-    with closing(NvmeStore.open(root, drives=drives)) as store:
-        assert store.meta == {"step": step}
-        assert_holds(store, step)
-        store.verify()
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Generation 2 of a run whose state is on drives a and b."""
-    make(tmp_path / "run", [tmp_path / "a", tmp_path / "b"])
+    make(tmp_path / "run", 1, 2, drives=[tmp_path / "a", tmp_path / "b"]).close()
     return tmp_path / "run"
 
 
@@ -70,7 +60,7 @@ def test_a_copy_is_refused_and_the_original_untouched(
         NvmeStore.open(copy, drives=folders)
     assert tree(run, copy, *drives) == before
     assert not (tmp_path / "c").exists()
-    assert_sound(run, 2)
+    assert_whole(run, 2)
 
 
 @pytest.mark.parametrize("place", ["run", "copy", "older copy", "checkpoint"])
@@ -90,10 +80,15 @@ def test_opening_for_reading_changes_nothing(tmp_path: Path, run: Path, drives: 
         with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .* generation 3 \(step 3\)"):
             NvmeStore.open(root, read_only=True)
     else:
-        with closing(NvmeStore.open(root, read_only=True)) as store:
+        with closing(NvmeStore.open(root, read_only=place != "checkpoint")) as store:  # which is only read in any case
             assert_holds(store, 2 if place == "checkpoint" else 3)
             store.verify()
-            for forbidden in (lambda: store.commit({}), lambda: store.checkpoint("x"), lambda: store.restore("two")):
+            for forbidden in (
+                lambda: write_all(store, 4),
+                lambda: store.commit({}),
+                lambda: store.checkpoint("x"),
+                lambda: store.restore("two"),
+            ):
                 with pytest.raises(AssertionError, match="opened for reading"):
                     forbidden()
     assert tree(*folders, times=True) == before
@@ -122,15 +117,15 @@ def test_a_move_is_recognised_and_said(tmp_path: Path, run: Path, drives: list[P
             advance(store, 3)
     delete_checkpoint(moved, "two")
     assert not list(drives[0].glob("checkpoints/*"))
-    assert_sound(moved, 3)
+    assert_whole(moved, 3)
     moved.rename(run)
-    assert_sound(run, 3)
+    assert_whole(run, 3)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_copy_is_not_taken_for_a_renamed_original(tmp_path: Path, drives: list[Path], swapped: bool) -> None:
     run, renamed = (tmp_path / "runs" / name / "state" for name in ("run", "renamed"))
-    make(run, drives)
+    make(run, 1, 2, drives=drives).close()
     copy = shutil.copytree(run.parent, tmp_path / "runs/copy") / "state"
     run.parent.rename(renamed.parent)
     if swapped:
@@ -140,14 +135,14 @@ def test_a_copy_is_not_taken_for_a_renamed_original(tmp_path: Path, drives: list
     with pytest.raises(UserError, match=rf"{copy}: is a copy of {renamed}"):
         NvmeStore.open(copy)
     assert tree(copy, renamed, *drives) == before
-    assert_sound(renamed, 2)
+    assert_whole(renamed, 2)
 
 
 def test_a_run_directory_restored_in_its_place(tmp_path: Path, run: Path) -> None:
     backup = shutil.copytree(run, tmp_path / "backup")
     shutil.rmtree(run)
     shutil.copytree(backup, run)
-    assert_sound(run, 2)
+    assert_whole(run, 2)
 
 
 def test_a_new_run_in_the_place_of_a_moved_one(tmp_path: Path, run: Path, drives: list[Path]) -> None:
@@ -155,14 +150,31 @@ def test_a_new_run_in_the_place_of_a_moved_one(tmp_path: Path, run: Path, drives
     moved = run.rename(tmp_path / "moved")
     before = tree(*drives)
     with pytest.raises(UserError, match="holds the state of another run"):
-        NvmeStore.create(run, SPECS, budget_bytes=None, drives=drives)
+        make(run, drives=drives)
     assert tree(*drives) == before
-    make(run, [tmp_path / "c"])
-    assert_sound(moved, 2)
-    assert_sound(run, 2)
+    make(run, 1, 2, drives=[tmp_path / "c"]).close()
+    assert_whole(moved, 2)
+    assert_whole(run, 2)
 
 
-def test_an_older_run_directory_put_back(tmp_path: Path, run: Path, drives: list[Path]) -> None:
+def mend(pattern: str, message: str) -> None:
+    """Type the command that a message names."""
+    found = re.search(pattern, message, re.DOTALL)
+    assert found is not None
+    assert shlex.split(found[1])[0] in ("cp", "mkdir")
+    subprocess.run(["sh", "-c", found[1]], check=True, cwd="/")
+
+
+NEWER = r"newer generation: (cp .*)\. Nothing"
+UNLISTED = r"to list it: (mkdir .*); where"
+NAMES = ["run", "a b", "it's", 'a"b', "$(touch pwned)", "new\nline", "ümlaut 🚰", "-rf", "x" * 200]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_older_run_directory_put_back(tmp_path: Path, name: str) -> None:
+    """What the messages say mends it, whatever the names."""
+    run, drives = tmp_path / name / "state", [tmp_path / "drives" / name, tmp_path / "b"]
+    make(run, 1, 2, drives=drives).close()
     backup = shutil.copytree(run, tmp_path / "backup")
     with closing(NvmeStore.open(run)) as store:
         advance(store, 3, 4)
@@ -175,13 +187,12 @@ def test_an_older_run_directory_put_back(tmp_path: Path, run: Path, drives: list
         with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .*5 \(step 5\)") as caught:
             NvmeStore.open(run, read_only=read_only)
     assert tree(run, *drives) == before
-    command = str(caught.value).partition("newer generation: ")[2].partition(". Nothing")[0]
-    assert os.system(command) == 0
+    mend(NEWER, str(caught.value))
     with closing(NvmeStore.open(run)) as store:
         assert_holds(store, 5)
         said = [text for text in store.warnings if "a checkpoint that" in text]
     assert len(said) == len(drives)
-    assert os.system(said[0].partition("to list it: ")[2].partition("; where")[0]) == 0
+    mend(UNLISTED, said[0])
     with closing(NvmeStore.open(run)) as store:
         assert [info.name for info in list_checkpoints(run)] == ["four"]
         assert not [text for text in store.warnings if "a checkpoint that" in text]
@@ -202,15 +213,14 @@ def test_an_older_run_directory_put_back_after_a_drive_was_given_up(
     shutil.copytree(backup, run)
     with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .*3 \(step 3\)") as caught:
         NvmeStore.open(run, drives=drives)
-    assert os.system(str(caught.value).partition("newer generation: ")[2].partition(". Nothing")[0]) == 0
-    with closing(NvmeStore.open(run, drives=drives)) as store:
-        assert_holds(store, 3)
+    mend(NEWER, str(caught.value))
+    assert_whole(run, 3, drives=drives)
 
 
 def test_two_copies_of_an_owner_that_has_gone_leave_its_state_alone(tmp_path: Path, drives: list[Path]) -> None:
     """The original moved, and came back from a backup; a copy lies where the drives saw it last."""
     run, moved = (tmp_path / "runs" / name / "state" for name in ("run", "moved"))
-    make(run, drives)
+    make(run, 1, 2, drives=drives).close()
     for name in ("copy", "backup"):
         shutil.copytree(run.parent, tmp_path / name)
     run.parent.rename(moved.parent)
@@ -223,9 +233,9 @@ def test_two_copies_of_an_owner_that_has_gone_leave_its_state_alone(tmp_path: Pa
             NvmeStore.open(folder, drives=[tmp_path / "new"])
         assert tree(run, moved, *drives) == before
     copy_state(run, [tmp_path / "c"])
-    assert_sound(run, 2, [tmp_path / "c"])
-    assert_sound(moved, 2)  # nobody else names it now
-    assert_sound(run, 2)
+    assert_whole(run, 2, drives=[tmp_path / "c"])
+    assert_whole(moved, 2)  # nobody else names it now
+    assert_whole(run, 2)
 
 
 def test_a_name_that_an_unlisted_checkpoint_has_is_not_given_again(run: Path, drives: list[Path]) -> None:
@@ -257,11 +267,11 @@ def test_a_copy_goes_on_with_copies_of_the_drives(tmp_path: Path, run: Path, dri
     with closing(NvmeStore.open(copy, drives=own)) as store:
         assert_holds(store, 2)
         advance(store, 13, 14)
-    assert_sound(run, 2)
+    assert_whole(run, 2)
     with closing(NvmeStore.open(run)) as store:
         advance(store, 3, 4, 5)
-    assert_sound(copy, 14)
-    assert_sound(run, 5)
+    assert_whole(copy, 14)
+    assert_whole(run, 5)
 
 
 def test_a_drive_that_is_mounted_elsewhere_stays_the_original_s(tmp_path: Path, run: Path, drives: list[Path]) -> None:
@@ -269,7 +279,7 @@ def test_a_drive_that_is_mounted_elsewhere_stays_the_original_s(tmp_path: Path, 
     mounted = [drive.rename(tmp_path / f"mounted-{drive.name}") for drive in drives]
     with pytest.raises(UserError, match="is a copy of"):
         NvmeStore.open(copy, drives=mounted)
-    assert_sound(run, 2, mounted)
+    assert_whole(run, 2, drives=mounted)
 
 
 @pytest.mark.parametrize("target", ["new drives", "root", "another device"])
@@ -297,13 +307,13 @@ def test_copy_state(tmp_path: Path, run: Path, drives: list[Path], target: str) 
         with closing(NvmeStore.open(run)) as store:
             assert_holds(store, 3)
             advance(store, 4, 5, 6)
-        assert_sound(copy, 17)
+        assert_whole(copy, 17)
         delete_checkpoint(copy, "two")
         with closing(NvmeStore.open(run)) as store:
             store.restore("two")
             assert_holds(store, 2)
         shutil.rmtree(run)
-        assert_sound(copy, 17)
+        assert_whole(copy, 17)
         with closing(NvmeStore.open(copy)) as store:
             for path in committed_files(store):
                 assert any(path.is_relative_to(folder) for folder in own)
@@ -322,27 +332,19 @@ def test_copy_state_refuses(tmp_path: Path, run: Path, drives: list[Path]) -> No
     with pytest.raises(UserError, match=r"holds generation 2 \(step 2\), but the drive .* 3 \(step 3\)"):
         copy_state(copy, [tmp_path / "c"])
     assert not (tmp_path / "c").exists()
-    assert_sound(run, 3)
+    assert_whole(run, 3)
 
 
 def break_off(patch: pytest.MonkeyPatch, number: int, *, links: bool) -> None:
     """The call after `number` that changes the disk ends everything."""
-    calls = itertools.count()
 
-    def patched(name: str) -> Callable[..., Any]:
-        real = getattr(os, name)
+    def act(count: int, name: str, args: Any) -> None:
+        if count == number:
+            raise KeyboardInterrupt
+        if name == "link" and not links:
+            raise OSError(errno.EXDEV, "no links")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) == number:
-                raise KeyboardInterrupt
-            if name == "link" and not links:
-                raise OSError(errno.EXDEV, "no links")
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in ("link", "replace", "mkdir", "unlink", "fsync", "write"):
-        patch.setattr(os, name, patched(name))
+    before_calls(patch, ("link", "replace", "mkdir", "unlink", "fsync", "write"), act)
 
 
 @pytest.mark.parametrize("links", [True, False])

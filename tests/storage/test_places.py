@@ -2,104 +2,31 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import random
-import re
 import resource
-import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from nvme_state import SPECS, advance, assert_holds
-from powercut import CHANGING
-from samples import samples
+from nvme_state import advance, assert_holds, assert_sound, assert_whole, make
 
-from storage.checkpoints import checkpoint_names
 from storage.errors import UserError
 from storage.nvme import NvmeStore
-
-MOMENTS = samples(4, 12)
-
-
-@contextmanager
-def read_only_from(number: int) -> Iterator[list[str]]:
-    """From call `number` (from 0) of those that change the disk on, all of them fail; gives the names of the calls."""
-    calls: list[str] = []
-
-    def patched(name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name in ("fsync", "open") and (name == "fsync" or not args[1] & (os.O_CREAT | os.O_TRUNC | os.O_WRONLY)):
-                return real(*args, **kwargs)
-            calls.append(name)
-            if len(calls) > number:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), args[0] if isinstance(args[0], str) else None)
-            return real(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CHANGING:
-            patch.setattr(os, name, patched(name, getattr(os, name)))
-        yield calls
-
-
-def outcome(store: NvmeStore) -> str | None:
-    """What a checkpoint that cannot be made says."""
-    try:
-        store.checkpoint("kept")
-    except UserError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("drives", [["root"], ["a", "b"]], ids=["one drive", "two drives"])
-def test_a_disk_that_turns_read_only_in_a_checkpoint(tmp_path: Path, drives: list[str]) -> None:
-    """As ext4 does after an error: not even what was begun can be removed; nothing that is listed lacks a file."""
-    folders = [tmp_path / name for name in drives]
-    with closing(NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=folders)) as store:
-        advance(store, 1)
-    rng, total = random.Random(0), 400
-    for moment in (0, *sorted(rng.sample(range(1, 90), MOMENTS))):
-        if moment >= total:
-            break
-        with closing(NvmeStore.open(tmp_path / "root")) as store:
-            with read_only_from(moment) as calls:
-                said = outcome(store)
-            assert said is None or ("Read-only file system" in said and str(tmp_path) in said)
-            total = min(total, len(calls))
-        with closing(NvmeStore.open(tmp_path / "root")) as store:
-            assert_holds(store, 1)
-            names = checkpoint_names(tmp_path / "root")
-            for name in names:
-                with closing(NvmeStore.open(tmp_path / "root/checkpoints" / name)) as kept:
-                    assert_holds(kept, 1)
-            if not names:
-                store.checkpoint("kept")  # what was begun is in nobody's way
-        shutil.rmtree(tmp_path / "root/checkpoints")
-        for folder in folders:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def test_a_drive_that_is_gone_when_a_checkpoint_looks_for_room(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
-    with closing(NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=[drive])) as store:
-        advance(store, 1)
+    with closing(make(tmp_path / "root", 1, drives=[drive])) as store:
         drive.rename(tmp_path / "unmounted")
         with pytest.raises(UserError, match=rf"{drive}: .*room.* No such file or directory; .*mounted"):
             store.checkpoint("kept")
         assert store.disk_bytes() >= 0
     (tmp_path / "unmounted").rename(drive)
-    with closing(NvmeStore.open(tmp_path / "root")) as store:
-        assert_holds(store, 1)
+    assert_whole(tmp_path / "root", 1)
 
 
 @contextmanager
@@ -117,48 +44,13 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_limit_on_file_sizes_is_named(tmp_path: Path, workspace: Path, limit: int) -> None:
     """Direct I/O, for which the second source is aligned, calls it an invalid argument."""
     for folder in (tmp_path / "here", workspace / "memory"):
-        with closing(NvmeStore.create(folder, SPECS, budget_bytes=None)) as store:
-            advance(store, 1)
+        with closing(make(folder, 1)) as store:
             for source in (torch.zeros(4096), torch.frombuffer(mmap.mmap(-1, 4096 * 4), dtype=torch.float32)):
                 with largest_file(limit), pytest.raises(UserError, match=rf"{folder}.*ulimit -f"):
                     store.write("layers.0", "master", 0, source).result()
             with largest_file(limit), pytest.raises(UserError, match=rf"{folder}.*ulimit -f"):
                 advance(store, 2)
-        with closing(NvmeStore.open(folder)) as store:
-            assert_holds(store, 1)
-            advance(store, 2)
-
-
-NAMES = ["a b", "it's", 'a"b', "$(touch pwned)", "new\nline", "ümlaut 🚰", "-rf", "x" * 200]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_in_messages_can_be_typed(tmp_path: Path, name: str) -> None:
-    """An older manifest was put back, and a checkpoint's folder: what the messages say mends it, whatever the names."""
-    root, drive, old = tmp_path / name / "state", tmp_path / "drives" / name, tmp_path / "old"
-    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=[drive])) as store:
-        advance(store, 1)
-    shutil.copytree(root, old)
-    with closing(NvmeStore.open(root)) as store:
-        advance(store, 2)
-        store.checkpoint("kept")
-    shutil.rmtree(root)
-    old.rename(root)
-    with pytest.raises(UserError) as refused:
-        NvmeStore.open(root)
-    run(re.search(r"newer generation: (cp .*)\. Nothing", str(refused.value), re.DOTALL))
-    with closing(NvmeStore.open(root)) as store:
-        assert_holds(store, 2)
-        (warning,) = [said for said in store.warnings if "does not list" in said]
-    run(re.search(r"to list it: (mkdir .*); where", warning, re.DOTALL))
-    with closing(NvmeStore.open(root / "checkpoints/kept")) as kept:
-        assert_holds(kept, 2)
-
-
-def run(command: re.Match[str] | None) -> None:
-    assert command is not None
-    assert shlex.split(command[1])[0] in ("cp", "mkdir")
-    subprocess.run(["sh", "-c", command[1]], check=True, cwd="/")
+        assert_sound(folder, 1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a bind mount needs root; run the tests as root to have it")
@@ -170,13 +62,11 @@ def test_a_drive_under_two_mount_points_is_one_drive(tmp_path: Path) -> None:
         pytest.skip("cannot mount here; a container needs CAP_SYS_ADMIN")
     try:
         with pytest.raises(UserError, match="are one folder; name each drive once"):
-            NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=[real / "x", bound / "x"])
-        with closing(NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=[real / "x"])) as store:
-            advance(store, 1)
+            make(tmp_path / "root", drives=[real / "x", bound / "x"])
+        make(tmp_path / "root", 1, drives=[real / "x"]).close()
         with closing(NvmeStore.open(tmp_path / "root", drives=[bound / "x"])) as store:
             assert_holds(store, 1)
             advance(store, 2)
     finally:
         subprocess.run(["umount", str(bound)], check=True)
-    with closing(NvmeStore.open(tmp_path / "root", drives=[real / "x"])) as store:
-        assert_holds(store, 2)
+    assert_whole(tmp_path / "root", 2, drives=[real / "x"])

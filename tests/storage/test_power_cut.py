@@ -1,7 +1,7 @@
 """A power cut loses what was not synced: what opens is whole, and never older than the last commit that returned."""
 
 import errno
-import multiprocessing
+import itertools
 import os
 import random
 import shutil
@@ -10,19 +10,21 @@ import subprocess
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nvme_state import SPECS, assert_holds, content, read_all, write_all
+from nvme_state import SPECS, advance, assert_whole, content, make, read_all
 from powercut import Disk
 from samples import samples
+from system_calls import failing
 
 from storage.checkpoints import delete_checkpoint, list_checkpoints
 from storage.errors import UserError
-from storage.manifest import ArraySpec
+from storage.manifest import ArraySpec, Manifest
 from storage.nvme import NvmeStore
 
 State = dict[ArraySpec, int]
@@ -128,11 +130,7 @@ class Run:
 def test_power_cut_at_any_call(workspace: Path, monkeypatch: pytest.MonkeyPatch, links: bool, seed: int) -> None:
     """Creating, writing, committing, checkpoints, restoring, a change of drives: two cuts after calls drawn."""
     if not links:
-
-        def refuse(source: Any, target: Any) -> None:
-            raise OSError(errno.EPERM, "no links")
-
-        monkeypatch.setattr(os, "link", refuse)
+        failing(monkeypatch, ["link"], errno.EPERM)
     top, images = workspace / "disk", workspace / "images"
     top.mkdir()
     images.mkdir()
@@ -195,11 +193,8 @@ def test_the_model_finds_what_is_not_synced(tmp_path: Path, workspace: Path, mon
 
 def _train(root: Path, committed: "Synchronized[int]") -> None:
     store = NvmeStore.open(root)
-    step = store.meta["step"]
-    while True:
-        step += 1
-        write_all(store, step)
-        store.commit({"step": step})
+    for step in itertools.count(store.meta["step"] + 1):
+        advance(store, step)
         committed.value = step
         if step % 5 == 0:
             store.checkpoint(f"step-{step}")
@@ -238,40 +233,33 @@ def _stopped(pid: int) -> bool:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a loop device; run the tests as root to have it")
 @pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="needs mkfs.ext4 (e2fsprogs) and losetup (util-linux)")
-def test_power_cut_of_an_ext4_image(tmp_path: Path) -> None:
+def test_power_cut_of_an_ext4_image(tmp_path: Path, processes: ForkServerContext) -> None:
     """The image of a mounted file system, copied while the process is stopped: its page cache goes with the power."""
     image, copy, place, other = (tmp_path / name for name in ("disk.img", "copy.img", "mnt", "copy"))
     image.write_bytes(b"")
     os.truncate(image, 48 << 20)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
     _mount(image, place)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
-    committed = context.Value("q", 1)
+    committed = processes.Value("q", 1)
     rng, steps = random.Random(1), [1]
 
     def look(promised: int) -> None:
         _copy_at_rest(image, copy)
         _mount(copy, other)
         try:
-            with closing(NvmeStore.open(other / "state")) as store:
-                step = store.meta["step"]
-                assert promised <= step <= promised + 1
-                assert_holds(store, step)
-                store.verify()
-                steps.append(step)
-                for info in list_checkpoints(other / "state"):
-                    with closing(NvmeStore.open(other / "state/checkpoints" / info.name)) as kept:
-                        assert_holds(kept, info.meta["step"])
+            step = Manifest.read(other / "state").meta["step"]
+            assert promised <= step <= promised + 1
+            assert_whole(other / "state", step)
+            steps.append(step)
+            for info in list_checkpoints(other / "state"):
+                assert_whole(other / "state/checkpoints" / info.name, info.meta["step"])
         finally:
             subprocess.run(["umount", str(other)], check=True)
 
     try:
-        with closing(NvmeStore.create(place / "state", SPECS, budget_bytes=None)) as store:
-            write_all(store, 1)
-            store.commit({"step": 1})
+        make(place / "state", 1).close()
         for _ in range(2):
-            child = context.Process(target=_train, args=(place / "state", committed))
+            child = processes.Process(target=_train, args=(place / "state", committed))
             child.start()
             start = committed.value
             while committed.value == start and child.is_alive():
@@ -288,8 +276,7 @@ def test_power_cut_of_an_ext4_image(tmp_path: Path) -> None:
                 child.kill()
                 child.join()
             look(committed.value)
-            with closing(NvmeStore.open(place / "state")) as store:
-                committed.value = store.meta["step"]
+            committed.value = Manifest.read(place / "state").meta["step"]
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
     assert steps == sorted(steps)

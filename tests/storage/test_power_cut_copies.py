@@ -6,10 +6,9 @@ import os
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from nvme_state import SPECS, advance, assert_holds
+from nvme_state import advance, assert_holds, make
 from powercut import Disk
 from samples import samples
 
@@ -30,15 +29,16 @@ def sync_all(top: Path) -> None:
 class Copies:
     """Run `one` on drive `a`, and its copy `two`, which is to have its state on drive `b`; what each must hold."""
 
-    def __init__(self, top: Path, workspace: Path, patch: pytest.MonkeyPatch, *, seed: int, share: float) -> None:
-        self.top = top
-        with closing(NvmeStore.create(top / "one", SPECS, budget_bytes=None, drives=[top / "a"])) as store:
-            advance(store, 1)
+    def __init__(self, workspace: Path, patch: pytest.MonkeyPatch, *, seed: int, share: float) -> None:
+        self.top = top = workspace / "disk"
+        images = workspace / "images"
+        images.mkdir()
+        with closing(make(top / "one", 1, drives=[top / "a"])) as store:
             store.checkpoint("kept")
             advance(store, 2)
         shutil.copytree(top / "one", top / "two")
         self.steps, self.kept, self.promised = {2}, {True}, False
-        self.disk = Disk(top, workspace, patch, seed=seed, share=share)
+        self.disk = Disk(top, images, patch, seed=seed, share=share)
         sync_all(top)
         self.disk.check = self.check
 
@@ -68,11 +68,9 @@ class Copies:
 
 @pytest.mark.sampled
 def test_power_cut_while_a_copy_gets_its_own_state(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    top, images = workspace / "disk", workspace / "images"
-    top.mkdir()
-    images.mkdir()
     with monkeypatch.context() as patch:
-        copies = Copies(top, images, patch, seed=3, share=1 / samples(12, 3))
+        copies = Copies(workspace, patch, seed=3, share=1 / samples(12, 3))
+        top = copies.top
         assert copy_state(top / "two", [top / "b"]) > 0
         copies.promised = True
         copies.disk.cut()
@@ -91,17 +89,10 @@ def test_power_cut_while_a_copy_gets_its_own_state(workspace: Path, monkeypatch:
 
 
 def test_the_model_finds_a_copy_that_is_not_synced(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    top, images = workspace / "disk", workspace / "images"
-    top.mkdir()
-    images.mkdir()
-
-    def forgotten(path: Any) -> None:
-        pass
-
     with monkeypatch.context() as patch:
-        copies = Copies(top, images, patch, seed=0, share=0)
-        patch.setattr(copying, "fsync_dir", forgotten)
-        copy_state(top / "two", [top / "b"])
+        copies = Copies(workspace, patch, seed=0, share=0)
+        patch.setattr(copying, "fsync_dir", lambda path: None)
+        copy_state(copies.top / "two", [copies.top / "b"])
         copies.promised = True
         with pytest.raises((AssertionError, UserError)):
             copies.disk.cut()

@@ -3,17 +3,20 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import reader_checks as checks
 import torch
+from system_calls import refuse_direct
 
 from storage import chunk, readers
 from storage.errors import UserError
 from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PART = torch.empty(checks.PART_BYTES, dtype=torch.uint8)
 
 
 @pytest.fixture(params=["direct", "buffered", "tensorstore"])
@@ -29,29 +32,14 @@ def test_contents(reader: Reader, tmp_path: Path, nbytes: int, dtype: str) -> No
     checks.check_contents(reader, "cpu", tmp_path / "a", nbytes, dtype)
 
 
-def test_any_address(reader: Reader, tmp_path: Path) -> None:
-    checks.check_any_address(reader, "cpu", tmp_path / "a")
-
-
-def test_rewritten(reader: Reader, tmp_path: Path) -> None:
-    checks.check_rewritten(reader, "cpu", tmp_path / "a")
-
-
-def test_threads(reader: Reader, tmp_path: Path) -> None:
-    checks.check_threads(reader, "cpu", tmp_path / "a")
+@pytest.mark.parametrize("check", checks.CHECKS)
+def test_checks(reader: Reader, tmp_path: Path, check: Callable[[Reader, str, Path], None]) -> None:
+    check(reader, "cpu", tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", checks.DAMAGE)
 def test_damage(reader: Reader, tmp_path: Path, name: str) -> None:
     checks.check_damage(reader, "cpu", tmp_path / "a", name)
-
-
-def test_stale(reader: Reader, tmp_path: Path) -> None:
-    checks.check_stale(reader, "cpu", tmp_path / "a")
-
-
-def test_device_error(reader: Reader, tmp_path: Path) -> None:
-    checks.check_device_error(reader, "cpu", tmp_path / "a")
 
 
 @pytest.mark.parametrize("position", [0, 4000, checks.PART_BYTES - 1, checks.PART_BYTES + 1])
@@ -61,7 +49,7 @@ def test_tensorstore_itself_finds_a_flipped_bit(tmp_path: Path, position: int) -
     raw[position] ^= 0x10
     files.path(0).write_bytes(raw)
     with pytest.raises(chunk.ChunkError, match="Digest mismatch"):
-        TensorstoreReader().read(files.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), files.form, None)
+        TensorstoreReader().read(files.path(0), PART, files.form, None)
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"zarr_format": 3}'])
@@ -72,7 +60,7 @@ def test_tensorstore_needs_a_whole_zarr_json(tmp_path: Path, content: str | None
     if content is not None:
         description.write_text(content)
     with pytest.raises(chunk.ChunkError, match=r"zarr\.json|zarr3"):
-        TensorstoreReader().read(files.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), files.form, None)
+        TensorstoreReader().read(files.path(0), PART, files.form, None)
 
 
 def test_tensorstore_refuses_the_description_of_another_array(tmp_path: Path) -> None:
@@ -80,7 +68,7 @@ def test_tensorstore_refuses_the_description_of_another_array(tmp_path: Path) ->
     large = checks.Files(tmp_path / "large", checks.PART_BYTES // 4, "float32")
     os.replace(small.folder / "zarr.json", large.folder / "zarr.json")
     with pytest.raises(chunk.ChunkError, match=r"zarr\.json describes another array"):
-        TensorstoreReader().read(large.path(0), torch.empty(checks.PART_BYTES, dtype=torch.uint8), large.form, None)
+        TensorstoreReader().read(large.path(0), PART, large.form, None)
 
 
 def test_tensorstore_sees_an_array_made_anew(tmp_path: Path) -> None:
@@ -95,19 +83,11 @@ def test_tensorstore_sees_an_array_made_anew(tmp_path: Path) -> None:
 
 
 def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse_direct(path, flags, *args, **kwargs):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *args, **kwargs)
-
     files = checks.Files(tmp_path / "a", checks.PART_BYTES // 4, "float32")
-    monkeypatch.setattr(os, "open", refuse_direct)
+    refuse_direct(monkeypatch)
     for reader in (DirectReader(), TensorstoreReader()):
-        out = torch.empty(checks.PART_BYTES, dtype=torch.uint8)
-        reader.read(files.path(0), out, files.form, files.crc(0))
-        assert torch.equal(out, files.payload(0))
+        reader.read(files.path(0), PART.zero_(), files.form, files.crc(0))
+        assert torch.equal(PART, files.payload(0))
 
 
 def test_choices_on_cpu(tmp_path: Path) -> None:
@@ -150,14 +130,17 @@ class FailingReader:
         raise RuntimeError("libcuda.so.1: cannot open shared object file\nmore")
 
 
-class WrongReader(FailingReader):
-    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
-        out.fill_(1)
-
-
 class RightReader(FailingReader):
     def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
         DirectReader().read(path, out, form, expected)
+
+
+class SwappingReader(FailingReader):
+    """Puts two pieces of a file in each other's place."""
+
+    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
+        DirectReader().read(path, out, form, expected)
+        out.copy_(out.roll(out.numel() // 2))
 
 
 @pytest.fixture
@@ -177,7 +160,7 @@ def test_the_probe_needs_no_folder_of_the_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("no_cuda_needed")
-@pytest.mark.parametrize(("kind", "reason"), [(FailingReader, "libcuda.so.1"), (WrongReader, "other bytes")])
+@pytest.mark.parametrize(("kind", "reason"), [(FailingReader, "libcuda.so.1"), (SwappingReader, "other bytes")])
 def test_fallback_when_the_probe_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FailingReader], reason: str
 ) -> None:
@@ -240,21 +223,6 @@ def test_a_reader_that_fails_at_the_size_of_a_part_is_not_used(tmp_path: Path) -
     )
     assert confirmed.pinned_bytes(4) == 0
     assert list(tmp_path.iterdir()) == []
-
-
-class SwappingReader(FailingReader):
-    """Puts two pieces of a file in each other's place."""
-
-    def read(self, path: Path, out: torch.Tensor, form: chunk.ChunkFormat, expected: int | None) -> None:
-        DirectReader().read(path, out, form, expected)
-        half = out.numel() // 2
-        out.copy_(torch.cat([out[half:], out[:half]]))
-
-
-def test_pieces_in_the_wrong_place_are_found(tmp_path: Path) -> None:
-    confirmed = Readers(DirectReader(), SwappingReader()).confirm(torch.empty(1 << 20, dtype=torch.uint8), [tmp_path])
-    assert confirmed.device is None
-    assert "other bytes" in (confirmed.warning or "")
 
 
 def test_what_is_read_as_host_memory_needs_no_confirmation(tmp_path: Path) -> None:

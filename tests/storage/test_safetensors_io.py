@@ -1,10 +1,12 @@
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from bad_model_files import damaged_headers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -16,6 +18,9 @@ from storage.errors import UserError
 from storage.safetensors_io import INDEX_NAME, CheckpointReader, CheckpointWriter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+SHARD = "model-00001-of-00002.safetensors"
+SHARD_BYTES = 968
+BAD_INDEXES = ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}']
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -132,81 +137,46 @@ def test_reading_keeps_nothing_resident(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bad input
 
 
-def test_missing_shard(sharded: Path) -> None:
-    (sharded / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UserError, match=r"1 of 2 shards are missing.*model-00002-of-00002\.safetensors"):
+def _ghost(folder: Path) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"]["ghost"] = SHARD
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def _cut(size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / SHARD, size)
+
+
+def _index(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / INDEX_NAME).write_text(text)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: (folder / SHARD).unlink(), rf"1 of 2 shards are missing.*{SHARD}"),
+    "a byte short": (
+        _cut(SHARD_BYTES - 1),
+        f"{SHARD}: truncated: expected {SHARD_BYTES} bytes, found {SHARD_BYTES - 1}",
+    ),
+    "longer": (_cut(SHARD_BYTES + 1), "longer than its header says"),
+    "a ghost": (_ghost, rf"{SHARD}: tensor 'ghost'"),
+    "no file": (lambda folder: [file.unlink() for file in folder.iterdir()], r"neither model\.safetensors nor"),
+    **{f"{size} bytes": (_cut(size), rf"{SHARD}: truncated: expected .* found {size}") for size in (0, 7, 8, 50)},
+    **{f"index {text}": (_index(text), rf"{INDEX_NAME}: not a readable index") for text in BAD_INDEXES},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_model(sharded: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    damage(sharded)
+    with pytest.raises(UserError, match=message):
         CheckpointReader(sharded)
 
 
-def test_truncated_shard(sharded: Path) -> None:
-    path = sharded / "model-00001-of-00002.safetensors"
-    size = path.stat().st_size
-    os.truncate(path, size - 1)
-    with pytest.raises(UserError, match=rf"{path}: truncated: expected {size:,} bytes, found {size - 1:,}"):
-        CheckpointReader(sharded)
-
-
-@pytest.mark.parametrize("size", [0, 7, 8, 50])
-def test_truncated_in_the_header(sharded: Path, size: int) -> None:
-    path = sharded / "model-00001-of-00002.safetensors"
-    os.truncate(path, size)
-    with pytest.raises(UserError, match=f"{path}: truncated: expected .* found {size}"):
-        CheckpointReader(sharded)
-
-
-def test_longer_than_its_header_says(sharded: Path) -> None:
-    path = sharded / "model-00001-of-00002.safetensors"
-    with open(path, "ab") as file:
-        file.write(b"x")
-    with pytest.raises(UserError, match="longer than its header says"):
-        CheckpointReader(sharded)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"{",
-        b"[]",
-        b'{"a": 1}',
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "Q4_K", "shape": [2], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}',
-        b'{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}',
-        b"\xff\xfe",
-    ],
-)
-def test_damaged_header(tmp_path: Path, header: bytes) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(UserError, match=f"{path}: not a safetensors file"):
-        CheckpointReader(tmp_path)
-
-
-def test_not_safetensors_at_all(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(UserError, match="not a safetensors file"):
-        CheckpointReader(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}']
-)
-def test_damaged_index(sharded: Path, text: str) -> None:
-    (sharded / INDEX_NAME).write_text(text)
-    with pytest.raises(UserError, match=rf"{INDEX_NAME}: not a readable index"):
-        CheckpointReader(sharded)
-
-
-def test_index_names_a_tensor_that_no_shard_has(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX_NAME).read_text())
-    index["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
-    (sharded / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: tensor 'ghost'"):
-        CheckpointReader(sharded)
-
-
-def test_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
+@pytest.mark.parametrize("name", [name for name in damaged_headers() if "tensors" not in name])
+def test_a_damaged_header(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(damaged_headers()[name])
+    with pytest.raises(UserError, match=r"model\.safetensors: (not a safetensors file|truncated|longer than)"):
         CheckpointReader(tmp_path)
 
 
@@ -215,6 +185,9 @@ def test_empty_folder(tmp_path: Path) -> None:
 
 def test_names_appear_only_when_complete(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, [("a", "float32", (2,)), ("b", "float32", (2,))])
+    for bad in (torch.ones(3), torch.ones(2).double()):
+        with pytest.raises(AssertionError):
+            writer.write("a", bad)
     writer.write("a", torch.ones(2))
     assert list(tmp_path.glob("model*")) == []
     with pytest.raises(AssertionError, match="1 tensors were not written"):
@@ -250,14 +223,6 @@ def test_full_disk(tmp_path: Path) -> None:
         writer.write("a", torch.ones(2))
     writer.abort()
     assert os.listdir(tmp_path) == []
-
-
-def test_wrong_tensor_is_our_bug(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, [("a", "float32", (2,))])
-    for bad in (torch.ones(3), torch.ones(2).double()):
-        with pytest.raises(AssertionError):
-            writer.write("a", bad)
-    writer.abort()
 
 
 def test_non_contiguous_tensors_are_written_right(tmp_path: Path) -> None:

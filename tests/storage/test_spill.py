@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nvme_state import SPECS, write_all
+from nvme_state import SPECS, advance, make
 
 from storage.arena import HostArena, empty_aligned
 from storage.errors import BudgetError, UserError
@@ -19,8 +19,7 @@ UGLY = [0, 1, 511, 4095, 4096, 4097, 8191, 12288, 100_001, (4 << 20) + 3]
 
 @pytest.fixture
 def store(tmp_path: Path, workspace: Path) -> Iterator[NvmeStore]:
-    two = [tmp_path / "a", workspace / "b"]
-    store = NvmeStore.create(tmp_path / "root", SPECS, budget_bytes=None, drives=two)
+    store = make(tmp_path / "root", drives=[tmp_path / "a", workspace / "b"])
     yield store
     store.close()
 
@@ -107,17 +106,8 @@ def test_damage_is_found(store: NvmeStore, damage: str, aligned: bool) -> None:
         store.unspill("kv.3", noise(9000, aligned=aligned)).result()
 
 
-def test_a_full_disk(store: NvmeStore) -> None:
-    for drive in store.drives:
-        (drive / "scratch/spill").mkdir(parents=True)
-        (drive / "scratch/spill/k").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"spill/k: writing 5,000 bytes of activations failed: No space left"):
-        store.spill("k", noise(5000, aligned=False)).result()
-
-
 def test_swept_on_open_and_on_close(store: NvmeStore) -> None:
-    write_all(store, 1)
-    store.commit({})
+    advance(store, 1)
     for name in "abc":
         store.spill(name, noise(100)).result()
     left = spilled(store)
@@ -134,7 +124,7 @@ def test_swept_on_open_and_on_close(store: NvmeStore) -> None:
 
 def test_room_is_reserved(tmp_path: Path) -> None:
     state = 2 * (3 * 20480 + 3 * 12288 + 12288)
-    store = NvmeStore.create(tmp_path / "s", SPECS, budget_bytes=None)
+    store = make(tmp_path / "s")
     with pytest.raises(UserError, match=r"room for spilled activations needs [\d,]+ bytes of disk"):
         store.reserve_spill(10**18)
     store.close()

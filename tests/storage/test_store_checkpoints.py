@@ -2,23 +2,18 @@
 
 import errno
 import fcntl
-import multiprocessing
 import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from nvme_state import SPECS, advance, assert_holds, content, read_all, write_all
+from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all, write_all
+from system_calls import failing
 
-from storage import drives as drives_module
 from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
 from storage.errors import BudgetError, UserError
 from storage.nvme import NvmeStore
@@ -30,9 +25,7 @@ GENERATION_BYTES = 3 * 20480 + 3 * 12288 + 12288
 def store(tmp_path: Path, workspace: Path, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
     """Generation 1 on one drive, on disk, or on two, in memory where there is some."""
     base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
-    store = NvmeStore.create(base / "state", SPECS, budget_bytes=None, drives=folders)
-    write_all(store, 1)
-    store.commit({"step": 1})
+    store = make(base / "state", 1, drives=folders)
     yield store
     store.close()
 
@@ -42,17 +35,7 @@ def chunks_of(store: NvmeStore, name: str) -> list[Path]:
 
 
 def assert_checkpoint(store: NvmeStore, name: str, step: int) -> None:
-    with closing(NvmeStore.open(store.root / "checkpoints" / name)) as kept:
-        assert kept.meta == {"step": step}
-        assert_holds(kept, step)
-        assert kept.verify() == GENERATION_BYTES
-
-
-def refuse_links(monkeypatch: pytest.MonkeyPatch, code: int = errno.EPERM) -> None:
-    def refuse(source: Any, target: Any) -> None:
-        raise OSError(code, os.strerror(code), str(source))
-
-    monkeypatch.setattr(os, "link", refuse)
+    assert_whole(store.root / "checkpoints" / name, step)
 
 
 def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> None:
@@ -78,7 +61,7 @@ def test_links_are_shared_and_survive_later_generations(store: NvmeStore) -> Non
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
 def test_copies_where_links_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    refuse_links(monkeypatch, code)
+    failing(monkeypatch, ["link"], code)
     written = store.bytes_written
     store.checkpoint("copied")
     assert all(path.stat().st_nlink == 1 for path in chunks_of(store, "copied"))
@@ -92,7 +75,7 @@ def test_copies_where_links_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPat
 
 def test_reflinks_come_before_copies(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system with reflinks, played by its ioctl."""
-    refuse_links(monkeypatch)
+    failing(monkeypatch, ["link"], errno.EPERM)
     asked = []
 
     def clone(target: int, request: int, source: int) -> int:
@@ -199,19 +182,6 @@ def test_taken_and_unknown_names(store: NvmeStore) -> None:
         store.restore("x")
 
 
-def test_a_checkpoint_is_only_read(store: NvmeStore) -> None:
-    store.checkpoint("one")
-    before = {path: path.stat().st_mtime_ns for path in (store.root / "checkpoints").rglob("*")}
-    with closing(NvmeStore.open(store.root / "checkpoints/one")) as kept:
-        assert_holds(kept, 1)
-        with pytest.raises(AssertionError, match="opened for reading"):
-            kept.write("embed", "master", 0, content(SPECS[2], 2))
-        with pytest.raises(AssertionError, match="opened for reading"):
-            kept.commit({})
-    after = {path: path.stat().st_mtime_ns for path in (store.root / "checkpoints").rglob("*")}
-    assert {k: v for k, v in after.items() if k.is_file()} == {k: v for k, v in before.items() if k.is_file()}
-
-
 def test_no_room(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     advance(store, 2)
     need = int(GENERATION_BYTES * 1.05)
@@ -229,19 +199,14 @@ def test_no_room(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_holds(again, 2)
 
 
-@pytest.mark.parametrize("failing", ["link", "copy", "fsync", "manifest"])
+@pytest.mark.parametrize("call", ["link", "pwrite", "fsync", "replace"])
 def test_a_failing_disk_leaves_no_checkpoint_and_loses_nothing(
-    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, failing: str
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        if failing == "copy":
-            refuse_links(patch)
-            patch.setattr(os, "pwrite", full)
-        else:
-            patch.setattr(os, {"link": "link", "fsync": "fsync", "manifest": "replace"}[failing], full)
+        if call == "pwrite":  # a copy
+            failing(patch, ["link"], errno.EPERM)
+        failing(patch, [call], errno.ENOSPC)
         with pytest.raises(UserError, match="No space left on device; free some space"):
             store.checkpoint("one")
     assert list_checkpoints(store.root) == []
@@ -251,7 +216,7 @@ def test_a_failing_disk_leaves_no_checkpoint_and_loses_nothing(
     advance(store, 3)
     assert_checkpoint(store, "one", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", full)
+        failing(patch, ["link"], errno.ENOSPC)
         with pytest.raises(UserError, match="No space left on device; free some space"):
             store.restore("one")
     assert_holds(store, 3)
@@ -317,9 +282,7 @@ def test_other_arrays_are_refused(store: NvmeStore, tmp_path: Path) -> None:
 
 def test_a_checkpoint_stays_on_a_drive_that_the_run_left(tmp_path: Path) -> None:
     a, b, root = tmp_path / "a", tmp_path / "b", tmp_path / "state"
-    with closing(NvmeStore.create(root, SPECS, budget_bytes=None, drives=[a])) as store:
-        write_all(store, 1)
-        store.commit({"step": 1})
+    with closing(make(root, 1, drives=[a])) as store:
         store.checkpoint("one")
     with closing(NvmeStore.open(root, drives=[b])) as store:
         advance(store, 2, 3)
@@ -336,11 +299,9 @@ def test_a_checkpoint_stays_on_a_drive_that_the_run_left(tmp_path: Path) -> None
         with pytest.raises(UserError, match="is it mounted"):
             NvmeStore.open(root / "checkpoints/one")
     for place in (tmp_path / "gone", tmp_path / "gone/checkpoints/one"):
-        with closing(NvmeStore.open(root / "checkpoints/one", drives=[place])) as kept:
-            assert_holds(kept, 1)
+        assert_whole(root / "checkpoints/one", 1, drives=[place])
     delete_checkpoint(root, "one")
-    with closing(NvmeStore.open(root, drives=[tmp_path / "gone"])) as store:  # the drive is back: swept
-        assert_holds(store, 4)
+    assert_whole(root, 4, drives=[tmp_path / "gone"])  # the drive is back: swept
     assert not list((tmp_path / "gone/checkpoints").glob("*"))
 
 
@@ -364,94 +325,3 @@ def test_scratch_is_in_no_checkpoint(store: NvmeStore) -> None:
     store.checkpoint("one")
     assert len(chunks_of(store, "one")) == 7
     assert not list(store.root.glob("checkpoints/*/scratch"))
-
-
-# ---------------------------------------------------------------- kill -9
-
-_CALLS = ("pwrite", "pwritev", "fsync", "replace", "link", "unlink", "mkdir", "rmdir", "write")
-
-
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["storage.nvme", "nvme_state"])
-    return context
-
-
-def _killed_at(root: Path, action: str, number: int, links: bool) -> None:
-    """Do `action` and kill the process in the place of its system call `number` (from 0) that changes the disk."""
-    drives_module.WRITE_THREADS = 1
-    if not links:
-
-        def refuse(source: Any, target: Any) -> None:
-            raise OSError(errno.EPERM, "no links")
-
-        os.link = refuse
-    store = NvmeStore.open(root)
-    count = 0
-    real = {name: getattr(os, name) for name in _CALLS}
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
-            count += 1
-            return real[name](*args, **kwargs)
-
-        return call
-
-    for name in real:
-        setattr(os, name, counted(name))
-    if action == "checkpoint":
-        store.checkpoint("new")
-    elif action == "restore":
-        store.restore("one")
-    elif action == "delete":
-        delete_checkpoint(root, "one")
-    os._exit(0)
-
-
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("action", ["checkpoint", "restore", "delete"])
-def test_killed_in_the_middle(workspace: Path, processes: ForkServerContext, action: str, links: bool) -> None:
-    """Generation 3, checkpoint 'one' of step 1: whatever the moment, both or their successors are whole."""
-    base = workspace / "base"
-    with closing(NvmeStore.create(base, SPECS, budget_bytes=None, drives=[base, base / "b"])) as store:
-        advance(store, 1)
-        store.checkpoint("one")
-        advance(store, 2, 3)
-    number, exitcode, outcomes = 0, -signal.SIGKILL, set()
-    while exitcode != 0:
-        root = workspace / f"state{number}"
-        shutil.copytree(base, root)
-        child = processes.Process(target=_killed_at, args=(root, action, number, links))
-        child.start()
-        child.join(30)
-        exitcode = child.exitcode
-        assert exitcode in (0, -signal.SIGKILL)
-        with closing(NvmeStore.open(root)) as store:
-            step = store.meta["step"]
-            assert (store.generation, step) in ((3, 3), (4, 1))
-            assert_holds(store, step)
-            store.verify()
-            names = [info.name for info in list_checkpoints(root)]
-            outcomes.add((step, *names))
-            for name in names:
-                assert_checkpoint(store, name, 3 if name == "new" else 1)
-            on_disk = {path.name for drive in store.drives for path in drive.glob("checkpoints/*")}
-            assert on_disk == set(names)
-            if number % 2 == 0:
-                advance(store, 8, 9)
-                assert_holds(store, 9)
-                for name in names:
-                    assert_checkpoint(store, name, 3 if name == "new" else 1)
-        shutil.rmtree(root)
-        number += 11
-    expected = {
-        "checkpoint": {(3, "one"), (3, "one", "new")},
-        "restore": {(3, "one"), (1, "one")},
-        "delete": {(3, "one"), (3,)},
-    }
-    assert outcomes == expected[action]

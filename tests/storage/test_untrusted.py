@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from obstacles import plant
 
 from storage.untrusted import (
     MOST_DEPTH,
@@ -85,28 +85,19 @@ def test_nothing_else_is(tmp_path: Path, kind: str, flags: int) -> None:
     target, path = tmp_path / "target", tmp_path / "run" / "file"
     target.write_bytes(b"secret")
     path.parent.mkdir()
-    if kind == "link":
-        path.symlink_to(target)
-    elif kind == "dangling link":
-        path.symlink_to(tmp_path / "none")
-    elif kind == "link in the way":
+    if kind == "link in the way":
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "file").write_bytes(b"secret")
         (tmp_path / "run" / "sub").symlink_to(tmp_path / "other")
         path = tmp_path / "run" / "sub" / "file"
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(path))
-    elif kind == "folder":
-        path.mkdir()
-    else:
+    elif kind == "device":
         path = Path("/dev/null")
+    else:
+        plant(path, kind, target)
     with pytest.raises(OSError, match=r"it is|Is a directory"):
         os.close(open_regular(path, below=path.parent if kind == "device" else tmp_path / "run", flags=flags))
     assert target.read_bytes() == b"secret"
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_what_is_refused_says_so(tmp_path: Path) -> None:

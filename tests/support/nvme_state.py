@@ -53,13 +53,26 @@ def advance(store: NvmeStore, *steps: int) -> None:
         store.commit({"step": step})
 
 
-def assert_sound(root: Path, step: int, *, generation: int | None = None) -> None:
-    """Opening finds the generation of `step`, whole, and training can go on from it."""
-    with closing(NvmeStore.open(root)) as store:
+def make(root: Path, *steps: int, drives: list[Path] | None = None) -> NvmeStore:
+    """A new store that has committed these steps."""
+    store = NvmeStore.create(root, SPECS, budget_bytes=None, drives=drives)
+    advance(store, *steps)
+    return store
+
+
+def assert_whole(root: Path, step: int, *, generation: int | None = None, drives: list[Path] | None = None) -> None:
+    """Opening finds the generation of `step`, every bit of it."""
+    with closing(NvmeStore.open(root, drives=drives)) as store:
         assert store.meta == {"step": step}
         assert generation is None or store.generation == generation
         assert_holds(store, step)
         store.verify()
+
+
+def assert_sound(root: Path, step: int, *, generation: int | None = None) -> None:
+    """It is whole, and training can go on from it."""
+    assert_whole(root, step, generation=generation)
+    with closing(NvmeStore.open(root)) as store:
         advance(store, step + 100)
         assert_holds(store, step + 100)
 

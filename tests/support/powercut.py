@@ -14,22 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from system_calls import CHANGING
 
 BLOCK = 4096
-CHANGING = (
-    "open",
-    "pwrite",
-    "pwritev",
-    "write",
-    "fsync",
-    "ftruncate",
-    "link",
-    "replace",
-    "rename",
-    "unlink",
-    "mkdir",
-    "rmdir",
-)
 
 
 class Disk:

@@ -185,3 +185,6 @@ def check_device_error(reader: Reader, device: str, folder: Path) -> None:
     files.path(0).symlink_to(files.path(0).name)
     with pytest.raises(OSError, match="symbolic links"):
         reader.read(files.path(0), _out(PART_BYTES, device), files.form, None)
+
+
+CHECKS = [check_any_address, check_rewritten, check_threads, check_stale, check_device_error]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -82,9 +83,9 @@ def train(root: Path, name: str, *overrides: str) -> Path:
 
 
 async def until(
-    condition: Callable[[], bool], pause: Callable[[float], Awaitable[None]], timeout_s: float = 60
+    condition: Callable[[], bool], pause: Callable[[float], Awaitable[None]] = asyncio.sleep, timeout_s: float = 60
 ) -> None:
-    """Wait, letting the application go on by `pause`, until `condition`; fails after `timeout_s`."""
+    """Wait, letting an application go on by its `pause`, until `condition`; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +46,8 @@ class Served:
         return psutil.Process(self.process.pid).children()
 
 
-@contextmanager
-def served(folder: Path, log_file: Path, *arguments: str) -> Iterator[Served]:
+@asynccontextmanager
+async def served(folder: Path, log_file: Path, *arguments: str) -> AsyncIterator[Served]:
     """`penstock serve` on a free port."""
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -60,7 +58,7 @@ def served(folder: Path, log_file: Path, *arguments: str) -> Iterator[Served]:
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_for(lambda: "Ctrl+C" in log_file.read_text() or process.poll() is not None)
+        await real_runs.until(lambda: "Ctrl+C" in log_file.read_text() or process.poll() is not None)
         found = re.search(r"http://\S+", log_file.read_text())
         assert found is not None, log_file.read_text()
         yield Served(process, found[0], log_file)
@@ -71,19 +69,6 @@ def served(folder: Path, log_file: Path, *arguments: str) -> Iterator[Served]:
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.02)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -119,7 +104,3 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)

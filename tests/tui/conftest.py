@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import real_runs
+from textual.pilot import Pilot
+
+from tui.app import PenstockApp
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,14 @@ def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     real_runs.train(root, "first")
     real_runs.train(root, "second", "train.lr=3e-3", "train.steps=8")
     return root
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A root with recipes and no run."""
+    folder, recipes = tmp_path / "root", real_runs.REPOSITORY / "recipes"
+    shutil.copytree(recipes, folder / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
 
 
 @pytest.fixture
@@ -46,3 +58,17 @@ def root(made_runs: Path, tmp_path: Path) -> Path:
 def first(root: Path) -> Path:
     """The finished run of 12 steps."""
     return root / "runs" / "first"
+
+
+@pytest.fixture
+async def pilot(root: Path) -> AsyncIterator[Pilot[None]]:
+    """Of the application on `root`, at home."""
+    async with PenstockApp(root).run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        yield pilot
+
+
+@pytest.fixture
+def app(pilot: Pilot[None]) -> PenstockApp:
+    assert isinstance(pilot.app, PenstockApp)
+    return pilot.app

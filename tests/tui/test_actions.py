@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+from textual.pilot import Pilot
 
 from tui.actions import ACTIONS, actions, bindings, keys_page
 from tui.app import PenstockApp
@@ -55,34 +56,30 @@ def test_help_has_a_line_for_every_action() -> None:
         assert action.help in line
 
 
-async def test_help_and_palette_of_a_screen_offer_what_it_can_do(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await pilot.pause()
-        offered = {action.id for action in app.offered(app.screen)}
-        assert {"open", "search", "mark", "quit"} <= offered
-        commands = [command.title for command in app.get_system_commands(app.screen)]
-        for action in app.offered(app.screen):
-            if action.id != "command_palette":
-                assert f"{action.label} ({action.shown_key})" in commands
-        await pilot.press("question_mark")
-        assert isinstance(app.screen, HelpScreen)
-        await pilot.press("escape")
-        assert not isinstance(app.screen, HelpScreen)
-        await pilot.press("tab")  # recipes cannot be marked
-        await pilot.pause()
-        assert "mark" not in {action.id for action in app.offered(app.screen)}
+async def test_help_and_palette_of_a_screen_offer_what_it_can_do(app: PenstockApp, pilot: Pilot[None]) -> None:
+    await pilot.pause()
+    offered = {action.id for action in app.offered(app.screen)}
+    assert {"open", "search", "mark", "quit"} <= offered
+    commands = [command.title for command in app.get_system_commands(app.screen)]
+    for action in app.offered(app.screen):
+        if action.id != "command_palette":
+            assert f"{action.label} ({action.shown_key})" in commands
+    await pilot.press("question_mark")
+    assert isinstance(app.screen, HelpScreen)
+    await pilot.press("escape")
+    assert not isinstance(app.screen, HelpScreen)
+    await pilot.press("tab")  # recipes cannot be marked
+    await pilot.pause()
+    assert "mark" not in {action.id for action in app.offered(app.screen)}
 
 
-async def test_a_palette_command_does_what_its_key_does(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(100, 30)) as pilot:
-        before = app.theme
-        await pilot.press("ctrl+p")
-        await pilot.pause(0.2)
-        await pilot.press(*"theme (f2)", "enter")
-        await pilot.pause(0.5)
-        assert app.theme != before
+async def test_a_palette_command_does_what_its_key_does(app: PenstockApp, pilot: Pilot[None]) -> None:
+    before = app.theme
+    await pilot.press("ctrl+p")
+    await pilot.pause(0.2)
+    await pilot.press(*"theme (f2)", "enter")
+    await pilot.pause(0.5)
+    assert app.theme != before
 
 
 def test_the_page_of_keys_is_the_tables() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import real_runs
+from textual.pilot import Pilot
+
 from app.rows import ASCII, plain
 from tui.app import PenstockApp
 from tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
@@ -72,52 +75,49 @@ def test_a_table_fills_its_width_whatever_that_is() -> None:
     assert "none" in wide
 
 
-async def test_axes_scales_and_all_fields(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        app.open_compare([root / "runs/first", root / "runs/second"])
-        await pilot.pause(0.8)
-        screen = app.screen
-        assert isinstance(screen, CompareScreen)
-        loss = screen.query_one("#loss", CompareChart)
+async def test_axes_scales_and_all_fields(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
+    app.open_compare([root / "runs/first", root / "runs/second"])
+    await pilot.pause(0.8)
+    screen = app.screen
+    assert isinstance(screen, CompareScreen)
+    loss = screen.query_one("#loss", CompareChart)
 
-        def text() -> str:
-            return plain(loss.rows(80, 16))
+    def text() -> str:
+        return plain(loss.rows(80, 16))
 
-        over_steps = text()
-        assert "step" in over_steps
-        assert "A" in over_steps
-        assert "B" in over_steps
-        await pilot.press("x")
-        assert "tokens" in text()
-        await pilot.press("x")
-        assert "time" in text()
-        await pilot.press("x", "y")
-        assert "logarithmic" in str(loss.border_title)
-        await pilot.press("y", "o")
-        assert loss.clip is False
-        config = screen.query_one("#config", TableView)
-        assert [row[0] for row in config.body] == ["train.steps", "train.lr"]
-        await pilot.press("d")
-        assert len(config.body) > 20
+    over_steps = text()
+    assert "step" in over_steps
+    assert "A" in over_steps
+    assert "B" in over_steps
+    await pilot.press("x")
+    assert "tokens" in text()
+    await pilot.press("x")
+    assert "time" in text()
+    await pilot.press("x", "y")
+    assert "logarithmic" in str(loss.border_title)
+    await pilot.press("y", "o")
+    assert loss.clip is False
+    config = screen.query_one("#config", TableView)
+    assert [row[0] for row in config.body] == ["train.steps", "train.lr"]
+    await pilot.press("d")
+    assert len(config.body) > 20
 
 
-async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        app.open_compare([root / "runs/first", root / "runs/second"])
-        await pilot.pause(0.8)
-        with (root / "runs/first/metrics.jsonl").open("a") as file:
-            file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
-        shutil.rmtree(root / "runs/second")
-        figures = app.screen.query_one("#figures", TableView)
-        for _ in range(40):
-            await pilot.pause(0.1)
-            found = {row[0]: row[1:] for row in figures.body}
-            if found["steps"][0] == "13" and found["state"][1] == "vanished":
-                break
-        assert found["steps"][0] == "13"
-        assert found["state"][1] == "vanished"
+async def test_a_live_runs_new_steps_arrive_and_a_vanished_run_is_said(
+    app: PenstockApp, pilot: Pilot[None], root: Path
+) -> None:
+    app.open_compare([root / "runs/first", root / "runs/second"])
+    await pilot.pause(0.8)
+    with (root / "runs/first/metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 2.5, "step_s": 1.0, "tokens": 10}\n')
+    shutil.rmtree(root / "runs/second")
+    figures = app.screen.query_one("#figures", TableView)
+
+    def found() -> tuple[str, str]:
+        rows = {row[0]: row[1:] for row in figures.body}
+        return rows["steps"][0], rows["state"][1]
+
+    await real_runs.until(lambda: found() == ("13", "vanished"), pilot.pause)
 
 
 async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> None:
@@ -129,12 +129,10 @@ async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> No
         assert len(figures.head) == MOST_RUNS + 1
 
 
-async def test_any_size_and_change_of_size(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=SIZES[0]) as pilot:
-        app.open_compare([root / "runs/first", root / "runs/second", root / "runs/nowhere"])
-        for width, height in SIZES:
-            await pilot.resize_terminal(width, height)
-            await pilot.press("x", "y", "d", "f2")
-            await pilot.pause(0.1)
-            assert app.screen.size == (width, height)
+async def test_any_size_and_change_of_size(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
+    app.open_compare([root / "runs/first", root / "runs/second", root / "runs/nowhere"])
+    for width, height in SIZES:
+        await pilot.resize_terminal(width, height)
+        await pilot.press("x", "y", "d", "f2")
+        await pilot.pause(0.1)
+        assert app.screen.size == (width, height)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from textual.app import App, ComposeResult
+from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from app.recipe import load_recipe
@@ -46,6 +48,18 @@ class FormApp(App[None]):
         return self.form.rows[key]
 
 
+@pytest.fixture
+async def pilot() -> AsyncIterator[Pilot[None]]:
+    async with FormApp().run_test(size=(80, 30)) as pilot:
+        yield pilot
+
+
+@pytest.fixture
+def app(pilot: Pilot[None]) -> FormApp:
+    assert isinstance(pilot.app, FormApp)
+    return pilot.app
+
+
 def line(row: FieldRow) -> str:
     return row.render().plain
 
@@ -54,194 +68,170 @@ def on_screen(row: FieldRow) -> bool:
     return bool(row.region.intersection(row.parent.region)) if row.parent is not None else False  # type: ignore[union-attr]
 
 
-async def test_every_field_has_a_row_with_its_value() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)):
-        assert [row.key for row in app.query(FieldRow)] == [item.key for item in fields()]
-        assert "steps" in line(app.row("train.steps"))
-        assert "84" in line(app.row("train.steps"))
-        assert "none" in line(app.row("model.path"))
-        assert "def read(self, path):\\n    " in line(app.row("after.sample_prompt"))
-        assert "on" in line(app.row("after.export"))
+async def test_every_field_has_a_row_with_its_value(app: FormApp) -> None:
+    assert [row.key for row in app.query(FieldRow)] == [item.key for item in fields()]
+    assert "steps" in line(app.row("train.steps"))
+    assert "84" in line(app.row("train.steps"))
+    assert "none" in line(app.row("model.path"))
+    assert "def read(self, path):\\n    " in line(app.row("after.sample_prompt"))
+    assert "on" in line(app.row("after.export"))
 
 
-async def test_the_hint_is_the_field_s_own_docstring() -> None:
-    app = FormApp()
-    async with app.run_test(size=(100, 40)) as pilot:
-        for item in fields():
-            hint = str(app.query_one("#hint", Static).render())
-            assert item.key in hint
-            assert item.help in hint
-            await pilot.press("down")
-
-
-async def test_moving_keeps_the_row_in_sight() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 20)) as pilot:
-        for key in ("end", "pageup", "up", "k", "j", "pagedown", "home", "down"):
-            await pilot.press(key)
-            await pilot.pause()
-            assert on_screen(app.form.current), key
-        assert app.form.current.key == "machine"
-        app.form.move_section(1)
-        assert app.form.current.key == "model.path"
-        app.form.move_section(-1)
-        app.form.move_section(-1)
-        assert app.form.current.key == "after.export"
-        await pilot.pause()
-        assert on_screen(app.form.current)
-
-
-async def test_typing_checks_at_once_and_the_message_stands_below() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        app.form.go("train.steps")
-        row = app.form.current
-        row.begin_edit()
-        await pilot.pause()
-        assert isinstance(app.focused, Input)
-        await pilot.press("0")  # the old text is selected
-        await pilot.pause()
-        assert row.error == "0 must be at least 1"
-        assert row.size.height == 2
-        assert "must be at least 1" in line(row)
-        await pilot.press("backspace", "2", "0")
-        await pilot.pause()
-        assert (row.error, row.size.height) == ("", 1)
-        assert app.draft.recipe is not None
-        assert app.draft.recipe.train.steps == 20
-        assert "was 84" in line(row)
-        await pilot.press("enter")
-        await pilot.pause()
-        assert not row.is_editing
-        assert isinstance(app.focused, FieldList)
-        assert app.form.current is row
-        assert set(app.edited) == {"train.steps"}
-
-
-async def test_escape_takes_back_and_arrows_take_over() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        app.form.go("train.steps")
-        app.form.current.begin_edit()
-        await pilot.press("9", "escape")
-        await pilot.pause()
-        assert app.draft.text("train.steps") == "84"
-        assert not app.row("train.steps").is_editing
-        app.form.current.begin_edit()
-        await pilot.press("9", "down")
-        await pilot.pause()
-        assert app.draft.text("train.steps") == "9"
-        assert app.form.current.key == "train.global_batch_size"
-        assert not app.row("train.steps").is_editing
-        assert isinstance(app.focused, FieldList)
-
-
-async def test_what_does_not_go_together_stands_at_both_fields() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        app.form.set_text("model.num_kv_heads", "3")
-        await pilot.pause()
-        for key in ("model.num_heads", "model.num_kv_heads"):
-            assert "not a multiple" in app.row(key).error
-        app.form.go("model.num_kv_heads")
-        app.form.reset()
-        assert app.row("model.num_heads").error == ""
-
-
-async def test_choices_and_switches() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)):
-        app.form.go("train.lr_schedule")
-        assert "● cosine  ○ linear  ○ constant" in line(app.form.current)
-        app.form.cycle(1)
-        assert "● linear" in line(app.form.current)
-        app.form.go("after.export")
-        assert "● on" in line(app.form.current)
-        app.form.cycle(1)
-        assert "○ off" in line(app.form.current)
-        assert "linear  was cosine" in line(app.row("train.lr_schedule"))
-        app.form.go("train.steps")
-        app.form.cycle(1)
-        assert app.draft.text("train.steps") == "84"
-
-
-async def test_changes_are_marked_and_counted() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)):
-        app.form.set_text("train.lr", "2e-3")
-        app.form.set_text("train.steps", "20")
-        assert line(app.row("train.lr")).startswith("◆ lr")
-        assert "2 changed" in str(app.query_one("#section-train", Static).render())
-        app.form.go("train.lr")
-        app.form.reset()
-        assert line(app.row("train.lr")).startswith("  lr")
-
-
-async def test_the_filter() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        app.form.begin_filter()
-        await pilot.press(*"decay")
-        await pilot.pause()
-        shown = {row.key for row in app.query(FieldRow) if row.display}
-        assert {"train.weight_decay", "train.beta1"} <= shown
-        assert "train.steps" not in shown
-        assert not app.query_one("#section-model").display
-        await pilot.press("enter")
-        await pilot.pause()
-        assert app.form.current.key in shown
-        await pilot.press("down", "up", "end")
-        assert app.form.current.key in shown
-        app.form.end_filter()
-        assert all(row.display for row in app.query(FieldRow))
-        app.form.begin_filter()
-        await pilot.press(*"data.sequence_length", "enter")  # the help of others names it too
-        assert app.form.current.key == "data.sequence_length"
-        app.form.end_filter()
-        app.form.begin_filter()
-        await pilot.press(*"zzzz", "enter")
-        app.form.move(1)
-        app.form.move_section(1)
-        app.form.end_filter()
-
-
-async def test_a_long_value_is_cut_and_edited_whole() -> None:
-    app = FormApp()
-    async with app.run_test(size=(60, 30)) as pilot:
-        app.form.set_text("data.path", "/a/very/long/path" * 9)
-        assert line(app.row("data.path")).count("…") == 1
-        app.form.go("data.path")
-        app.form.current.begin_edit()
-        await pilot.pause()
-        entry = app.focused
-        assert isinstance(entry, Input)
-        assert entry.value == "/a/very/long/path" * 9
-
-
-async def test_a_key_redraws_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        drawn: list[str] = []
-        render = FieldRow.render
-        monkeypatch.setattr(FieldRow, "render", lambda row: drawn.append(row.key) or render(row))  # type: ignore[func-returns-value]
+async def test_the_hint_is_the_field_s_own_docstring(app: FormApp, pilot: Pilot[None]) -> None:
+    for item in fields():
+        hint = str(app.query_one("#hint", Static).render())
+        assert item.key in hint
+        assert item.help in hint
         await pilot.press("down")
-        await pilot.pause()
-        assert set(drawn) == {"name", "machine"}
-        drawn.clear()
-        app.form.set_text("train.lr", "2e-3")
-        await pilot.pause()
-        assert set(drawn) <= {"train.lr"}
 
 
-async def test_clicks() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        await pilot.click(app.row("model.num_layers"))
-        assert app.form.current.key == "model.num_layers"
-        await pilot.click(app.row("model.num_layers"), times=2)
+async def test_moving_keeps_the_row_in_sight(app: FormApp, pilot: Pilot[None]) -> None:
+    for key in ("end", "pageup", "up", "k", "j", "pagedown", "home", "down"):
+        await pilot.press(key)
         await pilot.pause()
-        assert app.row("model.num_layers").is_editing
+        assert on_screen(app.form.current), key
+    assert app.form.current.key == "machine"
+    app.form.move_section(1)
+    assert app.form.current.key == "model.path"
+    app.form.move_section(-1)
+    app.form.move_section(-1)
+    assert app.form.current.key == "after.export"
+    await pilot.pause()
+    assert on_screen(app.form.current)
+
+
+async def test_typing_checks_at_once_and_the_message_stands_below(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.go("train.steps")
+    row = app.form.current
+    row.begin_edit()
+    await pilot.pause()
+    assert isinstance(app.focused, Input)
+    await pilot.press("0")  # the old text is selected
+    await pilot.pause()
+    assert row.error == "0 must be at least 1"
+    assert row.size.height == 2
+    assert "must be at least 1" in line(row)
+    await pilot.press("backspace", "2", "0")
+    await pilot.pause()
+    assert (row.error, row.size.height) == ("", 1)
+    assert app.draft.recipe is not None
+    assert app.draft.recipe.train.steps == 20
+    assert "was 84" in line(row)
+    await pilot.press("enter")
+    await pilot.pause()
+    assert not row.is_editing
+    assert isinstance(app.focused, FieldList)
+    assert app.form.current is row
+    assert set(app.edited) == {"train.steps"}
+
+
+async def test_escape_takes_back_and_arrows_take_over(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.go("train.steps")
+    app.form.current.begin_edit()
+    await pilot.press("9", "escape")
+    await pilot.pause()
+    assert app.draft.text("train.steps") == "84"
+    assert not app.row("train.steps").is_editing
+    app.form.current.begin_edit()
+    await pilot.press("9", "down")
+    await pilot.pause()
+    assert app.draft.text("train.steps") == "9"
+    assert app.form.current.key == "train.global_batch_size"
+    assert not app.row("train.steps").is_editing
+    assert isinstance(app.focused, FieldList)
+
+
+async def test_what_does_not_go_together_stands_at_both_fields(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.set_text("model.num_kv_heads", "3")
+    await pilot.pause()
+    for key in ("model.num_heads", "model.num_kv_heads"):
+        assert "not a multiple" in app.row(key).error
+    app.form.go("model.num_kv_heads")
+    app.form.reset()
+    assert app.row("model.num_heads").error == ""
+
+
+async def test_choices_and_switches(app: FormApp) -> None:
+    app.form.go("train.lr_schedule")
+    assert "● cosine  ○ linear  ○ constant" in line(app.form.current)
+    app.form.cycle(1)
+    assert "● linear" in line(app.form.current)
+    app.form.go("after.export")
+    assert "● on" in line(app.form.current)
+    app.form.cycle(1)
+    assert "○ off" in line(app.form.current)
+    assert "linear  was cosine" in line(app.row("train.lr_schedule"))
+    app.form.go("train.steps")
+    app.form.cycle(1)
+    assert app.draft.text("train.steps") == "84"
+
+
+async def test_changes_are_marked_and_counted(app: FormApp) -> None:
+    app.form.set_text("train.lr", "2e-3")
+    app.form.set_text("train.steps", "20")
+    assert line(app.row("train.lr")).startswith("◆ lr")
+    assert "2 changed" in str(app.query_one("#section-train", Static).render())
+    app.form.go("train.lr")
+    app.form.reset()
+    assert line(app.row("train.lr")).startswith("  lr")
+
+
+async def test_the_filter(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.begin_filter()
+    await pilot.press(*"decay")
+    await pilot.pause()
+    shown = {row.key for row in app.query(FieldRow) if row.display}
+    assert {"train.weight_decay", "train.beta1"} <= shown
+    assert "train.steps" not in shown
+    assert not app.query_one("#section-model").display
+    await pilot.press("enter")
+    await pilot.pause()
+    assert app.form.current.key in shown
+    await pilot.press("down", "up", "end")
+    assert app.form.current.key in shown
+    app.form.end_filter()
+    assert all(row.display for row in app.query(FieldRow))
+    app.form.begin_filter()
+    await pilot.press(*"data.sequence_length", "enter")  # the help of others names it too
+    assert app.form.current.key == "data.sequence_length"
+    app.form.end_filter()
+    app.form.begin_filter()
+    await pilot.press(*"zzzz", "enter")
+    app.form.move(1)
+    app.form.move_section(1)
+    app.form.end_filter()
+
+
+async def test_a_long_value_is_cut_and_edited_whole(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.set_text("data.path", "/a/very/long/path" * 9)
+    assert line(app.row("data.path")).count("…") == 1
+    app.form.go("data.path")
+    app.form.current.begin_edit()
+    await pilot.pause()
+    entry = app.focused
+    assert isinstance(entry, Input)
+    assert entry.value == "/a/very/long/path" * 9
+
+
+async def test_a_key_redraws_two_rows(app: FormApp, pilot: Pilot[None], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    render = FieldRow.render
+    monkeypatch.setattr(FieldRow, "render", lambda row: drawn.append(row.key) or render(row))  # type: ignore[func-returns-value]
+    await pilot.press("down")
+    await pilot.pause()
+    assert set(drawn) == {"name", "machine"}
+    drawn.clear()
+    app.form.set_text("train.lr", "2e-3")
+    await pilot.pause()
+    assert set(drawn) <= {"train.lr"}
+
+
+async def test_clicks(app: FormApp, pilot: Pilot[None]) -> None:
+    await pilot.click(app.row("model.num_layers"))
+    assert app.form.current.key == "model.num_layers"
+    await pilot.click(app.row("model.num_layers"), times=2)
+    await pilot.pause()
+    assert app.row("model.num_layers").is_editing
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
@@ -259,39 +249,35 @@ async def test_any_size(glyphs: object) -> None:
             assert all(line(row).isascii() for row in app.query(FieldRow))
 
 
-async def test_another_theme_reaches_rows_titles_and_hint() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        await pilot.pause()
-        app.theme = "penstock-light"
-        await pilot.pause()
-        light = {"#1f2933", "#101820", "#66717e", "#0b6fa4"}
-        for place in ("#hint", "#section-recipe"):
-            found = [span.style for span in app.query_one(place, Static).content.spans]  # type: ignore[union-attr]
-            assert {style.color.triplet.hex for style in found} <= light
+async def test_another_theme_reaches_rows_titles_and_hint(app: FormApp, pilot: Pilot[None]) -> None:
+    await pilot.pause()
+    app.theme = "penstock-light"
+    await pilot.pause()
+    light = {"#1f2933", "#101820", "#66717e", "#0b6fa4"}
+    for place in ("#hint", "#section-recipe"):
+        found = [span.style for span in app.query_one(place, Static).content.spans]  # type: ignore[union-attr]
+        assert {style.color.triplet.hex for style in found} <= light
 
 
-async def test_typing_faster_than_it_is_drawn_loses_nothing() -> None:
-    app = FormApp()
-    async with app.run_test(size=(80, 40)) as pilot:
-        app.form.go("train.steps")
-        row = app.row("train.steps")
-        row.begin_edit()
-        await pilot.pause()
-        entry = row.query_one(Input)
-        for text in ("", "6", "60", "600"):
-            entry.value = text  # all before the first message is handled
-        await pilot.pause()
-        await pilot.pause()
-        assert entry.value == "600"
-        assert app.draft.text("train.steps") == "600"
-        for text in ("6001", "600"):  # back to what is still shown
-            entry.value = text
-        await pilot.pause()
-        await pilot.pause()
-        assert app.draft.text("train.steps") == "600"
-        entry.value = "7"
-        row.end_edit(undo=True)  # before the change is told
-        await pilot.pause()
-        await pilot.pause()
-        assert app.draft.text("train.steps") == "84"
+async def test_typing_faster_than_it_is_drawn_loses_nothing(app: FormApp, pilot: Pilot[None]) -> None:
+    app.form.go("train.steps")
+    row = app.row("train.steps")
+    row.begin_edit()
+    await pilot.pause()
+    entry = row.query_one(Input)
+    for text in ("", "6", "60", "600"):
+        entry.value = text  # all before the first message is handled
+    await pilot.pause()
+    await pilot.pause()
+    assert entry.value == "600"
+    assert app.draft.text("train.steps") == "600"
+    for text in ("6001", "600"):  # back to what is still shown
+        entry.value = text
+    await pilot.pause()
+    await pilot.pause()
+    assert app.draft.text("train.steps") == "600"
+    entry.value = "7"
+    row.end_edit(undo=True)  # before the change is told
+    await pilot.pause()
+    await pilot.pause()
+    assert app.draft.text("train.steps") == "84"

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import real_runs
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
@@ -15,7 +16,11 @@ from app.recipe import save_recipe
 from engine.config import Recipe
 from tui.app import PenstockApp
 from tui.data.catalog import RunCatalog, describe, find_recipes, matches, plan_lines, read_recipe_entry, read_run_entry
+from tui.screens.compare import CompareScreen
+from tui.screens.configure import ConfigureScreen
 from tui.screens.home import HomeScreen
+from tui.screens.run import RunScreen
+from tui.screens.timeline import TimelineScreen
 
 SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
 
@@ -32,120 +37,98 @@ async def select(pilot: Pilot[None], name: str, table: str = "runs") -> None:
     await pilot.pause()
 
 
-async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.pause()
-        assert isinstance(app.screen, HomeScreen)
-        assert set(names(app, "runs")) == {"first", "second", "crashed"}
-        recipes = names(app, "recipes")
-        assert recipes[:2] == ["tiny.py", "quickstart.py"]
-        assert recipes.index("7b_512k.py") < recipes.index("14b_workstation.py") < recipes.index("120b_moe.py")
-        await select(pilot, "first")
-        cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "first"))
-        loss = json.loads((root / "runs/first/metrics.jsonl").read_text().splitlines()[-1])["loss"]
-        assert [str(cell) for cell in cells[1:5]] == ["first", "finished", "12/12", f"{loss:.4f}"]
-        await select(pilot, "crashed")
-        cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "crashed"))
-        assert [str(cell) for cell in cells[1:4]] == ["crashed", "crashed", "9/12"]
+async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(
+    app: PenstockApp, pilot: Pilot[None], root: Path
+) -> None:
+    await pilot.pause()
+    assert isinstance(app.screen, HomeScreen)
+    assert set(names(app, "runs")) == {"first", "second", "crashed"}
+    recipes = names(app, "recipes")
+    assert recipes[:2] == ["tiny.py", "quickstart.py"]
+    assert recipes.index("7b_512k.py") < recipes.index("14b_workstation.py") < recipes.index("120b_moe.py")
+    await select(pilot, "first")
+    cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "first"))
+    loss = json.loads((root / "runs/first/metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    assert [str(cell) for cell in cells[1:5]] == ["first", "finished", "12/12", f"{loss:.4f}"]
+    await select(pilot, "crashed")
+    cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "crashed"))
+    assert [str(cell) for cell in cells[1:4]] == ["crashed", "crashed", "9/12"]
 
 
-async def test_the_detail_tells_plan_and_outcome(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await select(pilot, "first")
-        text = str(app.screen.query_one("#about", Static).render())
-        assert "planned" in text
-        assert "took" in text
-        await select(pilot, "tiny.py", "recipes")
-        text = str(app.screen.query_one("#about", Static).render())
-        assert "3 layers" in text
-        assert "64 tokens" in text
+async def test_the_detail_tells_plan_and_outcome(app: PenstockApp, pilot: Pilot[None]) -> None:
+    await select(pilot, "first")
+    text = str(app.screen.query_one("#about", Static).render())
+    assert "planned" in text
+    assert "took" in text
+    await select(pilot, "tiny.py", "recipes")
+    text = str(app.screen.query_one("#about", Static).render())
+    assert "3 layers" in text
+    assert "64 tokens" in text
 
 
-async def test_search_filters_both_lists_and_escape_ends_it(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.press("slash", *"crashed")
-        await pilot.pause()
-        assert names(app, "runs") == ["crashed"]
-        assert names(app, "recipes") == []
-        await pilot.press("enter")
-        assert app.screen.query_one("#runs").has_focus
-        await pilot.press("slash")
-        app.screen.query_one(Input).value = "gpt-oss 128 experts"
-        await pilot.pause()
-        assert names(app, "recipes") == ["120b_moe.py"]
+async def test_search_filters_both_lists_and_escape_ends_it(app: PenstockApp, pilot: Pilot[None]) -> None:
+    await pilot.press("slash", *"crashed")
+    await pilot.pause()
+    assert names(app, "runs") == ["crashed"]
+    assert names(app, "recipes") == []
+    await pilot.press("enter")
+    assert app.screen.query_one("#runs").has_focus
+    await pilot.press("slash")
+    app.screen.query_one(Input).value = "gpt-oss 128 experts"
+    await pilot.pause()
+    assert names(app, "recipes") == ["120b_moe.py"]
+    await pilot.press("escape")
+    await pilot.pause()
+    assert len(names(app, "runs")) == 3
+    assert isinstance(app.screen, HomeScreen)
+
+
+async def test_marking_and_comparing(app: PenstockApp, pilot: Pilot[None]) -> None:
+    await select(pilot, "first")
+    await pilot.press("m")
+    await pilot.pause()
+    assert isinstance(app.screen, HomeScreen)  # one run is nothing to compare
+    await pilot.press("space")
+    await select(pilot, "second")
+    await pilot.press("m")
+    await pilot.pause()
+    assert isinstance(app.screen, CompareScreen)
+    await pilot.press("escape")
+    await pilot.pause()
+    assert isinstance(app.screen, HomeScreen)
+
+
+async def test_enter_opens_what_the_cursor_is_on(app: PenstockApp, pilot: Pilot[None]) -> None:
+    for key, table, name, screen in (
+        ("enter", "runs", "first", RunScreen),
+        ("t", "runs", "first", TimelineScreen),
+        ("c", "runs", "first", ConfigureScreen),
+        ("enter", "recipes", "tiny.py", ConfigureScreen),
+    ):
+        await select(pilot, name, table)
+        await pilot.press(key)
+        await pilot.pause(0.2)
+        assert isinstance(app.screen, screen)
         await pilot.press("escape")
-        await pilot.pause()
-        assert len(names(app, "runs")) == 3
+        await pilot.pause(0.2)
         assert isinstance(app.screen, HomeScreen)
 
 
-async def test_marking_and_comparing(root: Path) -> None:
-    from tui.screens.compare import CompareScreen
+async def test_new_runs_appear_and_vanished_ones_go(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
+    await select(pilot, "first")
+    shutil.copytree(root / "runs/first", root / "runs/third")
+    shutil.rmtree(root / "runs/second")
+    await real_runs.until(lambda: set(names(app, "runs")) == {"first", "third", "crashed"}, pilot.pause)
+    table = app.screen.query_one("#runs", DataTable)
+    assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
 
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await select(pilot, "first")
-        await pilot.press("m")
+
+async def test_any_size_and_change_of_size(app: PenstockApp, pilot: Pilot[None]) -> None:
+    for width, height in SIZES:
+        await pilot.resize_terminal(width, height)
+        await pilot.press("tab", "down", "f2")
         await pilot.pause()
-        assert isinstance(app.screen, HomeScreen)  # one run is nothing to compare
-        await pilot.press("space")
-        await select(pilot, "second")
-        await pilot.press("m")
-        await pilot.pause()
-        assert isinstance(app.screen, CompareScreen)
-        await pilot.press("escape")
-        await pilot.pause()
-        assert isinstance(app.screen, HomeScreen)
-
-
-async def test_enter_opens_what_the_cursor_is_on(root: Path) -> None:
-    from tui.screens.configure import ConfigureScreen
-    from tui.screens.run import RunScreen
-    from tui.screens.timeline import TimelineScreen
-
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        for key, table, name, screen in (
-            ("enter", "runs", "first", RunScreen),
-            ("t", "runs", "first", TimelineScreen),
-            ("c", "runs", "first", ConfigureScreen),
-            ("enter", "recipes", "tiny.py", ConfigureScreen),
-        ):
-            await select(pilot, name, table)
-            await pilot.press(key)
-            await pilot.pause(0.2)
-            assert isinstance(app.screen, screen)
-            await pilot.press("escape")
-            await pilot.pause(0.2)
-            assert isinstance(app.screen, HomeScreen)
-
-
-async def test_new_runs_appear_and_vanished_ones_go(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await select(pilot, "first")
-        shutil.copytree(root / "runs/first", root / "runs/third")
-        shutil.rmtree(root / "runs/second")
-        for _ in range(40):
-            await pilot.pause(0.1)
-            if set(names(app, "runs")) == {"first", "third", "crashed"}:
-                break
-        assert set(names(app, "runs")) == {"first", "third", "crashed"}
-        table = app.screen.query_one("#runs", DataTable)
-        assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
-
-
-async def test_any_size_and_change_of_size(root: Path) -> None:
-    app = PenstockApp(root)
-    async with app.run_test(size=SIZES[0]) as pilot:
-        for width, height in SIZES:
-            await pilot.resize_terminal(width, height)
-            await pilot.press("tab", "down", "f2")
-            await pilot.pause()
-            assert app.screen.size == (width, height)
+        assert app.screen.size == (width, height)
 
 
 async def test_an_empty_folder_and_one_without_runs(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from textual.app import ComposeResult
+from textual.events import MouseScrollUp
 from textual.pilot import Pilot
 
 from app.rows import ASCII, UNICODE, Glyphs
@@ -250,7 +251,7 @@ async def test_mouse_selects_zooms_and_drags() -> None:
         assert lane_view.selected is None
         assert "nothing under way on nvme_write" in text_of(lane_view)[-1]
         before = lane_view.window
-        await pilot._post_mouse_events([__import__("textual.events").events.MouseScrollUp], lane_view, offset=(40, y))
+        await pilot._post_mouse_events([MouseScrollUp], lane_view, offset=(40, y))
         start, end = lane_view.window
         assert end - start == pytest.approx((before[1] - before[0]) / 2)
         at = (40 - 11 + 0.5) / (80 - 11 - 5)

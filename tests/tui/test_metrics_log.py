@@ -42,16 +42,13 @@ def test_what_is_absent_or_foreign_is_nan() -> None:
     assert log.z_score("loss") is None
 
 
-def test_average_goes_on_over_a_gap() -> None:
+@pytest.mark.parametrize(
+    ("losses", "averages"), [((4.0, None, 4.0), [4.0, 4.0, 4.0]), ((2.0, 4.0), [2.0, pytest.approx(3.0)])]
+)
+def test_average_starts_as_a_mean_and_goes_on_over_a_gap(losses: tuple[float | None], averages: list[float]) -> None:
     log = MetricsLog()
-    log.add([line(1, loss=4.0), line(2, loss=None), line(3, loss=4.0)])
-    assert log.column("ema").tolist() == [4.0, 4.0, 4.0]
-
-
-def test_average_starts_as_a_mean() -> None:
-    log = MetricsLog()
-    log.add([line(1, loss=2.0), line(2, loss=4.0)])
-    assert log.last("ema") == pytest.approx(3.0)
+    log.add(line(step, loss=loss) for step, loss in enumerate(losses, 1))
+    assert log.column("ema").tolist() == averages
 
 
 def test_steps_done_again_replace_rows() -> None:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import real_runs
 
 from engine.config import Recipe, TrainConfig
 from tui.data.plan_client import PlanClient, PlanState
@@ -28,9 +29,7 @@ class Watched(PlanClient):
         super().__init__(folder, lambda: self.seen.append(self.state), debounce_s=debounce_s, command=command)
 
     async def until(self, condition: Callable[[PlanState], bool]) -> PlanState:
-        async with asyncio.timeout(WAIT_S):
-            while not condition(self.state):
-                await asyncio.sleep(0.01)
+        await real_runs.until(lambda: condition(self.state))
         return self.state
 
     @property
@@ -38,22 +37,27 @@ class Watched(PlanClient):
         return [json.loads(line) for line in self.log.with_suffix(".requests").read_text().splitlines()]
 
 
+@pytest.fixture
+async def client(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
+    client = Watched(tmp_path, *getattr(request, "param", ()))
+    yield client
+    await client.close()
+
+
 def recipe(steps: int) -> Recipe:
     return Recipe(name="x", train=TrainConfig(steps=steps))
 
 
-async def test_phases_of_a_plan(tmp_path: Path) -> None:
-    client = Watched(tmp_path)
+async def test_phases_of_a_plan(client: Watched) -> None:
     client.request(recipe(5), "gh200-480", from_scratch=True)
     state = await client.until(lambda state: state.phase == "done")
     assert [seen.phase for seen in client.seen] == ["starting", "planning", "advising", "done"]
     assert state.forecast == {"fits": True, "recipe": "x", "steps": 5, "best_change": None}
     assert client.requests == [[5, "gh200-480", True]]
-    await client.close()
 
 
-async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(tmp_path: Path) -> None:
-    client = Watched(tmp_path, debounce_s=0.05)
+@pytest.mark.parametrize("client", [("well", 0.05)], indirect=True)
+async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(client: Watched) -> None:
     client.request(recipe(5), None)
     await client.until(lambda state: state.phase == "done")
     for steps in (6, 7, 8):
@@ -65,11 +69,9 @@ async def test_the_newest_request_wins_and_the_older_plan_is_stale_meanwhile(tmp
     assert state.forecast is not None
     assert (state.stale, state.forecast["steps"]) == (False, 8)
     assert [request[0] for request in client.requests] == [5, 8]
-    await client.close()
 
 
-async def test_an_error_keeps_the_older_plan_as_stale(tmp_path: Path) -> None:
-    client = Watched(tmp_path)
+async def test_an_error_keeps_the_older_plan_as_stale(client: Watched) -> None:
     client.request(recipe(5), None)
     await client.until(lambda state: state.phase == "done")
     client.request(recipe(13), None)
@@ -78,11 +80,10 @@ async def test_an_error_keeps_the_older_plan_as_stale(tmp_path: Path) -> None:
     client.request(recipe(5), None)
     state = await client.until(lambda state: state.phase == "done")
     assert state.error is None
-    await client.close()
 
 
-async def test_a_server_that_dies_is_started_again_once(tmp_path: Path) -> None:
-    client = Watched(tmp_path, "dies once")
+@pytest.mark.parametrize("client", [("dies once",)], indirect=True)
+async def test_a_server_that_dies_is_started_again_once(client: Watched) -> None:
     client.request(recipe(5), None)
     state = await client.until(lambda state: state.phase == "done")
     assert state.forecast is not None
@@ -90,11 +91,10 @@ async def test_a_server_that_dies_is_started_again_once(tmp_path: Path) -> None:
         "MemoryError: no room" in (seen.trouble or "") and "again" in (seen.trouble or "") for seen in client.seen
     )
     assert state.trouble is None
-    await client.close()
 
 
-async def test_a_server_that_dies_twice_is_given_up_until_asked(tmp_path: Path) -> None:
-    client = Watched(tmp_path, "dies")
+@pytest.mark.parametrize("client", [("dies",)], indirect=True)
+async def test_a_server_that_dies_twice_is_given_up_until_asked(client: Watched) -> None:
     client.request(recipe(5), None)
     state = await client.until(lambda state: "ended again" in (state.trouble or ""))
     assert "MemoryError: no room" in (state.trouble or "")
@@ -103,11 +103,9 @@ async def test_a_server_that_dies_twice_is_given_up_until_asked(tmp_path: Path) 
     await client.until(lambda state: state.trouble is None)
     await client.until(lambda state: "ended again" in (state.trouble or ""))
     assert len(client.log.read_text().splitlines()) == 4
-    await client.close()
 
 
-async def test_a_request_that_kills_the_server_is_tried_once_more(tmp_path: Path) -> None:
-    client = Watched(tmp_path)
+async def test_a_request_that_kills_the_server_is_tried_once_more(client: Watched) -> None:
     client.request(recipe(666), None)
     state = await client.until(lambda state: "ended again" in (state.trouble or ""))
     assert "exit code 3" in (state.trouble or "")
@@ -115,7 +113,6 @@ async def test_a_request_that_kills_the_server_is_tried_once_more(tmp_path: Path
     client.request(recipe(5), None)
     state = await client.until(lambda state: state.phase == "done")
     assert (state.trouble, state.error) == (None, None)
-    await client.close()
 
 
 async def test_no_python_no_plan(tmp_path: Path) -> None:
@@ -126,8 +123,7 @@ async def test_no_python_no_plan(tmp_path: Path) -> None:
     await client.close()
 
 
-async def test_waiting_for_a_plan(tmp_path: Path) -> None:
-    client = Watched(tmp_path)
+async def test_waiting_for_a_plan(client: Watched) -> None:
     state = await asyncio.wait_for(client.plan(recipe(5), None), WAIT_S)
     assert state is not None
     assert state.forecast is not None
@@ -136,11 +132,9 @@ async def test_waiting_for_a_plan(tmp_path: Path) -> None:
     client.forget()
     assert await waiting is None
     assert client.state.phase == "idle"
-    await client.close()
 
 
-async def test_closing_ends_the_process_and_a_request_starts_another(tmp_path: Path) -> None:
-    client = Watched(tmp_path)
+async def test_closing_ends_the_process_and_a_request_starts_another(client: Watched) -> None:
     await client.plan(recipe(5), None)
     process = client._process
     assert process is not None
@@ -150,4 +144,3 @@ async def test_closing_ends_the_process_and_a_request_starts_another(tmp_path: P
     await client.close()
     assert await client.plan(recipe(6), None) is not None
     assert len(client.log.read_text().splitlines()) == 2
-    await client.close()

@@ -41,6 +41,18 @@ async def opened(run: Path, size: tuple[int, int] = (120, 36), **more: Any) -> A
         yield pilot, screen
 
 
+@pytest.fixture
+async def pilot(first: Path) -> AsyncIterator[Pilot[None]]:
+    """Of the application with the run screen on `first`."""
+    async with opened(first) as (pilot, _):
+        yield pilot
+
+
+@pytest.fixture
+def screen(pilot: Pilot[None]) -> RunScreen:
+    return cast("RunScreen", pilot.app.screen)
+
+
 def drawn(widget: LineWidget) -> str:
     """What a widget shows, as text."""
     return plain(widget.rows(max(1, widget.size.width), max(1, widget.size.height)))
@@ -171,51 +183,47 @@ async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Pa
         assert shown(screen) == ["loss", "lanes", "log"]
 
 
-async def test_the_loss_zooms_pans_and_has_a_cursor(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        await pilot.press("1", "w", "w", "a")
-        assert screen.loss.window == (0.6875, 0.9375)
-        await pilot.press("d", "s", "s")
-        assert screen.loss.window is None
-        await pilot.press("comma", "comma", "comma")
-        assert screen.loss.cursor == 9
-        assert screen.loss.headline().startswith("step 10  loss ")
-        await pilot.press("left", "left", "right")
-        assert screen.loss.cursor_step() == 9
-        await pilot.press("y", "o", "x")
-        assert (screen.loss.log_y, screen.loss.clip, screen.loss.x_kind) == (True, False, "tokens")
-        await pilot.press("f")
-        assert screen.loss.cursor is None
-        assert "over tokens, log" in screen.loss.headline()
-        await pilot.click("#loss", offset=(30, 4))
-        assert screen.loss.cursor is not None
+async def test_the_loss_zooms_pans_and_has_a_cursor(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await pilot.press("1", "w", "w", "a")
+    assert screen.loss.window == (0.6875, 0.9375)
+    await pilot.press("d", "s", "s")
+    assert screen.loss.window is None
+    await pilot.press("comma", "comma", "comma")
+    assert screen.loss.cursor == 9
+    assert screen.loss.headline().startswith("step 10  loss ")
+    await pilot.press("left", "left", "right")
+    assert screen.loss.cursor_step() == 9
+    await pilot.press("y", "o", "x")
+    assert (screen.loss.log_y, screen.loss.clip, screen.loss.x_kind) == (True, False, "tokens")
+    await pilot.press("f")
+    assert screen.loss.cursor is None
+    assert "over tokens, log" in screen.loss.headline()
+    await pilot.click("#loss", offset=(30, 4))
+    assert screen.loss.cursor is not None
 
 
-async def test_zoom_is_for_the_lanes_otherwise(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        low, high = screen.lanes.window
-        await pilot.press("2", "w")
-        await pilot.pause()
-        drawn(screen.lanes)
-        assert screen.lanes.window[1] - screen.lanes.window[0] < (high - low) * 0.6
-        assert screen.loss.window is None
+async def test_zoom_is_for_the_lanes_otherwise(screen: RunScreen, pilot: Pilot[None]) -> None:
+    low, high = screen.lanes.window
+    await pilot.press("2", "w")
+    await pilot.pause()
+    drawn(screen.lanes)
+    assert screen.lanes.window[1] - screen.lanes.window[0] < (high - low) * 0.6
+    assert screen.loss.window is None
 
 
-async def test_arrows_go_through_the_ops_of_a_lane(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        await pilot.press("2", "down", "down", "full_stop")
-        await pilot.pause()
-        assert screen.lanes.selected is not None
-        lane = screen.lanes.selected.lane
-        await pilot.press("up", "full_stop")
-        assert screen.lanes.selected.lane != lane
+async def test_arrows_go_through_the_ops_of_a_lane(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await pilot.press("2", "down", "down", "full_stop")
+    await pilot.pause()
+    assert screen.lanes.selected is not None
+    lane = screen.lanes.selected.lane
+    await pilot.press("up", "full_stop")
+    assert screen.lanes.selected.lane != lane
 
 
-async def test_predicted_is_shown_beside_the_real_step(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        await pilot.press("p")
-        await real_runs.until(lambda: screen.lanes.predicted is not None, pilot.pause)
-        assert screen.lanes.show_predicted
+async def test_predicted_is_shown_beside_the_real_step(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await pilot.press("p")
+    await real_runs.until(lambda: screen.lanes.predicted is not None, pilot.pause)
+    assert screen.lanes.show_predicted
 
 
 async def test_the_log_is_filtered(first: Path) -> None:
@@ -241,51 +249,47 @@ async def test_the_log_is_filtered(first: Path) -> None:
         assert screen.log_pane.follows
 
 
-async def test_freezing_holds_the_display_only(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        await pilot.press("space")
-        shutil.copy(first / "metrics.jsonl", first / "x")
-        line = json.loads((first / "x").read_text().splitlines()[-1]) | {"step": 13, "loss": 1.2345}
-        with (first / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        await real_runs.until(lambda: screen.data.metrics.rows == 13, pilot.pause)
-        assert screen.frozen
-        assert "display held" in kpi(screen)
-        await pilot.press("space")
-        await pilot.pause(0.2)
-        assert "1.2345" in kpi(screen)
+async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
+    await pilot.press("space")
+    shutil.copy(first / "metrics.jsonl", first / "x")
+    line = json.loads((first / "x").read_text().splitlines()[-1]) | {"step": 13, "loss": 1.2345}
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    await real_runs.until(lambda: screen.data.metrics.rows == 13, pilot.pause)
+    assert screen.frozen
+    assert "display held" in kpi(screen)
+    await pilot.press("space")
+    await pilot.pause(0.2)
+    assert "1.2345" in kpi(screen)
 
 
-async def test_nothing_is_shown_on_a_screen_that_closes(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        seen: list[bool] = []
-        screen.start_feed(lambda: True, seen.append, every_s=0.001)
-        await real_runs.until(lambda: bool(seen), pilot.pause)
-        pilot.app.exit()
-        seen.clear()
-        time.sleep(0.05)  # the feed asks for its next turn meanwhile
-        await asyncio.sleep(0.05)
-        assert not seen
+async def test_nothing_is_shown_on_a_screen_that_closes(screen: RunScreen, pilot: Pilot[None]) -> None:
+    seen: list[bool] = []
+    screen.start_feed(lambda: True, seen.append, every_s=0.001)
+    await real_runs.until(lambda: bool(seen), pilot.pause)
+    pilot.app.exit()
+    seen.clear()
+    time.sleep(0.05)  # the feed asks for its next turn meanwhile
+    await asyncio.sleep(0.05)
+    assert not seen
 
 
-async def test_timeline_and_back(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        await pilot.press("comma")
-        await pilot.press("t")
-        await real_runs.until(lambda: isinstance(pilot.app.screen, TimelineScreen), pilot.pause)
-        await pilot.press("escape")
-        await pilot.pause()
-        assert pilot.app.screen is screen
+async def test_timeline_and_back(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await pilot.press("comma")
+    await pilot.press("t")
+    await real_runs.until(lambda: isinstance(pilot.app.screen, TimelineScreen), pilot.pause)
+    await pilot.press("escape")
+    await pilot.pause()
+    assert pilot.app.screen is screen
 
 
-async def test_nothing_is_polled_behind_another_screen(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        await pilot.press("t")
-        await pilot.pause(0.3)
-        polls: list[int] = []
-        screen.data.poll = lambda: polls.append(1) or set()  # type: ignore[method-assign,func-returns-value]
-        await pilot.pause(0.4)
-        assert polls == []
+async def test_nothing_is_polled_behind_another_screen(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await pilot.press("t")
+    await pilot.pause(0.3)
+    polls: list[int] = []
+    screen.data.poll = lambda: polls.append(1) or set()  # type: ignore[method-assign,func-returns-value]
+    await pilot.pause(0.4)
+    assert polls == []
 
 
 async def test_directories_that_are_none(tmp_path: Path, first: Path) -> None:
@@ -303,13 +307,12 @@ async def test_directories_that_are_none(tmp_path: Path, first: Path) -> None:
         await real_runs.until(lambda: "status.json is damaged" in alerts(cast("RunScreen", app.screen)), pilot.pause)
 
 
-async def test_a_run_that_vanishes_is_said_to_be_gone(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        shutil.rmtree(first)
-        await real_runs.until(lambda: "is gone" in alerts(screen), pilot.pause)
-        assert "gone" in kpi(screen)
-        assert "step 12" in kpi(screen)
-        assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
+async def test_a_run_that_vanishes_is_said_to_be_gone(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
+    shutil.rmtree(first)
+    await real_runs.until(lambda: "is gone" in alerts(screen), pilot.pause)
+    assert "gone" in kpi(screen)
+    assert "step 12" in kpi(screen)
+    assert not any(screen.offers(name) for name in ("export", "resume", "stop", "save_checkpoint"))
 
 
 async def test_questions_may_be_declined(first: Path, root: Path) -> None:
@@ -322,13 +325,12 @@ async def test_questions_may_be_declined(first: Path, root: Path) -> None:
         assert not is_live(root / "runs" / "crashed")
 
 
-async def test_export_of_a_finished_run_and_what_goes_wrong(first: Path) -> None:
-    async with opened(first) as (pilot, screen):
-        notes = pilot.app._notifications
-        await _answer(pilot, screen, "e", str(first.parent / "hf"))
-        await real_runs.until(lambda: (first.parent / "hf" / "config.json").exists(), pilot.pause, 120)
-        await _answer(pilot, screen, "k", "../bad")
-        await real_runs.until(lambda: any(note.severity == "error" for note in notes), pilot.pause, 60)
+async def test_export_of_a_finished_run_and_what_goes_wrong(screen: RunScreen, pilot: Pilot[None], first: Path) -> None:
+    notes = pilot.app._notifications
+    await _answer(pilot, screen, "e", str(first.parent / "hf"))
+    await real_runs.until(lambda: (first.parent / "hf" / "config.json").exists(), pilot.pause, 120)
+    await _answer(pilot, screen, "k", "../bad")
+    await real_runs.until(lambda: any(note.severity == "error" for note in notes), pilot.pause, 60)
 
 
 async def _answer(pilot: Pilot[None], screen: RunScreen, key: str, text: str) -> None:
@@ -338,46 +340,3 @@ async def _answer(pilot: Pilot[None], screen: RunScreen, key: str, text: str) ->
     pilot.app.screen.query_one(Input).value = text
     await pilot.press("enter")
     await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
-
-
-async def _confirm(pilot: Pilot[None], screen: RunScreen, key: str) -> None:
-    """Press a key that asks yes or no, and say yes."""
-    await real_runs.until(lambda: screen.offers({"P": "pause", "R": "resume", "S": "stop"}[key]), pilot.pause)
-    await pilot.press(key)
-    await real_runs.until(lambda: pilot.app.screen is not screen, pilot.pause)
-    await pilot.press("y")
-    await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
-
-
-async def test_a_live_run_is_watched_paused_resumed_kept_and_stopped(root: Path) -> None:
-    run = root / "runs" / "live"
-    process = real_runs.start(root, "train", "recipes/tiny.py", "--run-dir", str(run), "--set", "train.steps=100000")
-    try:
-        await real_runs.until(lambda: (run / "recipe.json").exists(), asyncio.sleep)
-        async with opened(run) as (pilot, screen):
-            await real_runs.until(lambda: screen.data.state == "running" and screen.data.step > 3, pilot.pause, 120)
-            step = screen.data.step
-            await real_runs.until(lambda: screen.data.step > step, pilot.pause)
-            assert "ETA" in kpi(screen)
-            await real_runs.until(lambda: screen.data.spans.view.num_spans > 100, pilot.pause)
-            await _answer(pilot, screen, "k", "kept")
-            await real_runs.until(lambda: "kept" in [c.name for c in screen.data.checkpoints], pilot.pause)
-            await _confirm(pilot, screen, "P")
-            await real_runs.until(lambda: screen.data.state == "paused", pilot.pause)
-            paused_at = screen.data.step
-            await _confirm(pilot, screen, "R")
-            await real_runs.until(lambda: screen.data.step > paused_at + 1, pilot.pause)
-            await _confirm(pilot, screen, "S")
-            await real_runs.until(lambda: screen.data.state == "stopped", pilot.pause)
-            assert process.wait(60) == 0
-            stopped_at = screen.data.step
-            await _confirm(pilot, screen, "R")  # a process of its own now
-            await real_runs.until(lambda: screen.data.step > stopped_at + 2, pilot.pause, 120)
-            await _confirm(pilot, screen, "S")
-            await real_runs.until(lambda: screen.data.state == "stopped", pilot.pause)
-            assert screen.data.metrics.rows == screen.data.metrics.last_step
-    finally:
-        process.kill()
-        process.wait()
-        if is_live(run):
-            real_runs.command(root, "stop", str(run))

@@ -35,6 +35,10 @@ class Writer:
         self.lines.append(line(lane, op, start, self.time, step, self.ids))
         self.ids += 1
 
+    def steps(self, count: int, num_ops: int) -> None:
+        for step in range(1, count + 1):
+            self.step(step, num_ops)
+
     def step(self, step: int, num_ops: int, *, end: bool = True) -> None:
         started = self.time
         for i in range(num_ops):
@@ -97,8 +101,7 @@ def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.Dat
 
 def test_all_that_ran_in_the_step_is_there(tmp_path: Path) -> None:
     writer = Writer()
-    for step in range(1, 40):
-        writer.step(step, 30)
+    writer.steps(39, 30)
     # A long write that began in step 20 and was reported steps later, and one of step 19 that reaches into it.
     window = (writer.starts[20], writer.ends[20])
     at = next(i for i, text in enumerate(writer.lines) if json.loads(text)["end_s"] > window[1] + 3)
@@ -116,8 +119,7 @@ def test_all_that_ran_in_the_step_is_there(tmp_path: Path) -> None:
 
 def test_only_a_part_of_a_large_file_is_read(tmp_path: Path) -> None:
     writer = Writer()
-    for step in range(1, 401):
-        writer.step(step, 60)
+    writer.steps(400, 60)
     path = writer.write(tmp_path / "spans.jsonl")
     size = path.stat().st_size
     assert size > 5 * steps_module._AROUND_BYTES
@@ -129,8 +131,7 @@ def test_only_a_part_of_a_large_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_torn_and_damaged_lines(tmp_path: Path) -> None:
     writer = Writer()
-    for step in range(1, 30):
-        writer.step(step, 12)
+    writer.steps(29, 12)
     inside = next(i for i, text in enumerate(writer.lines) if json.loads(text)["end_s"] == writer.ends[15])
     writer.lines[inside - 3 : inside - 3] = ["oops\n", "[1, 2]\n", '{"op":"clip"}\n', "\x00" * 5000 + "\n", '"clip"\n']
     path = writer.write(tmp_path / "spans.jsonl")
@@ -147,22 +148,16 @@ def test_torn_and_damaged_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"junk", b"junk\n" * 3000, b"\xff" * 100_000, b'{"op":"clip"}\n' * 99])
 def test_a_file_without_steps(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "spans.jsonl"
-    path.write_bytes(content)
-    assert StepIndex(path).bounds() is None
-    assert StepIndex(path).find(1) is None
-
-
-def test_no_file(tmp_path: Path) -> None:
-    assert StepIndex(tmp_path / "none").bounds() is None
-    assert StepIndex(tmp_path).find(1) is None
+    (tmp_path / "spans.jsonl").write_bytes(content)
+    for path in (tmp_path / "spans.jsonl", tmp_path, tmp_path / "none"):
+        assert StepIndex(path).bounds() is None
+        assert StepIndex(path).find(1) is None
 
 
 def test_a_step_with_more_spans_than_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_module, "MAX_SPANS", 20)
     writer = Writer()
-    writer.step(1, 30)
-    writer.step(2, 30)
+    writer.steps(2, 30)
     found = StepIndex(writer.write(tmp_path / "spans.jsonl")).find(2)
     assert found is not None
     assert not found.whole
@@ -185,8 +180,7 @@ def test_a_growing_file(tmp_path: Path) -> None:
 
 def test_a_file_that_begins_anew(tmp_path: Path) -> None:
     writer = Writer()
-    for step in range(1, 9):
-        writer.step(step, 5)
+    writer.steps(8, 5)
     index = StepIndex(writer.write(tmp_path / "spans.jsonl"))
     assert index.bounds() == (1, 8)
     again = Writer()

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_runs
 from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import DataTable
 
+from app import control
 from app.checkpoints import checkpoint_steps
+from app.launcher import start
+from app.recipe import apply_overrides, load_recipe
 from app.rows import plain
 from app.run_files import read_tail
 from app.rundir import read_info, read_status
@@ -28,13 +32,12 @@ from tui.widgets.kpi_bar import KpiBar
 from tui.widgets.plan_panel import PlanPanel
 
 
-async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str, limit_s: float = 120) -> None:
-    for _ in range(int(limit_s / 0.1)):
-        if condition():
-            return
-        await pilot.pause(0.1)
-    shown = "\n".join(str(strip.text) for strip in pilot.app.screen._compositor.render_strips())
-    pytest.fail(f"waited in vain for {what}:\n{shown}")
+async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str) -> None:
+    try:
+        await real_runs.until(condition, pilot.pause, 240)
+    except AssertionError:
+        shown = "\n".join(str(strip.text) for strip in pilot.app.screen._compositor.render_strips())
+        pytest.fail(f"waited in vain for {what}:\n{shown}")
 
 
 async def ask(pilot: Pilot[Any], key: str) -> None:
@@ -97,11 +100,15 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
             return plain(app.screen.query_one(KpiBar).rows(138, 1))
 
         # ---- watch steps arrive
-        await until(pilot, lambda: step() >= 3 and "running" in shown(), "three steps")
+        await until(pilot, lambda: step() >= 3 and "running" in shown() and "ETA" in shown(), "three steps")
+        watched = app.screen
+        assert isinstance(watched, RunScreen)
+        await until(pilot, lambda: watched.data.spans.view.num_spans > 100, "their ops")
         # ---- a checkpoint
         await ask(pilot, "k")
         await pilot.press("enter")
         await until(pilot, lambda: bool(checkpoint_steps(run)), "the checkpoint")
+        await until(pilot, lambda: bool(watched.data.checkpoints), "its name")
         # ---- pause, and go on
         await ask(pilot, "P")
         await pilot.press("y")
@@ -121,8 +128,9 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         # ---- resume to the end
         await ask(pilot, "R")
         await pilot.press("y")
-        await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end", 240)
+        await until(pilot, lambda: state() == "finished" and "finished" in shown(), "the end")
         assert [line["step"] for line in read_tail(run / "metrics.jsonl")] == list(range(1, 41))
+        await until(pilot, lambda: watched.data.metrics.rows == watched.data.metrics.last_step == 40, "all of them")
         # ---- export
         folder = tmp_path / "exported"
         await ask(pilot, "e")
@@ -136,39 +144,18 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
 
 async def test_quitting_leaves_the_run_alone(tmp_path: Path) -> None:
     """Nothing in this process holds the run: it goes on when the application has closed."""
-    from app import control
-    from app.launcher import start
-    from app.recipe import apply_overrides, load_recipe
-    from tui.data.catalog import SHIPPED
-
-    settings = ["data.sequence_length=256", "train.chunk_tokens=128", "data.max_documents=60", "train.compile=off"]
-    settings += [
-        "after.export=false",
-        "after.sample_prompt=none",
-        "train.steps=1000",
-        "train.validate_every=none",
-        "train.validation_sequences=none",
-        "model.num_layers=1",
-    ]
-    run = start(apply_overrides(load_recipe(SHIPPED / "quickstart.py"), settings), tmp_path)
+    root = real_runs.make_root(tmp_path)
+    run = start(apply_overrides(load_recipe(root / "recipes" / "tiny.py"), ["train.steps=100000"]), root)
     try:
-        app = PenstockApp(tmp_path, run)
+        app = PenstockApp(root, run)
         async with app.run_test(size=(100, 30)) as pilot:
             await until(pilot, lambda: read_info(run).step >= 2, "two steps")
             step = read_info(run).step
             await pilot.press("q")
-        for _ in range(300):
-            if read_info(run).step > step + 1:
-                break
-            await asyncio.sleep(0.1)
+        await real_runs.until(lambda: read_info(run).step > step + 1, asyncio.sleep)
         assert read_info(run).state == "running"
-        assert read_info(run).step > step + 1
         control.ask(run, "stop")
-        for _ in range(600):
-            if read_info(run).state == "stopped":
-                break
-            await asyncio.sleep(0.1)
-        assert read_info(run).state == "stopped"
+        await real_runs.until(lambda: read_info(run).state == "stopped", asyncio.sleep)
     finally:
         with suppress(ProcessLookupError):  # nothing is left behind where the test fails
             os.kill(read_status(run)["pid"], signal.SIGKILL)

@@ -82,29 +82,22 @@ def test_torn_line_waits_and_may_be_cut_off(tmp_path: Path) -> None:
     assert (tail.resets, tail.damaged) == (0, 0)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_replaced_file_is_read_again(tmp_path: Path, in_place: bool) -> None:
+@pytest.mark.parametrize("how", ["replaced", "longer in place", "cut"])
+def test_another_file_is_read_again(tmp_path: Path, how: str) -> None:
     path = tmp_path / "x.jsonl"
     append(path, b'{"a":1}\n{"a":2}\nbad\n')
     tail = JsonTail(path)
     assert len(tail.read()) == 2
-    if in_place:
-        path.write_bytes(b'{"b":1}\n{"b":2}\n{"b":3}\n{"b":4}\n')  # longer than what was read
-    else:
-        (tmp_path / "y").write_bytes(b'{"b":1}\n')
-        os.replace(tmp_path / "y", path)
-    assert tail.read()[0] == {"b": 1}
+    match how:
+        case "replaced":
+            (tmp_path / "y").write_bytes(b'{"b":1}\n')
+            os.replace(tmp_path / "y", path)
+        case "longer in place":  # than what was read
+            path.write_bytes(b'{"b":1}\n{"b":2}\n{"b":3}\n{"b":4}\n')
+        case "cut":
+            os.truncate(path, 8)
+    assert tail.read()[0] == ({"a": 1} if how == "cut" else {"b": 1})
     assert (tail.resets, tail.damaged) == (1, 0)
-
-
-def test_shorter_file_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    append(path, b'{"a":1}\n{"a":2}\n')
-    tail = JsonTail(path)
-    tail.read()
-    os.truncate(path, 8)
-    assert tail.read() == [{"a": 1}]
-    assert tail.resets == 1
 
 
 def test_endless_line_takes_no_memory(tmp_path: Path) -> None:
@@ -126,10 +119,15 @@ def test_endless_line_takes_no_memory(tmp_path: Path) -> None:
     assert peak < 8 << 20
 
 
-def test_long_line_in_one_piece_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "most"),
+    [(b'{"a":"' + b"x" * 100 + b'"}', {"max_line_bytes": 50}), (b"[" * 100_000, {})],
+    ids=["long", "deep"],
+)
+def test_a_line_that_is_too_much_is_damage(tmp_path: Path, line: bytes, most: dict[str, int]) -> None:
     path = tmp_path / "x.jsonl"
-    append(path, b'{"a":"' + b"x" * 100 + b'"}\n{"a":2}\n')
-    tail = JsonTail(path, max_line_bytes=50)
+    append(path, line + b'\n{"a":2}\n')
+    tail = JsonTail(path, **most)
     assert tail.read() == [{"a": 2}]
     assert tail.damaged == 1
 
@@ -141,14 +139,6 @@ def test_start_near_the_end(tmp_path: Path) -> None:
     assert [line["a"] for line in tail.read()] == list(range(1991, 2000))
     assert tail.damaged == 0
     assert tail.left_out_bytes == 11 * 1000 - 105
-
-
-def test_deep_nesting_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    append(path, b"[" * 100_000 + b'\n{"a":2}\n')
-    tail = JsonTail(path)
-    assert tail.read() == [{"a": 2}]
-    assert tail.damaged == 1
 
 
 def test_directory_or_foreign_file_is_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import real_runs
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -25,15 +26,13 @@ async def timeline(
         screen = TimelineScreen(run, step)
         await app.push_screen(screen)
         await until(pilot, lambda: screen.step is not None or screen.said != "looking for steps")
+        if step is not None:
+            await at_step(pilot, screen, step)
         yield screen, pilot
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    for _ in range(400):
-        await pilot.pause(0.02)
-        if condition():
-            return
-    raise AssertionError("waited in vain")
+    await real_runs.until(condition, pilot.pause)
 
 
 async def at_step(pilot: Pilot[None], screen: TimelineScreen, step: int) -> None:
@@ -50,7 +49,8 @@ def notices(pilot: Pilot[None]) -> str:
     return "\n".join(notice.message for notice in pilot.app._notifications)
 
 
-async def answer(pilot: Pilot[None], text: str) -> None:
+async def answer(pilot: Pilot[None], key: str, text: str) -> None:
+    await pilot.press(key)
     await until(pilot, lambda: bool(pilot.app.screen.query(Input)))
     pilot.app.screen.query_one(Input).value = text
     await pilot.press("enter")
@@ -78,7 +78,6 @@ async def test_the_last_step_of_a_real_run(first: Path) -> None:
 
 async def test_every_step_can_be_picked(first: Path) -> None:
     async with timeline(first, 3) as (screen, pilot):
-        await at_step(pilot, screen, 3)
         await pilot.press("left_square_bracket")
         await at_step(pilot, screen, 2)
         await pilot.press("left_square_bracket")
@@ -88,14 +87,11 @@ async def test_every_step_can_be_picked(first: Path) -> None:
         assert "steps 1 to 12" in notices(pilot)
         await pilot.press("right_square_bracket", "right_square_bracket", "right_square_bracket")
         await at_step(pilot, screen, 4)
-        await pilot.press("g")
-        await answer(pilot, "9")
+        await answer(pilot, "g", "9")
         await at_step(pilot, screen, 9)
-        await pilot.press("g")
-        await answer(pilot, "90")
+        await answer(pilot, "g", "90")
         assert "90: the run has steps 1 to 12" in notices(pilot)
-        await pilot.press("g")
-        await answer(pilot, "last")
+        await answer(pilot, "g", "last")
         await at_step(pilot, screen, 12)
         await pilot.press("g")
         await pilot.press("escape")
@@ -106,7 +102,6 @@ async def test_every_step_can_be_picked(first: Path) -> None:
 
 async def test_ops_are_selected_and_told(first: Path) -> None:
     async with timeline(first, 5, (160, 50)) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         view = screen.step.spans.view if screen.step else None
         assert view is not None
         assert "no op selected" in text_of(screen, "inspector")
@@ -130,7 +125,6 @@ async def test_ops_are_selected_and_told(first: Path) -> None:
 
 async def test_walking_the_critical_path(first: Path) -> None:
     async with timeline(first, 6) as (screen, pilot):
-        await at_step(pilot, screen, 6)
         assert screen.step is not None
         view, rows = screen.step.spans.view, screen.step.analysis.path_rows
         assert len(rows) > 3
@@ -144,9 +138,7 @@ async def test_walking_the_critical_path(first: Path) -> None:
 
 async def test_search(first: Path) -> None:
     async with timeline(first, 7) as (screen, pilot):
-        await at_step(pilot, screen, 7)
-        await pilot.press("slash")
-        await answer(pilot, "layer_backward layers.1")
+        await answer(pilot, "slash", "layer_backward layers.1")
         assert screen.found is not None
         assert len(screen.found) > 1
         assert screen.step is not None
@@ -157,8 +149,7 @@ async def test_search(first: Path) -> None:
         assert screen.lane_view.selected == found[1]
         await pilot.press("N")
         assert screen.lane_view.selected == found[0]
-        await pilot.press("slash")
-        await answer(pilot, "no such op")
+        await answer(pilot, "slash", "no such op")
         assert "no op of this step has no such op" in notices(pilot)
         await pilot.press("slash")
         await pilot.press("escape")
@@ -168,7 +159,6 @@ async def test_search(first: Path) -> None:
 
 async def test_the_forecast_beside_the_step(first: Path) -> None:
     async with timeline(first, 5) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         await pilot.press("p")
         await pilot.pause()
         assert " predicted" in text_of(screen, "lanes")
@@ -177,7 +167,6 @@ async def test_the_forecast_beside_the_step(first: Path) -> None:
         assert " predicted" not in text_of(screen, "lanes")
     (first / "predicted.jsonl").unlink()
     async with timeline(first, 5) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         await pilot.press("p")
         assert "no predicted.jsonl" in notices(pilot)
 
@@ -186,7 +175,6 @@ async def test_a_forecast_of_some_layers_says_so(first: Path) -> None:
     plan = json.loads((first / "plan.json").read_text())
     (first / "plan.json").write_text(json.dumps(plan | {"step_s": 1000.0}))
     async with timeline(first, 5) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         assert "some layers" not in text_of(screen, "lanes")
         await pilot.press("p")
         await pilot.pause()
@@ -195,19 +183,14 @@ async def test_a_forecast_of_some_layers_says_so(first: Path) -> None:
 
 async def test_export_of_a_step_and_of_the_run(first: Path, tmp_path: Path) -> None:
     async with timeline(first, 5) as (screen, pilot):
-        await at_step(pilot, screen, 5)
-        await pilot.press("x")
-        await answer(pilot, str(tmp_path / "step.json"))
+        await answer(pilot, "x", str(tmp_path / "step.json"))
         await until(pilot, (tmp_path / "step.json").exists)
-        await pilot.press("X")
-        await answer(pilot, "run.json")  # relative to the root
+        await answer(pilot, "X", "run.json")  # relative to the root
         await until(pilot, (screen.penstock.root / "run.json").exists)
-        await pilot.press("x")
-        await answer(pilot, str(tmp_path / "step.json"))
+        await answer(pilot, "x", str(tmp_path / "step.json"))
         await until(pilot, lambda: not isinstance(pilot.app.screen, TimelineScreen))
         await pilot.press("n")  # do not replace
-        await pilot.press("x")
-        await answer(pilot, str(tmp_path / "none" / "step.json"))
+        await answer(pilot, "x", str(tmp_path / "none" / "step.json"))
         await until(pilot, lambda: "cannot be written" in notices(pilot))
         assert screen.step is not None
         window, view = screen.step.spans.window, screen.step.spans.view
@@ -237,7 +220,6 @@ async def test_a_run_of_before_claims_nothing(first: Path) -> None:
     old = [{key: value for key, value in line.items() if key not in ("id", "waited")} for line in lines]
     (first / "spans.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
     async with timeline(first, 5) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         idle = text_of(screen, "idle")
         assert "did not record what its ops waited for" in idle
         assert "waiting for" not in idle
@@ -264,7 +246,6 @@ async def test_missing_torn_and_vanishing_runs(first: Path) -> None:
 
 async def test_a_step_on_show_outlives_its_directory(first: Path) -> None:
     async with timeline(first, 5) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         shutil.rmtree(first)
         await until(pilot, lambda: "gone" in screen.said)
         await pilot.press("full_stop", "c", "right_square_bracket", "x")
@@ -274,7 +255,6 @@ async def test_a_step_on_show_outlives_its_directory(first: Path) -> None:
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 async def test_every_size(first: Path, glyphs: Glyphs) -> None:
     async with timeline(first, 5, glyphs=glyphs) as (screen, pilot):
-        await at_step(pilot, screen, 5)
         for size in ((20, 5), (80, 24), (120, 36), (200, 60)):
             await pilot.resize_terminal(*size)
             await pilot.pause()

@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from web_client import browser, is_gone, until, window
+from real_runs import until
+from web_client import browser, is_gone, window
 
 from tui.web import server as web_server
 from tui.web import window as web_window
@@ -130,42 +131,31 @@ async def test_an_application_ends_with_its_window_even_if_it_does_not_want_to(
     await until(lambda: is_gone(pid))
 
 
-async def test_an_application_that_takes_no_input_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "messages", "closed"),
+    [
+        (DEAF, ['["stdin", "%s"]' % ("a" * 100_000)] * 4, {1001}),
+        (BABBLING, [], {1001}),
+        (QUIET, ["[]"] * 50, {1001}),
+        (QUIET, ["[" * (5 << 20)], {1009, None}),
+    ],
+    ids=["takes no input", "babbles", "only nonsense is sent", "too long a message"],
+)
+async def test_what_makes_no_sense_ends_its_window_alone(
+    monkeypatch: pytest.MonkeyPatch, code: str, messages: list[str], closed: set[int | None]
+) -> None:
     for name in ("_QUIT_S", "_TERMINATE_S", "_TAKE_S"):
         monkeypatch.setattr(web_window, name, 0.2)
-    async with serving(DEAF) as url, browser(url) as session, window(session, base_of(url)) as ws:
-        pid = await hello(ws)
-        for _ in range(4):
-            await ws.send_json(["stdin", "a" * 100_000])
-        assert (await end(ws))[0] == 1001
-        await until(lambda: is_gone(pid))
-
-
-async def test_what_makes_no_sense_from_an_application_ends_its_window_alone() -> None:
-    async with serving(BABBLING) as url, browser(url) as session:
+    cut_off = (aiohttp.ClientError, ConnectionError) if None in closed else ()  # in the middle of a long message
+    async with serving(code) as url, browser(url) as session:
         async with window(session, base_of(url)) as ws:
             pid = await hello(ws)
-            assert (await end(ws))[0] == 1001
+            with suppress(*cut_off):
+                for message in messages:
+                    await ws.send_str(message)
+                assert (await end(ws))[0] in closed
         await until(lambda: is_gone(pid))
         assert (await session.get(base_of(url))).status == 200
-
-
-async def test_a_client_that_only_talks_nonsense_is_closed() -> None:
-    async with serving(QUIET) as url, browser(url) as session, window(session, base_of(url)) as ws:
-        pid = await hello(ws)
-        for _ in range(50):
-            await ws.send_str("[]")
-        assert (await end(ws))[0] == 1001
-        await until(lambda: is_gone(pid))
-
-
-async def test_a_message_that_is_too_long_closes_the_window() -> None:
-    async with serving(QUIET) as url, browser(url) as session, window(session, base_of(url)) as ws:
-        pid = await hello(ws)
-        with suppress(aiohttp.ClientError, ConnectionError):  # it may be cut off in the middle of it
-            await ws.send_str("[" * (5 << 20))
-            assert (await end(ws))[0] in (1009, None)  # too big
-        await until(lambda: is_gone(pid))
 
 
 async def test_what_a_client_does_not_read_stays_with_the_application(tmp_path: Path) -> None:
