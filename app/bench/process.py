@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from storage.errors import UserError
@@ -68,6 +69,21 @@ def call(
 def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
     """A folder below `folder` (the current one when none) that is removed with all that is in it."""
     return tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd(), ignore_cleanup_errors=True)
+
+
+@contextlib.contextmanager
+def raised_by_signals(end: Callable[[int], BaseException], *numbers: int) -> Iterator[None]:
+    """These signals raise `end` of their number in the main thread: everything is cleaned up on the way out."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise end(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def require_folders(*folders: Path | None) -> None:

@@ -17,9 +17,8 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from app.bench.process import scratch, show
+from app.bench.process import raised_by_signals, scratch, show
 from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from storage.arena import HostArena
 from storage.chunk import ChunkFormat
@@ -109,7 +108,8 @@ def bench_storage(
     if len({os.stat(folder).st_dev for folder in folders}) < len(folders):
         warnings.append("several of the folders lie on one drive, whose speed they share")
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(_unwinding_signals())
+        # As Ctrl-C does by itself.
+        cleanup.enter_context(raised_by_signals(lambda number: SystemExit(128 + number), signal.SIGTERM, signal.SIGHUP))
         places = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, part_bytes) for folder in folders]
         if len(folders) > 1:
@@ -179,24 +179,6 @@ def _parts_that_fit(folders: Sequence[Path], size_bytes: int, part_bytes: int) -
         return wanted, None
     total = bytes_text(fitting * len(folders) * part_bytes)
     return fitting, f"{where}: room is short, so {total} are moved per measurement"
-
-
-@contextlib.contextmanager
-def _unwinding_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process as Ctrl-C does, with everything cleaned up on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:

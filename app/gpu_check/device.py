@@ -1,4 +1,5 @@
-"""Stage `device`: what this machine is, what works on it, and the few rates that estimates need; about 20 s.
+"""Stage `device`: what this machine is, what works on it, and the few rates that estimates need; about 20 s. And what
+stage `drives` probes.
 
 Runs in a process of its own and hands over each finding at once. What raises is a finding too.
 """
@@ -15,7 +16,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ FINDINGS: Mapping[str, Callable[[], Any]] = {
 """In order of weight."""
 
 
-def main() -> None:
+def look() -> None:
     """Look at everything, handing over each finding at once."""
     for name, find in FINDINGS.items():
         try:
@@ -180,12 +181,15 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
 
+def drive(folder: str, seconds: str) -> None:
+    """What the drive of a folder gives, measured for about so many seconds. Raises UserError."""
+    from engine.machine.probe_drives import probe_drives
+
+    tell(asdict(probe_drives([Path(folder)], float(seconds), say=print)))
+
+
 def _text(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:
         return None
-
-
-if __name__ == "__main__":
-    main()

@@ -6,15 +6,15 @@ one is looked at. Every outcome is written as it is found (`Results`), so a chec
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
+from app.bench.process import raised_by_signals
 from app.gpu_check.results import Results
 
 LEAST_LIMIT_S = 20.0
@@ -164,16 +164,7 @@ class Ended(BaseException):
     """A signal asked the check to end."""
 
 
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> AbstractContextManager[None]:
     """SIGTERM, SIGINT and SIGHUP raise `Ended` in the main thread: children end, and the last word is written."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Ended(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return raised_by_signals(lambda number: Ended(signal.Signals(number).name), *numbers)

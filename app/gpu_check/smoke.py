@@ -12,11 +12,9 @@ of the fall and norms by 2 %; a learning rate a tenth too high moves them by 3 %
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.bench.cases import LADDER, Shape
 from app.bench.plain import PlainBatch, plain_steps
-from app.bench.setup import Setup, shape_model
+from app.bench.setup import Setup, plan_request, shape_model
 from app.bench.state import DrawnState
 from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
 from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, prepare_data
-from engine.forecast.request import PlanRequest
 from engine.machine.budgets import Budgets, free_budgets
 from engine.machine.device import resolve_device
 from engine.machine.limits import free_disk
@@ -129,15 +126,8 @@ def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "au
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
-    task = PlanRequest(
-        spec=spec,
-        recipe=recipe,
-        budgets=Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {}),
-        device_type=device.type,
-        device_reads=readers.device is not None,
-        reader_bytes=readers.pinned_bytes(1),
-    )
-    plan = task.search(this_machine(device)).plan
+    budgets = Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {})
+    plan = plan_request(recipe, spec, budgets, device, readers).search(this_machine(device)).plan
     return Setup(smoke.shape, spec, spec, plan, plan, recipe, device, readers)
 
 
@@ -224,20 +214,11 @@ def check(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto
     return {"penstock": ours, "plain": theirs, "wrong": wrong}
 
 
-def main() -> None:
-    """Run it on this card; exit 1 where something is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m app.gpu_check.smoke", description=main.__doc__)
-    parser.add_argument("scratch", type=Path)
-    scratch: Path = parser.parse_args().scratch
-    try:
-        found = check(choose(scratch), scratch, resolve_device(TrainConfig()))
-    except UserError as error:
-        sys.exit(str(error))
+def smoke(scratch: str) -> None:
+    """Check this card. Raises UserError where something is wrong, or nothing fits."""
+    folder = Path(scratch)
+    found = check(choose(folder), folder, resolve_device(TrainConfig()))
     tell({"wrong": found["wrong"]})
     print(json.dumps(found))
     if found["wrong"]:
-        sys.exit(f"{len(found['wrong'])} figures beyond the tolerance, the first: {found['wrong'][0]}")
-
-
-if __name__ == "__main__":
-    main()
+        raise UserError(f"{len(found['wrong'])} figures beyond the tolerance, the first: {found['wrong'][0]}")
