@@ -3,17 +3,6 @@
 Shapes are those of the models' public configs. What a case takes on a machine is estimated from its FLOPs, the rates
 measured there and its memory, compiling included (`Case.estimate_s`). A long sequence is measured on one layer: it is
 seconds of attention, beside which what happens between two layers is nothing.
-
-| suite | cases |
-|---|---|
-| short | 8B, 32 x 8,192 tokens, 4 layers |
-| long | 7B and 8B, one sequence of 524,288 tokens, 1 layer each |
-| long-1m | 8B, one sequence of 1,048,576 tokens, 1 layer, without and with budgets.gpu=24GiB |
-| short-24gb, long-24gb | the same with budgets.gpu=24GiB |
-| short-32b | 32B, 16 x 8,192 tokens, 2 layers |
-| tiers | the largest model that GPU, RAM and drive hold, 16,384 tokens, 2 layers |
-| full | 7B, one sequence of 524,288 tokens, all 28 layers |
-| cpu | tiny shapes through the same code |
 """
 
 from __future__ import annotations

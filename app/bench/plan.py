@@ -14,17 +14,22 @@ from __future__ import annotations
 import json as json_module
 import math
 import os
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
-from app.bench.process import CallFailed, call, require_folders, scratch, show
+from app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
+from app.launch import run_training
 from app.run_files import JsonLines
 from app.rundir import RunDir
 from engine.machine.limits import machine_memory
@@ -48,8 +53,6 @@ def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
 
 def train_case(case: dict[str, Any], run_dir: str) -> None:
     """Train one case in this process."""
-    from app.launch import run_training
-
     with RunDir.create(PlanCase(**case).recipe(), Path(run_dir)) as run:
         run_training(run, resume=False)
 
@@ -104,8 +107,6 @@ def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict
 
 def cases_here() -> Sequence[PlanCase]:
     """CUDA_CASES where torch sees a device, else CASES."""
-    import torch
-
     return CUDA_CASES if torch.cuda.is_available() else CASES
 
 
@@ -172,11 +173,6 @@ def report_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": len(os.sched_getaffinity(0)),
@@ -270,4 +266,4 @@ def _markdown_row(row: Mapping[str, Any]) -> str:
         cells.append(f"{measured}: {_ratio(pair)}" if pair["planned"] else "-")
     step = row["step_s"]
     cells.append(f"{seconds_text(step['measured'])} of {seconds_text(step['planned'])}: {_ratio(step)}")
-    return f"| {' | '.join([*cells, row['bound_by']])} |"
+    return markdown_row([*cells, row["bound_by"]])

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.heatmap import draw, require_matplotlib
-from app.bench.process import require_folders
+from app.bench.heatmap import draw
+from app.bench.process import markdown_row, require_folders, require_matplotlib
 from app.bench.published import PUBLISHED, Published
 from app.recipe import load_recipe
 from engine.config import BudgetConfig, DataConfig, Recipe
@@ -71,7 +71,7 @@ def bench_planned(
     from engine.machine.presets import PRESETS
 
     require_folders(out)
-    require_matplotlib()
+    require_matplotlib("the heat map")
     todo = list(jobs(load_recipes(recipes), list(PRESETS)))
     rows = []
     processes = processes or len(os.sched_getaffinity(0))
@@ -295,12 +295,12 @@ def _row(row: Mapping[str, Any]) -> str:
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
     cells = [name, seconds_text(row["step_s"]), _rate(row), row["bound_by"], mfu]
     cells += [bytes_text(peak[tier]) if tier in peak else "n/a" for tier in ("gpu", "ram", "nvme")]
-    return f"| {' | '.join([*cells, bytes_text(row['written_bytes_per_step'])])} |"
+    return markdown_row([*cells, bytes_text(row["written_bytes_per_step"])])
 
 
 def _refused_row(row: Mapping[str, Any]) -> str:
     cells = [f"**{row['machine']}**", f"does not fit: {row['reason']}", *[""] * (_COLUMNS.count("|") - 1)]
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(cells)
 
 
 def _published_row(row: Mapping[str, Any]) -> str:
@@ -308,4 +308,4 @@ def _published_row(row: Mapping[str, Any]) -> str:
     case = f"{row['label']}: {sequences} x {row['context']:,}"
     ours = [_rate(row), row["bound_by"]] if row["fits"] else [f"does not fit ({row['reason']})", "-"]
     cells = [case, row["machine"], *ours, row["published"], row["system"], row["hardware"], row["source"]]
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(cells)

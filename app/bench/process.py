@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -93,9 +93,27 @@ def require_folders(*folders: Path | None) -> None:
             raise UserError(f"{folder}: no such folder; make it first")
 
 
+def require_matplotlib(what: str) -> None:
+    """UserError where matplotlib is not installed, which `what` needs."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{what} needs matplotlib: pip install 'penstock[dev]'")
+
+
+def resident_bytes(field: str) -> int:
+    """This process's resident memory: VmRSS now, VmHWM the highest so far."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
 def show(report: Any, line: str, *, as_json: bool) -> None:
     """Print a benchmark's result: its line for people, or all of it as one JSON object."""
     print(json.dumps(report, indent=2) if as_json else line)
+
+
+def markdown_row(cells: Iterable[object]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -81,17 +81,6 @@ class RawFiles:
                 os.close(fd)
 
 
-class RawTool(Protocol):
-    """Moves all of the files once, all drives at the same time."""
-
-    key: str
-    name: str
-
-    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """Overwrite or read every file with direct I/O, without syncing."""
-        ...
-
-
 class OwnLoop:
     """Threads that each write or read one whole file at a time, as many for a drive as the store uses."""
 
@@ -106,7 +95,7 @@ class OwnLoop:
         self._slots = slots
 
     def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """See RawTool; through the page cache where the file system has no direct I/O."""
+        """Overwrite or read every file, all drives at once, unsynced; cached where there is no direct I/O."""
         flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC
 
         def lane(drive: RawFiles, thread: int, slot: torch.Tensor) -> None:
@@ -166,7 +155,7 @@ class Fio:
         return None
 
     def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """See RawTool; the time is fio's own and leaves its start out."""
+        """Overwrite or read every file, all drives at once, unsynced; fio's own time, which leaves its start out."""
         kind = "write" if write else "read"
         command = [self._tool, "--output-format=json", f"--rw={kind}", "--direct=1", f"--ioengine={self._engine}"]
         command += [f"--iodepth={FIO_DEPTH}", "--thread", "--overwrite=1", "--file_service_type=sequential"]
@@ -191,6 +180,9 @@ class Fio:
             raise UserError(f"fio moved {moved:,} of {expected:,} bytes: {process.stderr.strip()[-500:]}")
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         return Timed(moved, max(seconds, 1e-3), cpu)
+
+
+RawTool = OwnLoop | Fio
 
 
 def sync_files(paths: Sequence[Path]) -> float:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from app.bench.process import call, scratch, show
+from app.bench.process import call, resident_bytes, scratch, show
 from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from engine.events import Observer, Span, StepMetrics, Want
 
@@ -173,14 +173,8 @@ def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
     return clock.times_s
 
 
-def _peak_rss_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
 def measure(case: str, steps: int, folder: str) -> dict[str, Any]:
     """One case in this process: its step times after the warm-up's, and its peak memory."""
     steps += WARMUP_STEPS
     times = _plain_times(steps) if case == "plain" else _penstock_times(case, steps, Path(folder))
-    return {"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": _peak_rss_bytes()}
+    return {"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": resident_bytes("VmHWM")}

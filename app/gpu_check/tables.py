@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.bench.process import markdown_row
 from storage.units import bytes_text
 
 Cases = Mapping[str, Mapping[str, Any]]
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines = [markdown_row(cells) for cells in (head, *rows)]
     return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
