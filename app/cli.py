@@ -19,7 +19,6 @@ from app.checkpoints import (
     checkpoint_named,
     copy_state_of,
     delete_checkpoint_of,
-    list_checkpoints_of,
     make_checkpoint,
     make_for_export,
     scrub_run,
@@ -165,7 +164,7 @@ def resume(
         typer.echo(printable(f"{path.name}: goes on"))
         return
     with RunDir.open(path) as directory:
-        directory.change_recipe(change_run(directory.recipe, overrides or [], Path.cwd()))
+        directory.recipe = change_run(directory.recipe, overrides or [], Path.cwd())
         if copy_state:
             typer.echo(copy_state_of(directory))
         run_training(directory, resume=True, checkpoint=checkpoint)
@@ -194,7 +193,9 @@ def checkpoint(
     """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation."""
     path = find_run(run)
     if name is None:
-        for info in list_checkpoints_of(path):
+        from storage.checkpoints import list_checkpoints
+
+        for info in list_checkpoints(path / "state"):
             step = "unknown" if info.step is None else f"{info.step:,}"
             typer.echo(printable(f"{info.name}  step {step}, generation {info.generation}"))
     elif delete:

@@ -60,7 +60,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
@@ -100,7 +99,6 @@ class LaneTimes:
         """Step -> where it ended; of steps done twice the last time counts."""
 
     def add(self, lane: str, op: str, step: int, start_s: float, end_s: float, size: int) -> None:
-        """Count an op."""
         if op == STEP_END:
             self.ends[step] = end_s
         if lane in self._lanes:

@@ -15,8 +15,6 @@ from storage.units import bytes_text
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """One machine to choose."""
-
     name: str
     """What a recipe's `machine` and `penstock plan --machine` take; empty for this machine."""
     title: str

@@ -40,7 +40,6 @@ class StepLanes:
         self._first_s, self._last_s = math.inf, -math.inf
 
     def add(self, span: Span) -> None:
-        """Count a span."""
         self._lanes[span.lane].add(span)
         self._first_s, self._last_s = min(self._first_s, span.start_s), max(self._last_s, span.end_s)
 

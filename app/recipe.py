@@ -29,7 +29,6 @@ _FILE_BYTES = 1 << 24
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain nested dicts."""
     return dataclasses.asdict(recipe)
 
 

@@ -131,7 +131,6 @@ class RunLog:
         self._queue.put(metrics)
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Hand over a validation's loss."""
         self._queue.put(metrics)
 
     def progress(self, progress: Progress) -> None:

@@ -131,7 +131,6 @@ class RunLock:
                 time.sleep(0.02)
 
     def release(self) -> None:
-        """Give the directory free."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -200,6 +199,7 @@ class RunDir:
     def __init__(self, path: Path, recipe: Recipe, lock: RunLock) -> None:
         self.path = path
         self.recipe = recipe
+        """Of this process: one that is put in its place is the run's own after `save_recipe`."""
         self._lock = lock
 
     @classmethod
@@ -218,10 +218,9 @@ class RunDir:
                 f"run directory {path}: cannot be made ({error.strerror}); choose another --run-dir"
             ) from None
         require_writable(path)
-        if not set(content) <= LEFT_BY_LAUNCHER and "run.lock" not in content:
-            raise UserError(
-                f"run directory {path}: is not empty (it holds {_strange(content)}); choose another --run-dir"
-            )
+        strange = [name for name in content if name not in LEFT_BY_LAUNCHER]
+        if strange and "run.lock" not in content:
+            raise UserError(f"run directory {path}: is not empty (it holds {strange[0]}); choose another --run-dir")
         require_own(path)
         lock = RunLock(path)
         try:
@@ -250,10 +249,6 @@ class RunDir:
         require_own(path)
         return cls(path.resolve(), recipe, RunLock(path, read_only=read_only))
 
-    def change_recipe(self, recipe: Recipe) -> None:
-        """Take `recipe` for this process; `save_recipe` makes it the run's own."""
-        self.recipe = recipe
-
     def save_recipe(self) -> None:
         """Write recipe.json, atomically, if the recipe has changed or the file has no checksum."""
         if (self.path / "recipe.json").read_bytes() != (text := to_run_json(self.recipe)).encode():
@@ -268,19 +263,11 @@ class RunDir:
         if calibration is not None:
             atomic_write(self.path / "calibration.json", json_text(calibration, indent=1))
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, atomically."""
-        atomic_write(self.path / "summary.json", json_text(summary, indent=2))
-
     def __enter__(self) -> RunDir:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
-
-
-def _strange(content: list[str]) -> str:
-    return next(name for name in content if name not in LEFT_BY_LAUNCHER)
 
 
 def fresh_path(root: Path, name: str) -> Path:
@@ -406,19 +393,10 @@ def why_gone(path: Path, status: dict[str, Any]) -> str:
         return f"its process is gone, and its folder cannot be looked at: {error.strerror}"
     if room.f_bavail * room.f_frsize < _FULL_BYTES:
         return f"its process is gone, and the disk is full: why it ended could not be written. Free space, then {go_on}"
-    heartbeat, booted = number(status.get("heartbeat")), _booted()
-    if heartbeat is not None and booted is not None and heartbeat < booted - _BOOT_SLACK_S:
+    heartbeat, booted = number(status.get("heartbeat")), time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    if heartbeat is not None and heartbeat < booted - _BOOT_SLACK_S:
         return f"its process is gone since the machine was restarted; {go_on}"
     return f"its process is gone without a word: killed, or out of memory (the kernel's log tells); {go_on}"
-
-
-def _booted() -> float | None:
-    """Unix seconds at which this machine started; None where the kernel does not tell."""
-    try:
-        lines = Path("/proc/stat").read_text(errors="replace").splitlines()
-        return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:

@@ -69,7 +69,6 @@ class Shape:
         return self._matmul_flops(rows * row_tokens) + (4 + 10) * self._pairs(rows, row_tokens)
 
     def step_s(self, rates: Rates, rows: int, row_tokens: int) -> float:
-        """Seconds of that at `rates`."""
         attention = 4 / rates.attention_forward + 10 / rates.attention_backward
         return self._matmul_flops(rows * row_tokens) / rates.matmul + attention * self._pairs(rows, row_tokens)
 
@@ -142,7 +141,6 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.rows * self.row_tokens
 
     def estimate_s(self, rates: Rates | None, cores: int) -> float:

@@ -48,12 +48,13 @@ def bench_step_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time training steps: of real shapes with --suite, else of a 168M-parameter model against plain PyTorch."""
-    from app.bench.step import bench_step
     from app.bench.suites import bench_suites, list_text
 
     if list_suites:
         typer.echo(list_text())
     elif suite is None:
+        from app.bench.step import bench_step
+
         bench_step(json=as_json, folder=folder)
     else:
         report = bench_suites(suite, json=as_json, trace_dir=trace_dir, folder=folder, time_limit_s=time_limit)

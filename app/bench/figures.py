@@ -21,8 +21,6 @@ from storage.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step."""
-
     step_s: float
     layers_s: float
     """The stretches in which the compute lane was at the layers."""

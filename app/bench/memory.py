@@ -143,7 +143,6 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Draw the sizes over the lengths. Needs matplotlib (the dev extra)."""
     require_matplotlib("the plot")
     import matplotlib
 

@@ -52,7 +52,6 @@ def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
 
 
 def train_case(case: dict[str, Any], run_dir: str) -> None:
-    """Train one case in this process."""
     with RunDir.create(PlanCase(**case).recipe(), Path(run_dir)) as run:
         run_training(run, resume=False)
 
@@ -106,7 +105,6 @@ def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict
 
 
 def cases_here() -> Sequence[PlanCase]:
-    """CUDA_CASES where torch sees a device, else CASES."""
     return CUDA_CASES if torch.cuda.is_available() else CASES
 
 
@@ -192,7 +190,6 @@ def _ratio(pair: Mapping[str, Any]) -> str:
 
 
 def progress(row: Mapping[str, Any]) -> str:
-    """A row in one line."""
     if "error" in row:
         return f"{row['case']}: failed: {row['error']}"
     peaks = ", ".join(f"{name} {_ratio(row['tiers'][name])}" for name in TIERS)
@@ -237,7 +234,6 @@ heap here and cannot be counted."""
 
 
 def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") -> str:
-    """planning.md."""
     machine, rows = report["machine"], report["cases"]
     steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
     on_gpu = machine["gpu"] is not None

@@ -196,7 +196,6 @@ def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "grid_step_tokens": GRID_STEP_TOKENS,
@@ -254,7 +253,6 @@ whole context, they would exceed the GPU's peak. ml_dataflow's are the rows that
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """planned.md."""
     lines = [_INTRO.format(date=report["date"]), *_own_machines(report["recipes"])]
     for label in dict.fromkeys(row["label"] for row in report["recipes"]):
         rows = [row for row in report["recipes"] if row["label"] == label]

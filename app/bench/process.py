@@ -112,7 +112,6 @@ def show(report: Any, line: str, *, as_json: bool) -> None:
 
 
 def markdown_row(cells: Iterable[object]) -> str:
-    """A row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 

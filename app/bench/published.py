@@ -29,7 +29,6 @@ class Published:
 
     @property
     def system(self) -> str:
-        """Whose figure it is."""
         return "MegaTrain" if self.source == _MEGATRAIN else "ml_dataflow"
 
 

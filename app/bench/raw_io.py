@@ -28,8 +28,6 @@ FIO_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One measured transfer."""
-
     num_bytes: int
     seconds: float
     cpu_s: float
@@ -57,16 +55,13 @@ class RawFiles:
     file_bytes: int
 
     def path(self, index: int) -> Path:
-        """File number `index`."""
         return self.folder / f"raw.{index}"
 
     def paths(self) -> list[Path]:
-        """All files."""
         return [self.path(index) for index in range(self.count)]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
         return self.count * self.file_bytes
 
     def create(self, data: torch.Tensor) -> None:

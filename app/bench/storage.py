@@ -55,8 +55,6 @@ _SPEC = ("bench", "master", "float32")
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is measured on one set of drives."""
-
     name: str
     folders: tuple[Path, ...]
     num_parts: int

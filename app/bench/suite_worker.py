@@ -149,8 +149,6 @@ def open_case(
 
 @dataclass(slots=True)
 class Ran:
-    """What the steps left behind."""
-
     spans: list[dict[str, Any]]
     tokens: int
     """Trained tokens of one timed step."""

@@ -94,7 +94,6 @@ class Results:
         }
 
     def failed(self) -> list[str]:
-        """stage/case of what failed."""
         return [
             f"{stage}/{name}"
             for stage, cases in self.values["stages"].items()
@@ -103,7 +102,6 @@ class Results:
         ]
 
     def markdown(self) -> str:
-        """gpu-check.md."""
         lines = ["# gpu-check", ""]
         lines += [f"- {name}: {value}" for name, value in self.values.items() if isinstance(value, str)]
         for stage in self._shown:

@@ -25,8 +25,6 @@ KEPT = ("done", "skipped")
 
 @dataclass(slots=True)
 class Job:
-    """What a running case is given."""
-
     limit_s: float
     """Seconds after which it is ended; a case that can end by itself does so before."""
     results: Results
@@ -38,8 +36,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One measurement."""
-
     name: str
     estimate: Callable[[Results], float]
     """Seconds that it takes, from what is known by then; everything included."""
@@ -51,8 +47,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Cases that belong together."""
-
     name: str
     title: str
     cases: Sequence[Case]
@@ -64,8 +58,6 @@ class Stage:
 
 @dataclass(slots=True)
 class Check:
-    """One run over stages."""
-
     stages: Sequence[Stage]
     results: Results
     limit_s: float
@@ -77,7 +69,6 @@ class Check:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the limit."""
         return self.limit_s - (self.clock() - self.started)
 
     def run(self) -> None:
