@@ -220,7 +220,7 @@ _PAGE = """# The plan against the run
 {date}, {cores} cores, {ram} RAM, {gpu}. torch {torch}, Python {python}.
 
 ```
-penstock bench plan --save {file}
+penstock bench plan --save docs/results/planning.md
 ```
 made this page. Every case trains {steps} steps of random tokens in a process of its own. Planned is the forecast after
 calibration (`plan.json` of the run directory); measured are the peaks of `summary.json` and the median of all steps but
@@ -233,7 +233,7 @@ _HEAP = """ GPU peaks are without the temporaries of one op, which come from tor
 heap here and cannot be counted."""
 
 
-def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     machine, rows = report["machine"], report["cases"]
     steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
     on_gpu = machine["gpu"] is not None
@@ -245,7 +245,6 @@ def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") 
         ram=bytes_text(machine["ram_bytes"]),
         torch=machine["torch"],
         python=machine["python"],
-        file=file,
         steps=steps,
     )
     return head + "\n".join([*map(_markdown_row, rows), "", *(f"- {line}" for line in _verdict(report))]) + "\n"

@@ -59,9 +59,7 @@ class Job:
     published: Published | None = None
 
 
-def bench_planned(
-    out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn | None = None, processes: int | None = None
-) -> dict[str, Any]:
+def bench_planned(out: Path, *, forecast_fn: ForecastFn | None = None, processes: int | None = None) -> dict[str, Any]:
     """Plan everything and write planned.md and planned.png into `out`; returns the report.
 
     As many forecasts at once as there are cores, or as `processes` says.
@@ -72,7 +70,7 @@ def bench_planned(
 
     require_folders(out)
     require_matplotlib("the heat map")
-    todo = list(jobs(load_recipes(recipes), list(PRESETS)))
+    todo = list(jobs(load_recipes(RECIPES), list(PRESETS)))
     rows = []
     processes = processes or len(os.sched_getaffinity(0))
     for number, row in enumerate(_forecasts(todo, forecast_fn or _forecast, processes), start=1):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from storage.disk import fsync_file
+from storage.disk import fsync_file, write_file
 from storage.drives import READ_THREADS, WRITE_THREADS
 from storage.errors import UserError
 
@@ -67,13 +67,10 @@ class RawFiles:
     def create(self, data: torch.Tensor) -> None:
         """Write all files, `data` uint8 [file_bytes] in each: from then on their extents exist and are initialised."""
         self.folder.mkdir(parents=True)
+        content = data.numpy().tobytes()
         for path in self.paths():
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                _write(fd, data.numpy().data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            write_file(path, content)
+            fsync_file(path)
 
 
 class OwnLoop:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,10 @@ def open_drawn(
     layouts: dict[str, FlatLayout],
     meta: dict[str, Any],
     readers: Readers,
-    drives: Sequence[Path] | None = None,
 ) -> DrawnStore:
     """A store in `root` whose first generation is a new model."""
     arrays = [array for array in state_arrays(plan) if plan.buffers[array.buffer].state == "nvme"]
-    store = NvmeStore.create(root, arrays, budget_bytes=None, drives=drives, readers=readers)
+    store = NvmeStore.create(root, arrays, budget_bytes=None, readers=readers)
     drawn = DrawnState(plan, layouts)
     try:
         stages = [empty_aligned(plan.part_numel, torch.float32) for _ in range(8)]

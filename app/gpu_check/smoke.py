@@ -68,18 +68,7 @@ class Smoke:
         return 24 * self.shape.params + 16 * self.row_tokens * self.shape.vocab + (2 << 30)
 
 
-QWEN25_1_5B = Shape(
-    name="Qwen2.5-1.5B",
-    model_type="qwen2",
-    layers=28,
-    hidden=1536,
-    intermediate=8960,
-    heads=12,
-    kv_heads=2,
-    head_dim=128,
-    vocab=151936,
-    tied=True,
-)
+QWEN25_1_5B = Shape("Qwen2.5-1.5B", "qwen2", 28, 1536, 8960, 12, 2, 128, 151936, tied=True)
 _LARGE = Smoke(shape=QWEN25_1_5B, rows=2, row_tokens=4096, chunk_tokens=2048, gpu="12GiB", ram="15GiB", lr=2e-4)
 SMOKES = (
     _LARGE,

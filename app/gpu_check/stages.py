@@ -43,7 +43,7 @@ def all_stages(folder: Path, suites: str = SUITES) -> tuple[Stage, ...]:
         Stage(
             name="device",
             title="what this machine is and what works on it",
-            cases=(Case(name="device", estimate=_device_s, run=partial(_part, "device", "device:look", [])),),
+            cases=(Case(name="device", estimate=lambda known: 20.0, run=partial(_part, "device", "device:look", [])),),
         ),
         Stage(
             name="smoke",
@@ -140,10 +140,6 @@ def rates(known: Results) -> Rates | None:
 
 def _compile_s(known: Results) -> float:
     return COMPILE_S * max(1.0, COMPILE_CORES / cores(known))
-
-
-def _device_s(known: Results) -> float:
-    return 20.0
 
 
 def _smoke_s(known: Results) -> float:
