@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from app import control
 from app.bench.commands import JsonOption, bench_cli
@@ -26,6 +28,8 @@ from app.checkpoints import (
 from app.lanes import lanes_report, parse_steps
 from app.launch import export_run, from_scratch, require_inputs, require_new_folder, run_training
 from app.plan import plan_recipe
+from app.plan_view import print_plan
+from app.probe import probe_machine
 from app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from app.recipe_fields import fields
 from app.rundir import RunDir, find_run, is_live, read_recipe
@@ -124,10 +128,6 @@ def plan(
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
     else:
-        from rich.console import Console
-
-        from app.plan_view import print_plan
-
         print_plan(forecast, Console())
     if not forecast["fits"]:
         raise typer.Exit(REFUSED)
@@ -236,8 +236,6 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
     """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives."""
-    from app.probe import probe_machine
-
     probe_machine(paths or [], seconds=seconds, save=save, as_json=as_json)
 
 
@@ -299,9 +297,6 @@ def export(
 @cli.command(epilog="Example: penstock runs")
 def runs() -> None:
     """List the runs below runs/, oldest first."""
-    from rich.console import Console
-    from rich.table import Table
-
     from app.rundir import list_runs
 
     found = list_runs()

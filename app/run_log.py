@@ -48,7 +48,6 @@ MAX_PENDING_SPANS = 500_000
 _ID_TAIL_BYTES = 4 << 20
 """Where the largest id of earlier spans is looked for: ops end at most some thousands of lines out of order."""
 
-_COPY_BYTES = 1 << 20
 _MOST_ID = 2**52
 """Ids beyond it are nobody's: a run counts from zero."""
 
@@ -312,18 +311,11 @@ def drop_steps(file: Path, first_step: int) -> str | None:
 
 
 def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
-    """The lines that stay, as they are, many at once."""
-    kept: list[bytes] = []
-    size = 0
+    """The lines that stay, as they are."""
     for line in whole_lines(file):
         step = whole((parse_line(line) or {}).get("step"))
         if line is not None and (step is None or step < first_step):
-            kept.append(line)
-            size += len(line)
-        if size >= _COPY_BYTES:
-            yield b"".join(kept)
-            kept, size = [], 0
-    yield b"".join(kept)
+            yield line
 
 
 def _is_torn(file: Path) -> bool:
