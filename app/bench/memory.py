@@ -28,9 +28,8 @@ import torch
 
 from app.bench.cases import Shape
 from app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
-from app.bench.setup import Setup, shape_model
+from app.bench.setup import Setup, random_recipe, shape_model
 from app.bench.suite_worker import open_case
-from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
 from engine.forecast.request import PlanRequest
 from engine.machine.budgets import Budgets
 from engine.plan.plan import Plan
@@ -261,21 +260,16 @@ def _batch_bytes(session: Session) -> int:
 
 def _session(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> Session:
     """A session on the least GPU budget that the planner accepts, everything else in RAM."""
-    train = TrainConfig(
+    shape, device = replace(SHAPE, layers=depth), torch.device("cpu")
+    recipe = random_recipe(
+        tokens,
+        1,
         steps=1,
         chunk_tokens=CHUNK_TOKENS,
         device="cpu",
         compile="off",
         activation_checkpointing="selective",
-        kv_window=window,  # type: ignore[arg-type]
-    )
-    shape = replace(SHAPE, layers=depth)
-    device = torch.device("cpu")
-    recipe = Recipe(
-        name="bench",
-        data=DataConfig(source="random", sequence_length=tokens, max_documents=1),
-        train=train,
-        storage=StorageConfig(checkpoint_every=10**9),
+        kv_window=window,
     )
     recipe, spec = shape_model(recipe, shape, depth)
 

@@ -4,9 +4,6 @@ Every case (`app/bench/plan_cases.py`) is a short real training in a process of 
 block's ops, plans again and leaves that forecast in its directory (plan.json); at its end it writes what it took. Here
 the two are compared: peak bytes of each tier, and the step's time with the median of all steps but the first, which
 allocates and compiles.
-
-Without a GPU its tier is ordinary memory, of which only what was carved can be counted: the temporaries of one op
-("workspace") come from torch's heap, so that part of the plan is left out of the comparison there.
 """
 
 from __future__ import annotations
@@ -67,10 +64,8 @@ def bench_plan(
 ) -> dict[str, Any]:
     """Run every case that begins within `time_limit_s`; print what kept its promise, or JSON; `save`: write the page.
 
-    `cases` default to those of this machine: with CUDA, of its sizes. Returns the report.
-
-    Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
-    reason, and does not stop the others. Raises UserError for a folder that is not there.
+    `cases` default to those of this machine. Returns the report. Run directories are below `folder` (the current one
+    when none) and removed. A case that fails stops no other. Raises UserError for a folder that is not there.
     """
     require_folders(folder, None if save is None else save.parent)
     if cases is None:
@@ -120,7 +115,7 @@ def compare(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{run_dir}: {len(step_times_s)} steps; the first does not count, so there is none to compare")
     measured_s = statistics.median(step_times_s[1:])
     planned = {name: forecast["tiers"][name]["peak_bytes"] for name in TIERS}
-    if summary["gpu_memory"] is None:
+    if summary["gpu_memory"] is None:  # ordinary memory, where temporaries of an op come from torch's heap
         planned["gpu"] -= forecast["tiers"]["gpu"]["parts"].get("workspace", 0)
     tiers = {name: _pair(planned[name], summary["tiers"][name]["peak_bytes"], PEAK_TOLERANCE) for name in TIERS}
     return {

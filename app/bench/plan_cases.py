@@ -1,8 +1,6 @@
 """What `penstock bench plan` predicts and then runs: small recipes that differ in all that a plan decides.
 
-Sizes from 1M to 168M parameters, contexts of 512 to 8,192 tokens, one or several micro-batches, state and weights from
-all in GPU memory to all on NVMe, every way of saving activations, a streamed window, tied embeddings, experts, both
-dtypes. Steps take about a second on two cores, so that what is measured is work and not dispatch. Two cases compile.
+Steps take about a second on two cores, so that what is measured is work and not dispatch.
 
 CUDA_CASES are the same decisions at a GPU's sizes, most telling first: budgets below LEAST_LIMIT_BYTES are not enforced
 there, and logits, cuBLAS and the allocator take more than CASES give.

@@ -60,11 +60,9 @@ class Job:
 
 
 def bench_planned(out: Path, *, forecast_fn: ForecastFn | None = None, processes: int | None = None) -> dict[str, Any]:
-    """Plan everything and write planned.md and planned.png into `out`; returns the report.
+    """Plan everything, on all cores or in so many `processes`; write planned.md and planned.png into `out`.
 
-    As many forecasts at once as there are cores, or as `processes` says.
-
-    Raises UserError for a missing folder and where matplotlib is not installed, before anything is planned.
+    Returns the report. Raises UserError for a missing folder and where matplotlib is not installed, before it begins.
     """
     from engine.machine.presets import PRESETS
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,22 +75,16 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     on_gpu = case.needs_cuda
     if on_gpu and not torch.cuda.is_available():
         raise Skip("needs CUDA, and torch sees no device")
-    train = TrainConfig(
+    recipe = random_recipe(
+        case.row_tokens,
+        max(4, case.rows),
         steps=10**6,
         global_batch_size=case.rows,
         chunk_tokens=case.chunk_tokens,
-        lr=1e-5,
-        lr_schedule="constant",
         device="cuda" if on_gpu else "cpu",
         compile="auto" if on_gpu or case.compiled else "off",
     )
-    device = resolve_device(train)
-    recipe = Recipe(
-        name="bench",
-        data=DataConfig(source="random", sequence_length=case.row_tokens, max_documents=max(4, case.rows)),
-        train=train,
-        storage=StorageConfig(checkpoint_every=10**9),
-    )
+    device = resolve_device(recipe.train)
     given = {
         tier: None if size is None else parse_bytes(size, tier) for tier, size in (("gpu", case.gpu), ("ram", case.ram))
     }
@@ -104,7 +99,7 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
 
     full_plan = _plan([task(full_spec, whole)], device)
     if case.spill_state:
-        _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
+        _require_disk(full_plan, recipe.train, folder, whole_state=case.layers is not None)
     reasons = []
     for layers in case.layers or (shape.layers,):
         cut, spec = shape_model(recipe, shape, layers)
@@ -124,6 +119,16 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
             continue
         return Setup(shape, spec, full_spec, full_plan, plan, cut, device, readers)
     raise Skip(reasons[-1])
+
+
+def random_recipe(context: int, documents: int, *, part_bytes: str = "32MiB", lr: float = 1e-5, **train: Any) -> Recipe:
+    """A recipe without a model that trains on so many documents of random tokens and commits nothing."""
+    return Recipe(
+        name="bench",
+        data=DataConfig(source="random", sequence_length=context, max_documents=documents),
+        train=TrainConfig(lr=lr, lr_schedule="constant", **train),
+        storage=StorageConfig(checkpoint_every=10**9, part_bytes=part_bytes),
+    )
 
 
 def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, ModelSpec]:

@@ -1,6 +1,6 @@
 """`penstock bench step --suite`: steps of real shapes on this machine, each against what its kernels reach alone.
 
-Every case (app/bench_cases.py) runs in a process of its own with a time limit. What the machine is too small for is
+Every case (app/bench/cases.py) runs in a process of its own with a time limit. What the machine is too small for is
 skipped with the reason, what fails is reported; neither stops the others.
 """
 

@@ -1,5 +1,4 @@
-"""Stage `device`: what this machine is, what works on it, and the few rates that estimates need; about 20 s. And what
-stage `drives` probes.
+"""Stage `device`: what this machine is, what works on it, and the few rates that estimates need; about 20 s.
 
 Runs in a process of its own and hands over each finding at once. What raises is a finding too.
 """

@@ -26,11 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.bench.cases import LADDER, Shape
 from app.bench.plain import PlainBatch, plain_steps
-from app.bench.setup import Setup, plan_request, shape_model
+from app.bench.setup import Setup, plan_request, random_recipe, shape_model
 from app.bench.state import DrawnState
 from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
-from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from engine.config import TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, prepare_data
 from engine.machine.budgets import Budgets, free_budgets
 from engine.machine.device import resolve_device
@@ -98,20 +98,16 @@ def choose(folder: Path) -> Smoke:
 
 def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:
     """Its plan on this machine. Raises BudgetError."""
-    train = TrainConfig(
+    recipe = random_recipe(
+        smoke.row_tokens,
+        smoke.rows,
+        part_bytes=smoke.part,
+        lr=smoke.lr,
         steps=STEPS,
         global_batch_size=smoke.rows,
         chunk_tokens=smoke.chunk_tokens,
-        lr=smoke.lr,
-        lr_schedule="constant",
-        device=device.type,  # type: ignore[arg-type]
-        compile=compile,  # type: ignore[arg-type]
-    )
-    recipe = Recipe(
-        name="smoke",
-        data=DataConfig(source="random", sequence_length=smoke.row_tokens, max_documents=smoke.rows),
-        train=train,
-        storage=StorageConfig(checkpoint_every=10**9, part_bytes=smoke.part),
+        device=device.type,
+        compile=compile,
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
