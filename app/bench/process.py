@@ -106,13 +106,27 @@ def resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def nvidia_smi(*fields: str) -> str | None:
+    """What the driver says of the first GPU; None where it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
 def show(report: Any, line: str, *, as_json: bool) -> None:
     """Print a benchmark's result: its line for people, or all of it as one JSON object."""
     print(json.dumps(report, indent=2) if as_json else line)
 
 
 def markdown_row(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [markdown_row(head), "|---" * len(head) + "|", *map(markdown_row, rows)]
 
 
 def environment() -> dict[str, str]:

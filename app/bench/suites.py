@@ -6,7 +6,6 @@ skipped with the reason, what fails is reported; neither stops the others.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
-from app.bench.process import CallFailed, call, require_folders, scratch, show
+from app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
 from engine.machine.peaks import peak_flops
 from storage.errors import UserError
 
@@ -67,16 +66,8 @@ def probe() -> dict[str, Any]:
     """What the figures depend on: GPU, its peak and driver, what products reach on it, versions, cores, RAM."""
     machine: dict[str, Any] = call("app.bench.suite_worker:machine", what="torch and transformers")
     machine["peak_flops"] = peak_flops(machine["gpu"] or "")
-    machine["driver"] = _driver() if machine["gpu"] else None
+    machine["driver"] = nvidia_smi("driver_version") if machine["gpu"] else None
     return machine
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
 
 
 def _outcome(

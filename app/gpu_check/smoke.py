@@ -144,14 +144,8 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
 def drawn_weights(setup: Setup) -> dict[str, torch.Tensor]:
     """The weights that `open_case` starts from, float32, by the model's own names."""
     flat = layouts(setup.spec)
-    drawn, found = DrawnState(setup.plan, flat), dict[str, torch.Tensor]()
-    for name, layout in flat.items():
-        buffer, values = setup.plan.buffers[name], torch.empty(layout.numel)
-        for part in range(buffer.num_parts):
-            start, end = buffer.part(part)
-            drawn.fill(name, "master", part, values[start:end])
-        found |= layout.views(values)
-    return found
+    drawn = DrawnState(setup.plan, flat)
+    return {name: values for buffer in flat for name, values in drawn.weights(buffer).items()}
 
 
 def _columns(steps: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
