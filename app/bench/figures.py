@@ -59,13 +59,8 @@ def median_times(spans: Sequence[dict[str, Any]], steps: Sequence[int]) -> tuple
 def shares(spans: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, Any]:
     """Busy share of every lane, I/O that computing waited for, and the compute lane's idle share."""
     found = lane_shares(spans, first, last)
-    return {
-        "busy": found.busy,
-        "exposed_io": found.exposed_io,
-        "idle": found.idle,
-        "compute_idle": 1 - found.busy["compute"],
-        "bytes": found.bytes,
-    }
+    names = ("busy", "exposed_io", "idle", "bytes")
+    return {name: getattr(found, name) for name in names} | {"compute_idle": 1 - found.busy["compute"]}
 
 
 def scaled_flops(flops: StepFlops, ratio: float) -> StepFlops:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.heatmap import draw
-from app.bench.process import markdown_row, require_folders, require_matplotlib
+from app.bench.process import markdown_row, markdown_table, require_folders, require_matplotlib
 from app.bench.published import PUBLISHED, Published
 from app.recipe import load_recipe
 from engine.config import BudgetConfig, DataConfig, Recipe
@@ -208,7 +208,7 @@ def _progress(row: Mapping[str, Any]) -> str:
 
 # ---------------------------------------------------------------------- planned.md
 
-_COLUMNS = "machine | step | tokens/s | bound by | MFU | GPU | RAM | NVMe | written per step"
+_COLUMNS = ("machine", "step", "tokens/s", "bound by", "MFU", "GPU", "RAM", "NVMe", "written per step")
 _INTRO = """# What the recipes would do elsewhere
 
 **Planned, not measured.** {date}. Every figure of this page follows from data sheets (`machine/presets.py`) and a
@@ -256,9 +256,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         head = f"## {label}\n\nContext {first['context']:,}, {first['tokens_per_step']:,} tokens a step."
         lines += [head + (" Its own machine first." if first["own"] else ""), ""]
         if fitting := [row for row in rows if row["fits"]]:
-            lines += [f"| {_COLUMNS} |", "|---" * (_COLUMNS.count("|") + 1) + "|"]
-            lines += [_row(row) for row in fitting]
-            lines.append("")
+            lines += [*markdown_table(_COLUMNS, map(_cells, fitting)), ""]
         if refused := [row for row in rows if not row["fits"]]:
             lines += ["Does not fit: " + "; ".join(f"{row['machine']} ({row['reason']})" for row in refused) + ".", ""]
     lines.append(_GRID.format(step_tokens=report["grid_step_tokens"]).strip() + "\n")
@@ -270,31 +268,26 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def _own_machines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every recipe on the machine that it is written for."""
-    lines = ["## Each on its own machine", "", f"| recipe | context, tokens a step | {_COLUMNS} |"]
-    lines.append("|---" * (_COLUMNS.count("|") + 3) + "|")
-    for row in rows:
-        if row["own"]:
-            case = f"| {row['label']} | {row['context']:,}, {row['tokens_per_step']:,} "
-            lines.append(case + (_row(row) if row["fits"] else _refused_row(row)))
-    return [*lines, ""]
+    found = [
+        (row["label"], f"{row['context']:,}, {row['tokens_per_step']:,}", *_cells(row)) for row in rows if row["own"]
+    ]
+    table = markdown_table(("recipe", "context, tokens a step", *_COLUMNS), found)
+    return ["## Each on its own machine", "", *table, ""]
 
 
 def _rate(row: Mapping[str, Any]) -> str:
     return f"{row['tokens_per_s']:,.{0 if row['tokens_per_s'] >= 10 else 2}f}"
 
 
-def _row(row: Mapping[str, Any]) -> str:
-    peak = row["peak_bytes"]
+def _cells(row: Mapping[str, Any]) -> list[str]:
     name = f"**{row['machine']}**" if row["own"] else row["machine"]
+    if not row["fits"]:
+        return [name, f"does not fit: {row['reason']}", *[""] * (len(_COLUMNS) - 2)]
+    peak = row["peak_bytes"]
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
     cells = [name, seconds_text(row["step_s"]), _rate(row), row["bound_by"], mfu]
     cells += [bytes_text(peak[tier]) if tier in peak else "n/a" for tier in ("gpu", "ram", "nvme")]
-    return markdown_row([*cells, bytes_text(row["written_bytes_per_step"])])
-
-
-def _refused_row(row: Mapping[str, Any]) -> str:
-    cells = [f"**{row['machine']}**", f"does not fit: {row['reason']}", *[""] * (_COLUMNS.count("|") - 1)]
-    return markdown_row(cells)
+    return [*cells, bytes_text(row["written_bytes_per_step"])]
 
 
 def _published_row(row: Mapping[str, Any]) -> str:

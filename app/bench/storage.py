@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,6 @@ from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, se
 from storage.units import bytes_text
 from storage.untrusted import real_path
 
-SIZE_BYTES = 2 << 30
-CHUNK_BYTES = 32 << 20
-ROUNDS = 3
 _SLOTS = 2 * LOOP_THREADS
 """Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""
 _MIN_PARTS = 4
@@ -83,9 +80,9 @@ def bench_storage(
     paths: Sequence[Path],
     *,
     json: bool = False,
-    size_bytes: int = SIZE_BYTES,
-    part_bytes: int = CHUNK_BYTES,
-    rounds: int = ROUNDS,
+    size_bytes: int = 2 << 30,
+    part_bytes: int = 32 << 20,
+    rounds: int = 3,
 ) -> dict[str, Any]:
     """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
 
@@ -125,7 +122,10 @@ def bench_storage(
         "raw_tools": {tool.key: tool.name for tool in (fio, OwnLoop) if tool},
         "skipped_readers": skipped,
         "load_average": [load_before, os.getloadavg()[0]],
-        "drives": {str(folder): _drive_facts(folder) for folder in folders},
+        "drives": {
+            str(folder): {"device": device.name, "filesystem": device.filesystem, "model": device.model}
+            for folder, device in zip(folders, map(device_of, folders), strict=True)
+        },
         "warnings": warnings,
         "cases": cases,
     }
@@ -233,8 +233,10 @@ def _run_case(
                     order = [name for name in jobs if name.endswith(phase)]
                     for name in order if number % 2 == 0 else reversed(order):
                         runs[name].append(jobs[name]())
-                        if phase == "_write" and name != "store_write":
-                            runs.setdefault(f"{name}_synced", []).append(_synced(runs[name][-1], raw))
+                        if phase == "_write" and name != "store_write":  # the same and the time to make it durable
+                            written = runs[name][-1]
+                            seconds = written.seconds + sync_files([path for files in raw for path in files.paths()])
+                            runs.setdefault(f"{name}_synced", []).append(replace(written, seconds=seconds))
         finally:
             store.close()
     finally:
@@ -289,12 +291,6 @@ def _jobs(
     return jobs
 
 
-def _synced(written: Timed, raw: Sequence[RawFiles]) -> Timed:
-    """The same write with the time that making it durable takes."""
-    sync_s = sync_files([path for files in raw for path in files.paths()])
-    return Timed(written.num_bytes, written.seconds + sync_s, written.cpu_s)
-
-
 def _write_store(store: NvmeStore, plan: _Plan, slots: Sequence[torch.Tensor]) -> None:
     _stream(plan, slots, store.write)
     store.commit({})
@@ -333,11 +329,6 @@ def _summary(timings: Sequence[Timed]) -> dict[str, Any]:
         "gbps_rounds": speeds,
         "cpu_s_per_gb": statistics.median(timing.cpu_s / timing.num_bytes * 1e9 for timing in timings),
     }
-
-
-def _drive_facts(folder: Path) -> dict[str, Any]:
-    device = device_of(folder)
-    return {"device": device.name, "filesystem": device.filesystem, "model": device.model}
 
 
 def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:

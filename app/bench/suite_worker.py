@@ -211,16 +211,12 @@ def _profiled(step: Callable[[], Any], file: Path) -> float | None:
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:
     plan = session.plan
-    ram_bytes = session.ram.arena.used_bytes + plan.problem.reader_bytes
-    peaks = {"gpu": session.gpu.arena.used_bytes, "ram": ram_bytes}
     found = {
-        name: {
-            "budget_bytes": plan.tiers[name].budget_bytes,
-            "planned_bytes": plan.tiers[name].peak_bytes,
-            "peak_bytes": peak,
-        }
-        for name, peak in peaks.items()
+        name: {"budget_bytes": plan.tiers[name].budget_bytes, "planned_bytes": plan.tiers[name].peak_bytes}
+        for name in ("gpu", "ram")
     }
+    found["gpu"]["peak_bytes"] = session.gpu.arena.used_bytes
+    found["ram"]["peak_bytes"] = session.ram.arena.used_bytes + plan.problem.reader_bytes
     found["nvme"] = {"peak_bytes": session.store.disk_bytes()}
     if (used := memory_use(session.device)) is not None:
         found["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}
