@@ -149,10 +149,12 @@ def _is_anothers(fd: int, inode: int) -> bool:
     return os.fstat(fd).st_nlink > 1 and other is not None and other != inode
 
 
-def is_live(run_path: Path) -> bool:
-    """Whether a process holds the run's lock; False where this user may not look, see `is_hidden`."""
+def is_live(run_path: Path) -> bool | None:
+    """Whether a process holds the run's lock; None where this user may not look."""
     try:
         fd = open_regular(run_path / "run.lock")
+    except PermissionError:
+        return None
     except OSError:
         return False
     try:
@@ -161,15 +163,6 @@ def is_live(run_path: Path) -> bool:
         return not _is_anothers(fd, os.stat(run_path).st_ino)
     finally:
         os.close(fd)
-    return False
-
-
-def is_hidden(run_path: Path) -> bool:
-    """Whether this user may not look whether a process holds the run's lock."""
-    try:
-        os.close(open_regular(run_path / "run.lock"))
-    except OSError as error:
-        return isinstance(error, PermissionError)
     return False
 
 
@@ -375,7 +368,7 @@ def state_of(path: Path, status: dict[str, Any], now: float) -> str:
     # A heartbeat of the future is of before the clock was set back, and nobody has written one since.
     silent = abs(now - (number(status.get("heartbeat")) or 0.0)) > STALE_S
     here = status.get("host", socket.gethostname()) == socket.gethostname()
-    if here and not is_live(path) and not is_hidden(path):
+    if here and is_live(path) is False:
         return "crashed"
     return "stale" if silent else str(state)
 

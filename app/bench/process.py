@@ -48,9 +48,8 @@ def call(
     `more`: variables of its environment; `what` names the work in messages. Raises UserError of one line with the words
     of the function's own UserError, and CallFailed for any other end.
     """
-    command = [sys.executable, "-m", "app.bench.process", work, json.dumps(arguments)]
     with tempfile.TemporaryFile("w+") as output:
-        code = run_limited(command, limit_s, stdout=output, stderr=output, more=more)
+        code = run_limited(command_of(work, *arguments), limit_s, stdout=output, stderr=output, more=more)
         output.seek(0)
         lines = output.read().strip().splitlines()
     said = what and f"{what}: "
@@ -58,12 +57,17 @@ def call(
     if code is None:
         raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was ended", text, ended=True)
     handed = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
-    if code != 0 or not handed:
-        raise CallFailed(f"{said}exit {code}: {lines[-1] if lines else 'it said nothing'}", text)
-    answer = json.loads(handed[-1])
+    answer = json.loads(handed[-1]) if handed else {}
     if "refusal" in answer:
         raise UserError(f"{said}{answer['refusal']}")
+    if code != 0 or not handed:
+        raise CallFailed(f"{said}exit {code}: {lines[-1] if lines else 'it said nothing'}", text)
     return answer["result"]
+
+
+def command_of(work: str, *arguments: Any) -> list[str]:
+    """The command that carries out a function, as module:name, in a process of its own."""
+    return [sys.executable, "-m", "app.bench.process", work, json.dumps(arguments)]
 
 
 def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
@@ -181,7 +185,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """The child: carry out the work and hand over what it returns, or the words of its refusal."""
+    """The child: carry out the work and hand over what it returns, or the words of its refusal, with exit code 1."""
     module, _, name = sys.argv[1].partition(":")
     work = getattr(importlib.import_module(module), name)
     try:
@@ -189,6 +193,8 @@ def main() -> None:
     except UserError as error:
         answer = {"refusal": " ".join(str(error).split())}
     print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+    if "refusal" in answer:
+        sys.exit(answer["refusal"])
 
 
 if __name__ == "__main__":

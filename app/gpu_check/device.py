@@ -14,10 +14,12 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from app.bench.process import nvidia_smi
 from app.gpu_check.found import tell
@@ -176,8 +178,8 @@ def look() -> None:
         print(name, json.dumps(value), flush=True)
 
 
-def drive(folder: str, seconds: str) -> None:
+def drive(folder: str, seconds: float) -> None:
     """What the drive of a folder gives, measured for about so many seconds. Raises UserError."""
     from engine.machine.probe_drives import probe_drives
 
-    tell(asdict(probe_drives([Path(folder)], float(seconds), say=print)))
+    tell(msgspec.to_builtins(probe_drives([Path(folder)], seconds, say=print)))

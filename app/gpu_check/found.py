@@ -1,20 +1,14 @@
-"""How a stage's process hands over what it finds, line by line, so that what ends it loses nothing of it.
-
-`python -m app.gpu_check.found MODULE:FUNCTION [TEXT]...` is such a process.
-"""
+"""How a stage's process hands over what it finds, line by line, so that what ends it loses nothing of it."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.bench.process import run_limited
-from storage.errors import UserError
 
 _VARIABLE = "GPU_CHECK_FOUND"
 
@@ -64,16 +58,3 @@ def run_telling(
     words = [line for line in last.splitlines() if not line.startswith("[")]  # a library's note at exit: [name] ...
     reason = words[-1] if words else "it said nothing"
     return {"status": "failed", "reason": f"exit {code}: {reason}", "output": last}
-
-
-def main() -> None:
-    """Call the function with these texts; a UserError is the last line, and exit code 1."""
-    module, _, name = sys.argv[1].partition(":")
-    try:
-        getattr(importlib.import_module(module), name)(*sys.argv[2:])
-    except UserError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

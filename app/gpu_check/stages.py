@@ -17,7 +17,7 @@ from app.bench import plan as bench_plan
 from app.bench.cases import COMPILE_CORES, COMPILE_S, MEMORY_S_PER_GB, START_S, Rates, cases_of
 from app.bench.cases import Case as SuiteCase
 from app.bench.plan_cases import CUDA_CASES, PlanCase
-from app.bench.process import REPOSITORY, scratch
+from app.bench.process import REPOSITORY, command_of, scratch
 from app.bench.suites import run_case
 from app.gpu_check import tables
 from app.gpu_check.found import run_telling
@@ -87,7 +87,7 @@ def all_stages(folder: Path, suites: str = SUITES) -> tuple[Stage, ...]:
                 Case(
                     name="probe",
                     estimate=lambda known: 2 * PROBE_S + 5,
-                    run=partial(_part, "drives", "device:drive", [str(folder), str(PROBE_S)]),
+                    run=partial(_part, "drives", "device:drive", [str(folder), PROBE_S]),
                 ),
                 Case(name="storage", estimate=lambda known: 30.0, run=partial(_storage, folder)),
             ),
@@ -163,10 +163,9 @@ def _log(job: Job, name: str) -> Path:
     return job.results.folder / "stages" / f"{name}.log"
 
 
-def _part(name: str, work: str, texts: Sequence[str], job: Job) -> dict[str, Any]:
-    """`work`, module:function of this package, called with texts in a process of its own that logs as `name`."""
-    command = [sys.executable, "-m", "app.gpu_check.found", f"app.gpu_check.{work}", *texts]
-    return run_telling(command, job.limit_s, _log(job, name), job.found)
+def _part(name: str, work: str, arguments: Sequence[Any], job: Job) -> dict[str, Any]:
+    """`work`, module:function of this package, in a process of its own that logs as `name`."""
+    return run_telling(command_of(f"app.gpu_check.{work}", *arguments), job.limit_s, _log(job, name), job.found)
 
 
 def _smoke(folder: Path, job: Job) -> dict[str, Any]:
