@@ -15,16 +15,12 @@ from contextlib import closing
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from app.run_files import number, read_object, remove_own, whole
 from app.rundir import RunDir, is_live, read_status, require_own
 from storage.disk import atomic_write, disk_error
 from storage.errors import UserError
 from storage.untrusted import is_real_folder, printable
-
-if TYPE_CHECKING:
-    from storage.checkpoints import CheckpointInfo
 
 _POLL_S = 0.1
 _MANIFEST_BYTES = 1 << 28
@@ -153,13 +149,6 @@ def _ask(run_path: Path, name: str) -> int:
     if failure is not None:
         raise UserError(f"checkpoint {name} was not made: {failure}")
     return step
-
-
-def list_checkpoints_of(run_path: Path) -> list[CheckpointInfo]:
-    """The checkpoints of a run, oldest first."""
-    from storage.checkpoints import list_checkpoints
-
-    return list_checkpoints(run_path / "state")
 
 
 def checkpoint_named(run_path: Path, name: str | None) -> str | None:

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from app import control
+from app.bench.commands import JsonOption, bench_cli
+from app.checkpoints import (
+    checkpoint_named,
+    copy_state_of,
+    delete_checkpoint_of,
+    make_checkpoint,
+    make_for_export,
+    scrub_run,
+)
+from app.lanes import lanes_report, parse_steps
+from app.launch import export_run, from_scratch, require_inputs, require_new_folder, run_training
+from app.plan import plan_recipe
+from app.plan_view import print_plan
+from app.probe import probe_machine
+from app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
+from app.recipe_fields import fields
+from app.rundir import RunDir, find_run, is_live, read_recipe
 from app.streams import open_standard_streams, print_failure
+from app.trace import write_trace
+from engine.config import Recipe
 from storage.errors import UserError, used_up
 from storage.untrusted import RefusedFileError, printable, shell
 
@@ -26,29 +50,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_cli = typer.Typer(
-    epilog="Example: penstock bench step --json",
-    no_args_is_help=True,
-)
 cli.add_typer(bench_cli, name="bench")
-
-
-def _list_all(context: typer.Context, value: bool) -> None:
-    if value:
-        assert isinstance(context.command, typer.core.TyperGroup)
-        for command in context.command.commands.values():
-            command.hidden = False
-        typer.echo(context.get_help())
-        raise typer.Exit
-
-
-@bench_cli.callback()
-def bench(
-    list_all: Annotated[
-        bool, typer.Option("--all", help="List the project's own benchmarks, too.", callback=_list_all, is_eager=True)
-    ] = False,
-) -> None:
-    """Benchmarks that compare in one run and print the ratio."""
 
 
 CheckpointOption = Annotated[
@@ -57,26 +59,33 @@ CheckpointOption = Annotated[
         "--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation; last-good is one of them."
     ),
 ]
-RECIPE_HELP = "Python file that builds a Recipe, or a recipe.json."
+RecipeArgument = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="Python file that builds a Recipe, or a recipe.json.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name below runs/.")]
 
 
 def _print_fields(value: bool) -> None:
     if not value:
         return
-    from app.recipe_fields import fields
-
     for item in fields():
         typer.echo(f"{item.key} = {json.dumps(item.default)}\n    {item.help}")
     raise typer.Exit
 
 
+def _resolved(recipe: Path, overrides: list[str] | None, scratch: bool) -> Recipe:
+    """The recipe of a file with its overrides, its paths absolute."""
+    resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
+    return from_scratch(resolved) if scratch else resolved
+
+
 @cli.command(epilog="Example: penstock train recipes/quickstart.py --set train.steps=20")
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run; default runs/<name>-<time>.")
     ] = None,
@@ -89,13 +98,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
-    from app.launch import from_scratch, require_inputs, run_training
-    from app.recipe import apply_overrides, load_recipe, resolve_paths
-    from app.rundir import RunDir
-
-    resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
-    if scratch:
-        resolved = from_scratch(resolved)
+    resolved = _resolved(recipe, overrides, scratch)
     require_inputs(resolved)
     with RunDir.create(resolved, run_dir) as run:
         run_training(run, resume=False)
@@ -103,10 +106,8 @@ def train(
 
 @cli.command(epilog="Example: penstock plan recipes/7b_512k.py --machine rtx4090-64")
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Preset or profile; default the recipe's machine, or this one."),
@@ -123,19 +124,10 @@ def plan(
 
     Exits with 1 where it does not fit.
     """
-    from app.launch import from_scratch
-    from app.plan import plan_recipe
-    from app.recipe import apply_overrides, load_recipe, resolve_paths
-
-    resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
-    forecast = plan_recipe(from_scratch(resolved) if scratch else resolved, machine, trace=trace)
+    forecast = plan_recipe(_resolved(recipe, overrides, scratch), machine, trace=trace)
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
     else:
-        from rich.console import Console
-
-        from app.plan_view import print_plan
-
         print_plan(forecast, Console())
     if not forecast["fits"]:
         raise typer.Exit(REFUSED)
@@ -162,10 +154,6 @@ def resume(
 
     A run that is paused goes on where it is, in its own process.
     """
-    from app import control
-    from app.checkpoints import checkpoint_named
-    from app.rundir import RunDir, find_run, is_live
-
     path = find_run(run)
     checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
@@ -175,14 +163,9 @@ def resume(
     if control.go_on(path):
         typer.echo(printable(f"{path.name}: goes on"))
         return
-    from app.launch import run_training
-    from app.recipe import change_run
-
     with RunDir.open(path) as directory:
-        directory.change_recipe(change_run(directory.recipe, overrides or [], Path.cwd()))
+        directory.recipe = change_run(directory.recipe, overrides or [], Path.cwd())
         if copy_state:
-            from app.checkpoints import copy_state_of
-
             typer.echo(copy_state_of(directory))
         run_training(directory, resume=True, checkpoint=checkpoint)
 
@@ -190,21 +173,15 @@ def resume(
 @cli.command(epilog="Example: penstock pause runs/quickstart-20260101-120000")
 def pause(run: RunArgument) -> None:
     """Let a running run commit its step and wait until `penstock resume`; its memory stays in use."""
-    from app.control import pause_or_stop
-    from app.rundir import find_run
-
     path = find_run(run)
-    typer.echo(printable(f"{path.name}: {pause_or_stop(path, 'pause')}"))
+    typer.echo(printable(f"{path.name}: {control.pause_or_stop(path, 'pause')}"))
 
 
 @cli.command(epilog="Example: penstock stop runs/quickstart-20260101-120000")
 def stop(run: RunArgument) -> None:
     """Let a running or paused run commit its step and end; `penstock resume` goes on with it later."""
-    from app.control import pause_or_stop
-    from app.rundir import find_run
-
     path = find_run(run)
-    typer.echo(printable(f"{path.name}: {pause_or_stop(path, 'stop')}"))
+    typer.echo(printable(f"{path.name}: {control.pause_or_stop(path, 'stop')}"))
 
 
 @cli.command(epilog="Example: penstock checkpoint runs/quickstart-20260101-120000 before-annealing")
@@ -214,12 +191,11 @@ def checkpoint(
     delete: Annotated[bool, typer.Option("--delete", help="Delete the checkpoint instead.")] = False,
 ) -> None:
     """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation."""
-    from app.checkpoints import delete_checkpoint_of, list_checkpoints_of, make_checkpoint
-    from app.rundir import find_run
-
     path = find_run(run)
     if name is None:
-        for info in list_checkpoints_of(path):
+        from storage.checkpoints import list_checkpoints
+
+        for info in list_checkpoints(path / "state"):
             step = "unknown" if info.step is None else f"{info.step:,}"
             typer.echo(printable(f"{info.name}  step {step}, generation {info.generation}"))
     elif delete:
@@ -232,9 +208,6 @@ def checkpoint(
 @cli.command(epilog="Example: penstock scrub runs/quickstart-20260101-120000")
 def scrub(run: RunArgument) -> None:
     """Read a run's whole state, checkpoints included, and compare it with its checksums."""
-    from app.checkpoints import scrub_run
-    from app.rundir import find_run
-
     typer.echo(scrub_run(find_run(run)))
 
 
@@ -244,12 +217,9 @@ def lanes(
     steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Steps to look at; default all but the first.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show how busy each lane and the drive were, and how long computing waited for them."""
-    from app.lanes import lanes_report
-    from app.rundir import find_run
-
     typer.echo(lanes_report(find_run(run), steps, as_json=as_json))
 
 
@@ -266,8 +236,6 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
     """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives."""
-    from app.probe import probe_machine
-
     probe_machine(paths or [], seconds=seconds, save=save, as_json=as_json)
 
 
@@ -276,15 +244,18 @@ def check(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR_OR_CONFIG_JSON", help="Hugging Face folder, or a config.json.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare a shrunk copy of a model, streamed, with transformers' own forward and autograd.
 
     Exit code 0: all gradients agree. 1: refused, with the first parameter that differs. 2: bad input.
     """
-    from app.check import check_model_file
+    from engine.hf.config import read_config
+    from engine.model.check import check_model
 
-    result = check_model_file(model)
+    result = asdict(check_model(read_config(model)))
+    if not math.isfinite(result["max_rel_error"] or 0.0):  # JSON has no infinity
+        result["max_rel_error"] = None
     if as_json:
         typer.echo(json.dumps(result))
     elif result["ok"]:
@@ -305,10 +276,6 @@ def export(
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
-    from app.checkpoints import checkpoint_named, make_for_export
-    from app.launch import export_run, require_new_folder
-    from app.rundir import RunDir, find_run, is_live, read_recipe
-
     path = find_run(run)
     checkpoint = checkpoint_named(path, checkpoint)
     require_new_folder(out_dir)
@@ -330,9 +297,6 @@ def export(
 @cli.command(epilog="Example: penstock runs")
 def runs() -> None:
     """List the runs below runs/, oldest first."""
-    from rich.console import Console
-    from rich.table import Table
-
     from app.rundir import list_runs
 
     found = list_runs()
@@ -359,116 +323,8 @@ def trace(
     steps: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Steps to write; default all.")] = None,
 ) -> None:
     """Write a run's spans as a trace that https://ui.perfetto.dev opens."""
-    from app.lanes import parse_steps
-    from app.rundir import find_run
-    from app.trace import write_trace
-
     count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
     typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
-
-
-@bench_cli.command("step", epilog="Example: penstock bench step --suite gpu --json")
-def bench_step_command(
-    suite: Annotated[
-        str | None,
-        typer.Option(metavar="NAME[,NAME...]", help="Measure real shapes: gpu, or suites by name; see --list."),
-    ] = None,
-    list_suites: Annotated[bool, typer.Option("--list", help="List the suites.")] = False,
-    trace_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a Perfetto trace of one step of each case here.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Scratch files go below this folder; default the current one.")
-    ] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Begin no case that would probably end later than this.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Time training steps: of real shapes with --suite, else of a 168M-parameter model against plain PyTorch."""
-    from app.bench.step import bench_step
-    from app.bench.suites import bench_suites, list_text
-
-    if list_suites:
-        typer.echo(list_text())
-    elif suite is None:
-        bench_step(json=as_json, folder=folder)
-    else:
-        report = bench_suites(suite, json=as_json, trace_dir=trace_dir, folder=folder, time_limit_s=time_limit)
-        if any(row["status"] == "failed" for row in report["cases"]):
-            raise typer.Exit(REFUSED)
-
-
-@bench_cli.command("memory", hidden=True, epilog="Example: penstock bench memory --save docs/results/memory-law")
-def bench_memory_command(
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write FILE.json and the plot FILE.svg (needs matplotlib).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Measure the GPU tier's bytes on the CPU from 4k to 128k tokens, at two depths, K/V window whole and streamed."""
-    from app.bench.memory import bench_memory
-
-    bench_memory(json=as_json, save=save)
-
-
-@bench_cli.command("attention", hidden=True, epilog="Example: penstock bench attention --tokens 65536")
-def bench_attention_command(
-    tokens: Annotated[int, typer.Option(help="Tokens of the sequence; a step takes minutes at 65,536.")] = 65_536,
-    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; step and plain attention take turns.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Time a long-context step of a small model on the CPU against its attention alone in plain torch."""
-    from app.bench.attention import bench_attention
-
-    bench_attention(tokens=tokens, chunk_tokens=chunk, rounds=rounds, json=as_json)
-
-
-@bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")
-def bench_storage_command(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Folders on the drives to measure.")],
-    size: Annotated[str, typer.Option(metavar="SIZE", help="State to write and read on each round.")] = "2GiB",
-    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Chunk file; training's is 32MiB.")] = "32MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; raw and Penstock take turns in each.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Measure the NVMe tier against raw direct I/O on the same drives, in one run."""
-    from app.bench.storage import bench_storage
-    from engine.config import parse_bytes
-
-    bench_storage(
-        paths,
-        json=as_json,
-        size_bytes=parse_bytes(size, "--size"),
-        part_bytes=parse_bytes(chunk, "--chunk"),
-        rounds=rounds,
-    )
-
-
-@bench_cli.command("planned", hidden=True, epilog="Example: penstock bench planned --out docs/results")
-def bench_planned_command(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for planned.md and planned.png.")] = Path(
-        "docs/results"
-    ),
-) -> None:
-    """Plan the recipes, and models from 7B to 120B at 4k to 1M tokens, on every preset (needs matplotlib); minutes."""
-    from app.bench.planned import bench_planned
-
-    bench_planned(out)
-
-
-@bench_cli.command("plan", hidden=True, epilog="Example: penstock bench plan --save docs/results/planning.md")
-def bench_plan_command(
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page FILE.")] = None,
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Begin no case after so many seconds.")] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Compare what the plan promises with what short trainings take, over small and varied recipes; 15 minutes."""
-    from app.bench.plan import bench_plan
-
-    if bench_plan(json=as_json, save=save, time_limit_s=time_limit)["failed"]:
-        raise typer.Exit(REFUSED)
 
 
 def run_recipe(path: str) -> None:
@@ -505,20 +361,24 @@ def main(arguments: list[str] | None = None) -> int:
         cli(arguments, prog_name="penstock")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
-    except UserError as error:
-        return _refuse(error)
-    except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        if (known := used_up(error)) is not None:
-            return _refuse(known)
-        if not isinstance(error, OSError):
+    except (UserError, MemoryError, OSError, RuntimeError, ImportError) as error:
+        known = error if isinstance(error, UserError) else used_up(error) or _misplaced(error)
+        if known is None:
             raise
-        if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):  # tempfile's
-            return _refuse(f"{error.strerror}; free one of them, or set TMPDIR to a folder that can be written")
-        if error.filename is None or (error.errno not in _PLACES and not isinstance(error, RefusedFileError)):
-            raise
-        return _refuse(f"{error.filename}: {error.strerror}; choose another place, or free this one")
+        return _refuse(known)
     failure = print_failure()
     return code if failure is None else _refuse(f"standard output: {failure}; not all was printed") or code
+
+
+def _misplaced(error: Exception) -> str | None:
+    """What is wrong with a place that the user named, where the system says so; None for all else."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):  # tempfile's
+        return f"{error.strerror}; free one of them, or set TMPDIR to a folder that can be written"
+    if error.filename is None or (error.errno not in _PLACES and not isinstance(error, RefusedFileError)):
+        return None
+    return f"{error.filename}: {error.strerror}; choose another place, or free this one"
 
 
 def _require_text(arguments: list[str]) -> None:

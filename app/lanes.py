@@ -60,54 +60,28 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
-
-
-class _Lane:
-    """The ops of one lane in columns: a long run has millions."""
-
-    def __init__(self) -> None:
-        self.start_s, self.end_s, self.bytes = array("d"), array("d"), array("d")
-
-    def add(self, start_s: float, end_s: float, size: int) -> None:
-        self.start_s.append(start_s)
-        self.end_s.append(end_s)
-        self.bytes.append(size)
-
-    def within(self, start_s: float, end_s: float) -> NDArray[np.float64]:
-        """Where in a window its ops were under way: rows of start and end."""
-        import numpy as np
-
-        starts, ends = np.frombuffer(self.start_s), np.frombuffer(self.end_s)
-        inside = (ends > start_s) & (starts < end_s)
-        return np.stack([starts[inside].clip(start_s), ends[inside].clip(max=end_s)], axis=1)
-
-    def moved(self, start_s: float, end_s: float) -> int:
-        """Payload of the ops that ended in a window."""
-        import numpy as np
-
-        ends = np.frombuffer(self.end_s)
-        return int(np.frombuffer(self.bytes)[(ends > start_s) & (ends <= end_s)].sum())
 
 
 class LaneTimes:
     """When the ops of a run ran, lane by lane; lanes of another version are left out."""
 
     def __init__(self) -> None:
-        self._lanes = {lane: _Lane() for lane in LANES}
+        self._lanes = {lane: array("d") for lane in LANES}
+        """Start, end and bytes of one op after another: a long run has millions."""
         self.ends: dict[int, float] = {}
         """Step -> where it ended; of steps done twice the last time counts."""
 
     def add(self, lane: str, op: str, step: int, start_s: float, end_s: float, size: int) -> None:
-        """Count an op."""
         if op == STEP_END:
             self.ends[step] = end_s
         if lane in self._lanes:
-            self._lanes[lane].add(start_s, end_s, size)
+            self._lanes[lane].extend((start_s, end_s, size))
 
     def shares(self, first: int, last: int) -> LaneShares:
         """Shares over steps `first` to `last`. Raises UserError when the spans do not hold these steps whole."""
+        import numpy as np
+
         ends = self.ends
         if first - 1 not in ends or last not in ends or first > last:
             have = f"steps {min(ends) + 1} to {max(ends)}" if len(ends) > 1 else "no step after the first"
@@ -116,7 +90,12 @@ class LaneTimes:
         window = end - start
         if window <= 0:
             raise UserError(f"--steps {first}:{last}: in the spans the last ends before the first; choose others")
-        found = {lane: ops.within(start, end) for lane, ops in self._lanes.items()}
+        found, moved = {}, {}
+        for lane, ops in self._lanes.items():
+            began, ended, size = np.frombuffer(ops).reshape(-1, 3).T
+            inside = (ended > start) & (began < end)
+            found[lane] = np.stack([began[inside].clip(start), ended[inside].clip(max=end)], axis=1)
+            moved[lane] = int(size[(ended > start) & (ended <= end)].sum())
         moving = [found[lane] for lane in (*DRIVE, "h2d", "d2h")]
         busy = {lane: _covered(found[lane]) for lane in LANES}
         working = _covered(*moving, found["compute"])
@@ -124,7 +103,7 @@ class LaneTimes:
             steps=last - first + 1,
             window_s=window,
             busy={lane: seconds / window for lane, seconds in busy.items()},
-            bytes={lane: ops.moved(start, end) for lane, ops in self._lanes.items()},
+            bytes=moved,
             drive_busy=_covered(*(found[lane] for lane in DRIVE)) / window,
             exposed_io=(working - busy["compute"]) / window,
             idle=1 - working / window,

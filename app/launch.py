@@ -22,12 +22,13 @@ from rich.console import Console
 from app import control
 from app.checkpoints import CheckpointRequests
 from app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
-from app.run_files import JsonLines, number, whole
+from app.run_files import JsonLines, json_text, number, whole
 from app.run_log import Level, RunLog
 from app.rundir import RunDir, read_info
 from engine.config import Recipe, drive_folders
 from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from engine.preparing import Checklist
+from storage.disk import atomic_write
 from storage.errors import UserError, used_up
 from storage.untrusted import shell
 
@@ -106,12 +107,12 @@ class StopSignals:
 class _RunObserver:
     """Passes the engine's events to the run's log and to the terminal, and what is wanted of the run to the engine."""
 
-    def __init__(self, run: RunDir, log: RunLog, display: Display, signals: StopSignals) -> None:
+    def __init__(self, run: RunDir, log: RunLog, display: Display) -> None:
+        self.signals = StopSignals(self._on_first_signal, self._on_abort)
         self._run = run
         self._requests = CheckpointRequests(run.path)
         self._log = log
         self._display = display
-        self._signals = signals
         self._began = time.perf_counter()
         self._stepped = False
         self._first_s: float | None = None
@@ -130,7 +131,7 @@ class _RunObserver:
         self._display.prepare(item)
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
-        self._signals.interrupts_main = False
+        self.signals.interrupts_main = False
         self._run.save_recipe()
         self._run.write_plan(plan, predicted)
         self.tell(plan_line(plan))
@@ -163,9 +164,16 @@ class _RunObserver:
             self._display.message(text)
 
     def tell(self, text: str, level: Level = "info") -> None:
-        """Show a message and keep it."""
         self._log.message(text, level)
         self._display.message(text)
+
+    def _on_first_signal(self) -> None:
+        self.tell("stopping once the step is committed; a second signal aborts at once")
+
+    def _on_abort(self) -> None:
+        self._log.set_state("stopped")
+        self._display.abandon()
+        print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
 
     def checkpoint_requests(self) -> list[str]:
         return self._requests.take()
@@ -180,7 +188,7 @@ class _RunObserver:
             self.tell(f"no checkpoint {name}: {error}", "warning")
 
     def wanted(self) -> Want:
-        return "stop" if self._signals.requested.is_set() else control.wanted(self._run.path)
+        return "stop" if self.signals.requested.is_set() else control.wanted(self._run.path)
 
     def on_pause(self, paused: bool) -> None:
         self._log.set_state("paused" if paused else "running")
@@ -278,21 +286,9 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(Console(), recipe.train.steps, step)
 
-    def tell(text: str, level: Level = "info") -> None:
-        log.message(text, level)
-        display.message(text)
-
-    def on_first() -> None:
-        tell("stopping once the step is committed; a second signal aborts at once")
-
-    def on_abort() -> None:
-        log.set_state("stopped")
-        display.abandon()
-        print("aborted; the last committed generation is intact", file=sys.stderr, flush=True)
-
-    tell(f"run directory {short_path(run.path)}")
-    with StopSignals(on_first, on_abort) as signals:
-        observer = _RunObserver(run, log, display, signals)
+    observer = _RunObserver(run, log, display)
+    observer.tell(f"run directory {short_path(run.path)}")
+    with observer.signals:
         try:
             result = _train(recipe, run.path, observer, resume, checkpoint)
             go_on = f"stopped after step {result.steps}; go on with: {shell('penstock', 'resume', run.path)}"
@@ -300,10 +296,10 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             log.drain()
             log.check()
             summary, last_losses, warnings = _summary(run.path, result)
-            run.write_summary(summary)
+            atomic_write(run.path / "summary.json", json_text(summary, indent=2))
             log.close("stopped" if result.stopped else "finished")
         except StopRequested:
-            tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
+            observer.tell(f"stopped before the first step; go on with: {shell('penstock', 'resume', run.path)}")
             log.close("stopped")
             return
         except BaseException as error:

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from app import control, memory_limit
+from app.launch import require_inputs
 from app.recipe import resolve_paths, to_run_json
 from app.run_files import open_append, open_read, remove_own
 from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
@@ -39,8 +40,6 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 class CommandResult(NamedTuple):
-    """What a command came to."""
-
     code: int
     output: str
     """Standard output and error, as they were mixed."""
@@ -48,16 +47,7 @@ class CommandResult(NamedTuple):
 
 def command(arguments: list[str], root: Path | None = None) -> CommandResult:
     """Run a command of the command line in folder `root` (default: this one) and wait for its end."""
-    process = subprocess.Popen(
-        [*CLI, *arguments],
-        cwd=root,
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    memory_limit.unbound(process.pid)
+    process = _begin(arguments, root, subprocess.PIPE)
     output, _ = process.communicate()
     return CommandResult(process.returncode, output.decode(errors="replace"))
 
@@ -68,7 +58,7 @@ def start(recipe: Recipe, root: Path) -> Path:
     Raises UserError when it cannot start, which leaves no run behind.
     """
     recipe = resolve_paths(recipe, root.resolve())
-    check(recipe)
+    require_inputs(recipe)
     path = _make_folder(root.resolve() / "runs", recipe.name)
     atomic_write(path / "recipe.json", to_run_json(recipe))
     try:
@@ -88,16 +78,9 @@ def resume(run_path: Path) -> None:
     Raises UserError when it cannot start, or is running.
     """
     run_path = run_path.resolve()
-    check(read_recipe(run_path))
+    require_inputs(read_recipe(run_path))
     if not control.go_on(run_path):
         _spawn(["resume", str(run_path)], run_path, run_path.parent)
-
-
-def check(recipe: Recipe) -> None:
-    """Raise UserError for what would end a run at once and is seen quickly: folders that are not there."""
-    from app.launch import require_inputs
-
-    require_inputs(recipe)
 
 
 def _make_folder(root: Path, name: str) -> Path:
@@ -118,20 +101,11 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
     try:
         with open(open_append(log), "ab") as output:
             begin = output.seek(0, os.SEEK_END)
-            process = subprocess.Popen(
-                [*CLI, *arguments],
-                cwd=folder,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = _begin(arguments, folder, output)
     except OSError as error:
         if isinstance(error, RefusedFileError):
             raise disk_error(error, log, "writing the run's output") from None
         raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
-    memory_limit.unbound(process.pid)
     _children.append(process)
     deadline = time.monotonic() + START_S
     while read_status(run_path).get("pid") != process.pid and time.monotonic() < deadline:
@@ -153,6 +127,17 @@ def _said(log: Path, begin: int) -> str:
         return f"error: {log}: cannot be read: {error.strerror}"
 
 
-def _environment() -> dict[str, str]:
+def _begin(arguments: list[str], folder: Path | None, output: BinaryIO | int) -> subprocess.Popen[bytes]:
+    """A process of the command line in a session of its own, which prints to `output`. OSError."""
     paths = [str(PYTHON_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [*CLI, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    memory_limit.unbound(process.pid)
+    return process

@@ -15,8 +15,6 @@ from storage.units import bytes_text
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """One machine to choose."""
-
     name: str
     """What a recipe's `machine` and `penstock plan --machine` take; empty for this machine."""
     title: str
@@ -29,15 +27,15 @@ class MachineInfo:
 def this_machine_info() -> MachineInfo:
     """This machine, with its stored profile where it was probed."""
     path = profile_path()
-    ram = bytes_text(machine_memory())
-    text = f"{os.cpu_count()} cores, {ram} RAM"
+    text = f"{os.cpu_count()} cores, {bytes_text(machine_memory())} RAM"
+    source = "rates assumed: `penstock probe` measures them in a minute"
     try:
-        stored = load_machine(path) if path.exists() else None
+        if path.exists():
+            stored = load_machine(path)
+            text, source = describe(stored), stored.source
     except UserError as error:
-        return MachineInfo("", "this machine", text, f"its profile cannot be used: {error}")
-    if stored is None:
-        return MachineInfo("", "this machine", text, "rates assumed: `penstock probe` measures them in a minute")
-    return MachineInfo("", "this machine", describe(stored), stored.source)
+        source = f"its profile cannot be used: {error}"
+    return MachineInfo("", "this machine", text, source)
 
 
 def machine_infos() -> list[MachineInfo]:

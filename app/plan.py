@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,24 +28,17 @@ def plan_recipe(
     simulated step as a Chrome trace, where the plan fits.
     """
     result: dict[str, Any] = {}
-    with _garbage_kept():
-        for result in plan_stages(recipe, machine, trace=trace):
-            if result["fits"] and not advice:
-                break
-    return result
-
-
-@contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """No looking for garbage, of which a plan makes little: among its ops, and while PyTorch is loaded, that takes a
-    third of the time."""
+    # A plan makes little garbage: looking for it among its ops, and while PyTorch is loaded, takes a third of the time.
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        for result in plan_stages(recipe, machine, trace=trace):
+            if result["fits"] and not advice:
+                break
     finally:
         if enabled:
             gc.enable()
+    return result
 
 
 def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | None = None) -> Iterator[dict[str, Any]]:

@@ -57,7 +57,6 @@ class PlanServer:
         self._answer = b""
 
     def serve(self) -> None:
-        """Until the requests end."""
         try:
             while True:
                 for key, _ in self._selector.select():
@@ -69,7 +68,6 @@ class PlanServer:
             self._end_child()
 
     def send(self, answer: Any) -> None:
-        """Write one answer."""
         _write(self._answers, answer)
 
     def _read_requests(self) -> bool:
@@ -168,12 +166,9 @@ def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any]
     except UserError as error:
         send({"error": str(error)})
     except BaseException as error:
-        send({"error": f"planning failed: {type(error).__name__}: {_first_line(error)}"})
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        send({"error": f"planning failed: {type(error).__name__}: {reason}"})
     return 0
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0]
 
 
 def plan_request(request: dict[str, Any], send: _Send) -> None:

@@ -7,12 +7,12 @@ import os
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -40,7 +40,6 @@ class StepLanes:
         self._first_s, self._last_s = math.inf, -math.inf
 
     def add(self, span: Span) -> None:
-        """Count a span."""
         self._lanes[span.lane].add(span)
         self._first_s, self._last_s = min(self._first_s, span.start_s), max(self._last_s, span.end_s)
 
@@ -72,17 +71,6 @@ class Eta:
         return statistics.fmean(self._recent) * remaining if self._recent else None
 
 
-class _Line(ProgressColumn):
-    """What `text` returns, asked for each time that the bar is drawn."""
-
-    def __init__(self, text: Callable[[], str]) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._text = text
-
-    def render(self, task: Task) -> Text:
-        return Text(self._text())
-
-
 class Display:
     """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere.
 
@@ -105,7 +93,7 @@ class Display:
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(bar_width=24),
-                _Line(self._text),
+                RenderableColumn(self, table_column=Column(no_wrap=True)),
                 console=console,
                 refresh_per_second=4,
             )
@@ -122,15 +110,15 @@ class Display:
         if item.state == "done" and item.seconds >= _LONG_S:
             self.message(item_line(item))
 
-    def _text(self) -> str:
-        """What stands beside the bar."""
+    def __rich__(self) -> Text:
+        """What stands beside the bar, asked for each time that it is drawn."""
         if (word := self._item) is None:
-            return self._line
+            return Text(self._line)
         item, told_at = word
         parts = [item.name, f"{item.seconds + time.perf_counter() - told_at:.0f} s"]
         parts += [] if item.fraction is None else [f"{item.fraction:.0%}"]
         parts += [] if item.detail is None else [item.detail]
-        return printable("  ".join(parts))
+        return Text(printable("  ".join(parts)))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """The lines of later steps show it."""

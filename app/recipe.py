@@ -29,7 +29,6 @@ _FILE_BYTES = 1 << 24
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain nested dicts."""
     return dataclasses.asdict(recipe)
 
 
@@ -262,17 +261,6 @@ def load_recipe(path: str | Path) -> Recipe:
             exec(compile(text, str(path), "exec"), module.__dict__)
             recipe = getattr(module, "recipe", None)
             tree = to_dict(recipe) if isinstance(recipe, Recipe) else None
-    except UserError as error:
-        raise UserError(f"recipe {path}{_line_in(path, error)}: {error}") from None
-    except SyntaxError as error:
-        line = f", line {error.lineno}" if error.lineno else ""
-        raise UserError(f"recipe {path}{line}: {one_line(error.msg)}") from None
-    except KeyboardInterrupt as error:
-        raise UserError(f"recipe {path}{_line_in(path, error)}: interrupted while the recipe was built") from None
-    except SystemExit as error:
-        raise UserError(
-            f"recipe {path}{_line_in(path, error)}: ends the process; let it only set a global named 'recipe'"
-        ) from None
     except BaseException as error:  # the file's own, whatever it derives from
         raise UserError(f"recipe {path}{_line_in(path, error)}: {_explain(error)}") from error
     if tree is None:
@@ -298,12 +286,22 @@ def _read_recipe(path: Path) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}" if error.lineno else ""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f", line {lines[-1]}" if lines else ""
 
 
 def _explain(error: BaseException) -> str:
     """The error in one line; a misspelt field of a section comes with the nearest valid name."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, SyntaxError):
+        return one_line(error.msg)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted while the recipe was built"
+    if isinstance(error, SystemExit):
+        return "ends the process; let it only set a global named 'recipe'"
     try:
         said = one_line(error)
     except Exception:

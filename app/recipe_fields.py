@@ -189,7 +189,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 def nearest_key(key: str) -> str:
     """The hint for an unknown dotted key: the nearest full key, or a key whose last part is near."""
-    keys = _keys()
+    keys = [field.key for field in fields()]
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not close:
         last = key.rsplit(".", 1)[-1]
@@ -200,9 +200,3 @@ def nearest_key(key: str) -> str:
     section = key.split(".", 1)[0]
     inside = [name for name in keys if name.startswith(section + ".")]
     return "valid names: " + ", ".join(inside or keys)
-
-
-def _keys() -> list[str]:
-    return ["name", "machine"] + [
-        f"{section}.{item.name}" for section, cls in sections().items() for item in dataclasses.fields(cls)
-    ]

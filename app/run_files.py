@@ -36,9 +36,9 @@ _OBJECT_BYTES = 1 << 20
 """Far more than the small files of a run hold."""
 
 
-def open_read(path: Path, *, below: Path | None = None) -> BinaryIO:
+def open_read(path: Path) -> BinaryIO:
     """Regular file `path` to read. OSError, without waiting, for anything else; see `open_regular`."""
-    return open(open_regular(path, below=below), "rb")
+    return open(open_regular(path), "rb")
 
 
 # ---------------------------------------------------------------------- figures

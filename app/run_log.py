@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import mmap
 import os
 import queue
 import socket
@@ -47,8 +48,6 @@ MAX_PENDING_SPANS = 500_000
 _ID_TAIL_BYTES = 4 << 20
 """Where the largest id of earlier spans is looked for: ops end at most some thousands of lines out of order."""
 
-_TORN_BYTES = 1 << 16
-_COPY_BYTES = 1 << 20
 _MOST_ID = 2**52
 """Ids beyond it are nobody's: a run counts from zero."""
 
@@ -131,7 +130,6 @@ class RunLog:
         self._queue.put(metrics)
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Hand over a validation's loss."""
         self._queue.put(metrics)
 
     def progress(self, progress: Progress) -> None:
@@ -146,10 +144,8 @@ class RunLog:
         now: dict[str, list[dict[str, Any]]] = {}
         for op in progress.under_way:
             start_s = None if op.start_s is None else round(op.start_s + self._offset_s, 7)
-            now.setdefault(op.lane, []).append(op._asdict() | {"start_s": start_s})
-        for ops in now.values():
-            for op_now in ops:
-                del op_now["lane"]
+            told = op._asdict() | {"start_s": start_s}
+            now.setdefault(told.pop("lane"), []).append(told)
         self._status |= {"clock_s": round(progress.clock_s + self._offset_s, 7), "now": now}
 
     def message(self, text: str, level: Level = "info") -> None:
@@ -315,18 +311,11 @@ def drop_steps(file: Path, first_step: int) -> str | None:
 
 
 def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
-    """The lines that stay, as they are, many at once."""
-    kept: list[bytes] = []
-    size = 0
+    """The lines that stay, as they are."""
     for line in whole_lines(file):
         step = whole((parse_line(line) or {}).get("step"))
         if line is not None and (step is None or step < first_step):
-            kept.append(line)
-            size += len(line)
-        if size >= _COPY_BYTES:
-            yield b"".join(kept)
-            kept, size = [], 0
-    yield b"".join(kept)
+            yield line
 
 
 def _is_torn(file: Path) -> bool:
@@ -360,12 +349,6 @@ def cut_torn_line(path: Path) -> None:
         return
     os.close(open_append(path))  # its own from here on
     with open(open_regular(path, flags=os.O_RDWR), "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:  # back to the last newline
-            start = max(0, end - _TORN_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            end = start + newline + 1 if newline >= 0 else start
-            if newline >= 0:
-                break
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
+            end = content.rfind(b"\n") + 1
         file.truncate(end)

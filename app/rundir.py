@@ -131,7 +131,6 @@ class RunLock:
                 time.sleep(0.02)
 
     def release(self) -> None:
-        """Give the directory free."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -150,10 +149,12 @@ def _is_anothers(fd: int, inode: int) -> bool:
     return os.fstat(fd).st_nlink > 1 and other is not None and other != inode
 
 
-def is_live(run_path: Path) -> bool:
-    """Whether a process holds the run's lock; False where this user may not look, see `is_hidden`."""
+def is_live(run_path: Path) -> bool | None:
+    """Whether a process holds the run's lock; None where this user may not look."""
     try:
         fd = open_regular(run_path / "run.lock")
+    except PermissionError:
+        return None
     except OSError:
         return False
     try:
@@ -162,15 +163,6 @@ def is_live(run_path: Path) -> bool:
         return not _is_anothers(fd, os.stat(run_path).st_ino)
     finally:
         os.close(fd)
-    return False
-
-
-def is_hidden(run_path: Path) -> bool:
-    """Whether this user may not look whether a process holds the run's lock."""
-    try:
-        os.close(open_regular(run_path / "run.lock"))
-    except OSError as error:
-        return isinstance(error, PermissionError)
     return False
 
 
@@ -200,6 +192,7 @@ class RunDir:
     def __init__(self, path: Path, recipe: Recipe, lock: RunLock) -> None:
         self.path = path
         self.recipe = recipe
+        """Of this process: one that is put in its place is the run's own after `save_recipe`."""
         self._lock = lock
 
     @classmethod
@@ -218,10 +211,9 @@ class RunDir:
                 f"run directory {path}: cannot be made ({error.strerror}); choose another --run-dir"
             ) from None
         require_writable(path)
-        if not set(content) <= LEFT_BY_LAUNCHER and "run.lock" not in content:
-            raise UserError(
-                f"run directory {path}: is not empty (it holds {_strange(content)}); choose another --run-dir"
-            )
+        strange = [name for name in content if name not in LEFT_BY_LAUNCHER]
+        if strange and "run.lock" not in content:
+            raise UserError(f"run directory {path}: is not empty (it holds {strange[0]}); choose another --run-dir")
         require_own(path)
         lock = RunLock(path)
         try:
@@ -250,10 +242,6 @@ class RunDir:
         require_own(path)
         return cls(path.resolve(), recipe, RunLock(path, read_only=read_only))
 
-    def change_recipe(self, recipe: Recipe) -> None:
-        """Take `recipe` for this process; `save_recipe` makes it the run's own."""
-        self.recipe = recipe
-
     def save_recipe(self) -> None:
         """Write recipe.json, atomically, if the recipe has changed or the file has no checksum."""
         if (self.path / "recipe.json").read_bytes() != (text := to_run_json(self.recipe)).encode():
@@ -268,19 +256,11 @@ class RunDir:
         if calibration is not None:
             atomic_write(self.path / "calibration.json", json_text(calibration, indent=1))
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, atomically."""
-        atomic_write(self.path / "summary.json", json_text(summary, indent=2))
-
     def __enter__(self) -> RunDir:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
-
-
-def _strange(content: list[str]) -> str:
-    return next(name for name in content if name not in LEFT_BY_LAUNCHER)
 
 
 def fresh_path(root: Path, name: str) -> Path:
@@ -388,7 +368,7 @@ def state_of(path: Path, status: dict[str, Any], now: float) -> str:
     # A heartbeat of the future is of before the clock was set back, and nobody has written one since.
     silent = abs(now - (number(status.get("heartbeat")) or 0.0)) > STALE_S
     here = status.get("host", socket.gethostname()) == socket.gethostname()
-    if here and not is_live(path) and not is_hidden(path):
+    if here and is_live(path) is False:
         return "crashed"
     return "stale" if silent else str(state)
 
@@ -406,19 +386,10 @@ def why_gone(path: Path, status: dict[str, Any]) -> str:
         return f"its process is gone, and its folder cannot be looked at: {error.strerror}"
     if room.f_bavail * room.f_frsize < _FULL_BYTES:
         return f"its process is gone, and the disk is full: why it ended could not be written. Free space, then {go_on}"
-    heartbeat, booted = number(status.get("heartbeat")), _booted()
-    if heartbeat is not None and booted is not None and heartbeat < booted - _BOOT_SLACK_S:
+    heartbeat, booted = number(status.get("heartbeat")), time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    if heartbeat is not None and heartbeat < booted - _BOOT_SLACK_S:
         return f"its process is gone since the machine was restarted; {go_on}"
     return f"its process is gone without a word: killed, or out of memory (the kernel's log tells); {go_on}"
-
-
-def _booted() -> float | None:
-    """Unix seconds at which this machine started; None where the kernel does not tell."""
-    try:
-        lines = Path("/proc/stat").read_text(errors="replace").splitlines()
-        return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def list_runs(root: Path = Path("runs")) -> list[RunInfo]:

@@ -86,10 +86,6 @@ def print_failure() -> str | None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     error = next((raw.error for raw in _kept if raw.fileno() == 1 and raw.error is not None), None)
-    if error is None or error.errno == errno.EPIPE or (error.errno == errno.EIO and _is_device(1)):
+    if error is None or error.errno == errno.EPIPE or (error.errno == errno.EIO and stat.S_ISCHR(os.fstat(1).st_mode)):
         return None
     return error.strerror
-
-
-def _is_device(fd: int) -> bool:
-    return stat.S_ISCHR(os.fstat(fd).st_mode)

@@ -32,8 +32,10 @@ class _Tracks:
         self._lanes = {lane: index for index, lane in enumerate(LANES)}
         self._ends: dict[str, list[float]] = {lane: [0.0] for lane in LANES}
         """Per lane, the latest end of every row. Spans come roughly in the order of their ends."""
+        self.count = 0
 
     def track(self, span: Span) -> int:
+        self.count += 1
         self._lanes.setdefault(span.lane, len(self._lanes))
         ends = self._ends.setdefault(span.lane, [])
         row = next((row for row, end in enumerate(ends) if end <= span.start_s), len(ends))
@@ -73,7 +75,6 @@ def _event(span: Span, track: int) -> dict[str, Any]:
 
 
 def warn(text: str) -> None:
-    """Tell on standard error."""
     print(f"warning: {text}", file=sys.stderr)
 
 
@@ -127,32 +128,21 @@ def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:
     """
     if out.is_dir():
         raise UserError(f"{out}: is a folder; name a file for the trace")
-    written = _Trace(spans, name)
+    tracks = _Tracks()
     try:
-        publish(prepare_file(out, written.pieces()), out)
+        publish(prepare_file(out, _pieces(spans, name, tracks)), out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); name another file") from None
-    return written.count
+    return tracks.count
 
 
-class _Trace:
-    """A trace's text, made while it is written."""
-
-    def __init__(self, spans: Iterable[Span], name: str) -> None:
-        self._spans = spans
-        self._name = name
-        self.count = 0
-
-    def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces of thousands of lines."""
-        tracks = _Tracks()
-        texts = ['{"displayTimeUnit": "ms", "traceEvents": [\n']
-        for span in self._spans:
-            texts.append(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
-            self.count += 1
-            if len(texts) == _PIECE_LINES:
-                yield "".join(texts).encode()
-                texts = []
-        names = tracks.names(self._name)
-        texts.append(",\n".join(json.dumps(event, separators=(",", ":")) for event in names) + "\n]}\n")
-        yield "".join(texts).encode()
+def _pieces(spans: Iterable[Span], name: str, tracks: _Tracks) -> Iterator[bytes]:
+    """The trace's text, thousands of lines at once."""
+    texts = ['{"displayTimeUnit": "ms", "traceEvents": [\n']
+    for span in spans:
+        texts.append(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
+        if len(texts) == _PIECE_LINES:
+            yield "".join(texts).encode()
+            texts = []
+    texts.append(",\n".join(json.dumps(event, separators=(",", ":")) for event in tracks.names(name)) + "\n]}\n")
+    yield "".join(texts).encode()

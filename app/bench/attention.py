@@ -10,14 +10,18 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import functional
 
 from app.bench.cases import Case, Shape
 from app.bench.process import scratch, show
+from app.bench.setup import choose
+from app.bench.suite_worker import open_case
+from engine.session import Session
+from engine.train import train_step
 from storage.errors import UserError
-
-if TYPE_CHECKING:
-    from engine.session import Session
 
 TOKENS = 65_536
 CHUNK_TOKENS = 4096
@@ -39,34 +43,6 @@ def bench_attention(
     """
     if tokens < 2 * chunk_tokens:
         raise UserError(f"--tokens {tokens}: give at least two chunks, {2 * chunk_tokens}")
-    found: list[dict[str, float]] = []
-    with scratch(folder) as path:
-        session = _session(tokens, chunk_tokens, compile, Path(path))
-        try:
-            _step_s(session)  # of short documents: compiles, and leaves a gradient to apply under the next
-            for _ in range(rounds):
-                alone = _attention_s(session, tokens)
-                step = _step_s(session)
-                found.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
-        finally:
-            session.close()
-    report: dict[str, Any] = {key: statistics.median(each[key] for each in found) for key in found[0]}
-    report |= {"tokens": tokens, "chunk_tokens": chunk_tokens, "model": SHAPE.name, "rounds": found}
-    show(report, _line(report), as_json=json)
-    return report
-
-
-def _line(report: dict[str, Any]) -> str:
-    return (
-        f"a step of {report['tokens']:,} tokens takes {report['step_s']:.2f} s, its attention alone in torch "
-        f"{report['attention_s']:.2f} s: {report['ratio']:.3f} x"
-    )
-
-
-def _session(tokens: int, chunk_tokens: int, compile: bool, folder: Path) -> Session:
-    from app.bench.setup import choose
-    from app.bench.suite_worker import open_case
-
     case = Case(
         name="attention",
         shapes=(SHAPE,),
@@ -75,20 +51,27 @@ def _session(tokens: int, chunk_tokens: int, compile: bool, folder: Path) -> Ses
         needs_cuda=False,
         compiled=compile,
     )
-    return open_case(choose(case, folder), folder, short_steps=1, document_tokens=2 * chunk_tokens)[1]
-
-
-def _step_s(session: Session) -> float:
-    from engine.train import train_step
-
-    return train_step(session).step_s
+    found: list[dict[str, float]] = []
+    with scratch(folder) as path:
+        setup = choose(case, Path(path))
+        with open_case(setup, Path(path), short_steps=1, document_tokens=2 * chunk_tokens)[1] as session:
+            train_step(session)  # of short documents: compiles, and leaves a gradient to apply under the next
+            for _ in range(rounds):
+                alone = _attention_s(session, tokens)
+                step = train_step(session).step_s
+                found.append({"step_s": step, "attention_s": alone, "ratio": step / alone})
+    report: dict[str, Any] = {key: statistics.median(each[key] for each in found) for key in found[0]}
+    report |= {"tokens": tokens, "chunk_tokens": chunk_tokens, "model": SHAPE.name, "rounds": found}
+    line = (
+        f"a step of {tokens:,} tokens takes {report['step_s']:.2f} s, its attention alone in torch "
+        f"{report['attention_s']:.2f} s: {report['ratio']:.3f} x"
+    )
+    show(report, line, as_json=json)
+    return report
 
 
 def _attention_s(session: Session, tokens: int) -> float:
     """Seconds of forward and backward of every layer's heads, each layer in one call over the whole sequence."""
-    import torch
-    from torch.nn import functional
-
     total_s = 0.0
     for shape in session.spec.attention:
         assert shape is not None

@@ -3,17 +3,6 @@
 Shapes are those of the models' public configs. What a case takes on a machine is estimated from its FLOPs, the rates
 measured there and its memory, compiling included (`Case.estimate_s`). A long sequence is measured on one layer: it is
 seconds of attention, beside which what happens between two layers is nothing.
-
-| suite | cases |
-|---|---|
-| short | 8B, 32 x 8,192 tokens, 4 layers |
-| long | 7B and 8B, one sequence of 524,288 tokens, 1 layer each |
-| long-1m | 8B, one sequence of 1,048,576 tokens, 1 layer, without and with budgets.gpu=24GiB |
-| short-24gb, long-24gb | the same with budgets.gpu=24GiB |
-| short-32b | 32B, 16 x 8,192 tokens, 2 layers |
-| tiers | the largest model that GPU, RAM and drive hold, 16,384 tokens, 2 layers |
-| full | 7B, one sequence of 524,288 tokens, all 28 layers |
-| cpu | tiny shapes through the same code |
 """
 
 from __future__ import annotations
@@ -80,7 +69,6 @@ class Shape:
         return self._matmul_flops(rows * row_tokens) + (4 + 10) * self._pairs(rows, row_tokens)
 
     def step_s(self, rates: Rates, rows: int, row_tokens: int) -> float:
-        """Seconds of that at `rates`."""
         attention = 4 / rates.attention_forward + 10 / rates.attention_backward
         return self._matmul_flops(rows * row_tokens) / rates.matmul + attention * self._pairs(rows, row_tokens)
 
@@ -153,7 +141,6 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.rows * self.row_tokens
 
     def estimate_s(self, rates: Rates | None, cores: int) -> float:
@@ -260,16 +247,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
 
 GROUPS: dict[str, tuple[str, ...]] = {
     # Cases in order of weight: what a time limit cuts off is the end.
-    "gpu": (
-        "long-7b",
-        "short",
-        "long-8b",
-        "short-24gb",
-        "long-24gb-7b",
-        "tiers",
-        "short-32b",
-        "long-24gb-8b",
-    ),
+    "gpu": ("long-7b", "short", "long-8b", "short-24gb", "long-24gb-7b", "tiers", "short-32b", "long-24gb-8b"),
 }
 
 

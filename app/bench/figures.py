@@ -18,13 +18,9 @@ from app.ops import STEP_END
 from engine.forecast.flops import StepFlops
 from storage.errors import UserError
 
-SpanRecord = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step."""
-
     step_s: float
     layers_s: float
     """The stretches in which the compute lane was at the layers."""
@@ -39,7 +35,7 @@ class StepTimes:
         return self.layers_s * ratio + self.edges_s
 
 
-def step_times(spans: Sequence[SpanRecord], step: int) -> StepTimes:
+def step_times(spans: Sequence[dict[str, Any]], step: int) -> StepTimes:
     """Times of `step`, of which the spans hold all, and the end of the step before."""
     ends = {span["step"]: span["end_s"] for span in spans if span["op"] == STEP_END}
     start, end = ends[step - 1], ends[step]
@@ -53,23 +49,18 @@ def step_times(spans: Sequence[SpanRecord], step: int) -> StepTimes:
     return StepTimes(end - start, layers_s)
 
 
-def median_times(spans: Sequence[SpanRecord], steps: Sequence[int]) -> tuple[StepTimes, list[float]]:
+def median_times(spans: Sequence[dict[str, Any]], steps: Sequence[int]) -> tuple[StepTimes, list[float]]:
     """The step of the median duration (the earlier one of two), and all durations."""
     times = [step_times(spans, step) for step in steps]
     middle = statistics.median_low(each.step_s for each in times)
     return next(each for each in times if each.step_s == middle), [each.step_s for each in times]
 
 
-def shares(spans: Sequence[SpanRecord], first: int, last: int) -> dict[str, Any]:
+def shares(spans: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, Any]:
     """Busy share of every lane, I/O that computing waited for, and the compute lane's idle share."""
     found = lane_shares(spans, first, last)
-    return {
-        "busy": found.busy,
-        "exposed_io": found.exposed_io,
-        "idle": found.idle,
-        "compute_idle": 1 - found.busy["compute"],
-        "bytes": found.bytes,
-    }
+    names = ("busy", "exposed_io", "idle", "bytes")
+    return {name: getattr(found, name) for name in names} | {"compute_idle": 1 - found.busy["compute"]}
 
 
 def scaled_flops(flops: StepFlops, ratio: float) -> StepFlops:

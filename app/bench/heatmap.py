@@ -7,20 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UserError
-
 LETTERS = {"compute": "C", "h2d": "H", "d2h": "D", "optimizer": "O", "nvme_read": "R", "nvme_write": "W"}
 """Lane -> how a cell names what bounds it."""
 _GREY = "#e4e4e4"
 _COLUMNS = 2
-
-
-def require_matplotlib() -> None:
-    """UserError where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("the heat map needs matplotlib: pip install 'penstock[dev]'") from None
 
 
 def short_rate(tokens_per_s: float) -> str:
@@ -40,7 +30,6 @@ def short_tokens(tokens: int) -> str:
 
 def draw(grid: Sequence[Mapping[str, Any]], machines: Sequence[str], file: Path) -> None:
     """Write the PNG. Rows of `grid` have label, context, machine, fits, tokens_per_s, bound_by."""
-    require_matplotlib()
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm

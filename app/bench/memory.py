@@ -22,17 +22,24 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from app.bench.cases import Shape
-from app.bench.process import call, require_folders, scratch, show
-from engine.plan.problem import KV_SLOTS
-from storage.errors import BudgetError, UserError
+from app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
+from app.bench.setup import Setup, random_recipe, shape_model
+from app.bench.suite_worker import open_case
+from engine.forecast.request import PlanRequest
+from engine.machine.budgets import Budgets
+from engine.plan.plan import Plan
+from engine.plan.problem import KV_SLOTS, PlanOptions
+from engine.runtime import views
+from engine.session import Session
+from engine.train import train_step
+from storage.errors import BudgetError
+from storage.readers import select_readers
 from storage.units import bytes_text
-
-if TYPE_CHECKING:
-    from engine.plan.plan import Plan
-    from engine.session import Session
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
 DEPTHS = {"whole": (1, 3), "streamed": (1, 2)}
@@ -41,6 +48,7 @@ CHUNK_TOKENS = 1024
 DOCUMENT_TOKENS = 2048
 SHAPE = Shape("narrow, with the keys and values of Qwen2.5-7B", "qwen3", 1, 128, 256, 4, 4, 128, 512)
 
+_MEASURED = ("arena_bytes", "resident_bytes")
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 """glibc's malloc returns freed memory at once: else temporaries of many sizes leave holes that look like use."""
 
@@ -66,7 +74,9 @@ def bench_memory(
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
         plot(report, save.with_suffix(".svg"))
-    show(report, _line(report), as_json=json)
+    off = ", ".join(f"{window} {share:.2%}" for window, share in report["deviation"]["arena_bytes"].items())
+    line = f"{report['bytes_per_token']:,} bytes a token; the arena is off by at most, K/V window {off}"
+    show(report, line, as_json=json)
     return report
 
 
@@ -94,12 +104,10 @@ def report_of(rows: Sequence[dict[str, Any]], document_tokens: int) -> dict[str,
         "document_tokens": document_tokens,
         "rows": rows,
         "deviation": {
-            key: {window: deviation(rows, window, key, per_token) for window in windows}
-            for key in ("arena_bytes", "resident_bytes")
+            key: {window: deviation(rows, window, key, per_token) for window in windows} for key in _MEASURED
         },
         "depth_difference": {
-            key: {window: depth_difference(rows, window, key) for window in windows}
-            for key in ("arena_bytes", "resident_bytes")
+            key: {window: depth_difference(rows, window, key) for window in windows} for key in _MEASURED
         },
     }
 
@@ -133,18 +141,10 @@ def _row(row: dict[str, Any]) -> str:
     )
 
 
-def _line(report: dict[str, Any]) -> str:
-    """How far the tier's arena is from the law, or from a constant where the window is streamed."""
-    found = ", ".join(f"{window} {share:.2%}" for window, share in report["deviation"]["arena_bytes"].items())
-    return f"{report['bytes_per_token']:,} bytes a token; the arena is off by at most, K/V window {found}"
-
-
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Draw the sizes over the lengths. Needs matplotlib (the dev extra)."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("the plot needs matplotlib: pip install 'penstock[dev]'") from None
+    require_matplotlib("the plot")
+    import matplotlib
+
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "penstock", "svg.fonttype": "none"}
     from matplotlib import pyplot
@@ -153,7 +153,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     rows, per_token = report["rows"], report["bytes_per_token"]
     for axis, key, title in zip(
         axes,
-        ("arena_bytes", "resident_bytes"),
+        _MEASURED,
         ('"gpu" tier, as its arena counts it', "the process, less RAM tier, batch and Python objects"),
         strict=True,
     ):
@@ -195,34 +195,19 @@ def _measured(tokens: int, depth: int, window: str, document_tokens: int) -> dic
 
 def measure_here(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
     """One row, in a process that does nothing else."""
-    from engine.runtime import views
-
     vars(views)["INPUTS_CACHE_BYTES"] = 0  # else up to 64 MiB of rotary tables would be found in the process, too
     with scratch() as folder:
         return measure(tokens, depth, window, document_tokens, Path(folder))
 
 
-def _resident(field: str) -> int:
-    """Bytes of this process's resident memory: VmRSS now, VmHWM the highest since the last `_forget_peak`."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def measure(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> dict[str, Any]:
     """One step in this process, after one of two chunks that loads and allocates what any step does."""
-    from engine.train import train_step
-
     row: dict[str, Any] = {"tokens": tokens, "depth": depth, "window": window}
     for name, length in (("warm-up", 2 * CHUNK_TOKENS), ("measured", tokens)):
         (folder / name).mkdir()
-        before, objects = _resident("VmRSS"), _objects_bytes()
+        before, objects = resident_bytes("VmRSS"), _objects_bytes()
         session = _session(length, depth, window, document_tokens, folder / name)
-        _forget_peak()
+        Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the peak
         try:
             step_s = train_step(session).step_s
             session.executor.drain()
@@ -231,7 +216,7 @@ def measure(tokens: int, depth: int, window: str, document_tokens: int, folder: 
                 "batch_bytes": _batch_bytes(session),
                 "objects_bytes": _objects_bytes() - objects,
             }
-            grown = _resident("VmHWM") - before
+            grown = resident_bytes("VmHWM") - before
             row |= others | {
                 "arena_bytes": session.gpu.arena.used_bytes,
                 "process_bytes": grown,
@@ -275,31 +260,16 @@ def _batch_bytes(session: Session) -> int:
 
 def _session(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> Session:
     """A session on the least GPU budget that the planner accepts, everything else in RAM."""
-    import torch
-
-    from app.bench.setup import Setup, shape_model
-    from app.bench.suite_worker import open_case
-    from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
-    from engine.forecast.request import PlanRequest
-    from engine.machine.budgets import Budgets
-    from engine.plan.problem import PlanOptions
-    from storage.readers import select_readers
-
-    train = TrainConfig(
+    shape, device = replace(SHAPE, layers=depth), torch.device("cpu")
+    recipe = random_recipe(
+        tokens,
+        1,
         steps=1,
         chunk_tokens=CHUNK_TOKENS,
         device="cpu",
         compile="off",
         activation_checkpointing="selective",
-        kv_window=window,  # type: ignore[arg-type]
-    )
-    shape = replace(SHAPE, layers=depth)
-    device = torch.device("cpu")
-    recipe = Recipe(
-        name="bench",
-        data=DataConfig(source="random", sequence_length=tokens, max_documents=1),
-        train=train,
-        storage=StorageConfig(checkpoint_every=10**9),
+        kv_window=window,
     )
     recipe, spec = shape_model(recipe, shape, depth)
 

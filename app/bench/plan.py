@@ -4,9 +4,6 @@ Every case (`app/bench/plan_cases.py`) is a short real training in a process of 
 block's ops, plans again and leaves that forecast in its directory (plan.json); at its end it writes what it took. Here
 the two are compared: peak bytes of each tier, and the step's time with the median of all steps but the first, which
 allocates and compiles.
-
-Without a GPU its tier is ordinary memory, of which only what was carved can be counted: the temporaries of one op
-("workspace") come from torch's heap, so that part of the plan is left out of the comparison there.
 """
 
 from __future__ import annotations
@@ -14,17 +11,22 @@ from __future__ import annotations
 import json as json_module
 import math
 import os
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
-from app.bench.process import CallFailed, call, require_folders, scratch, show
+from app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
+from app.launch import run_training
 from app.run_files import JsonLines
 from app.rundir import RunDir
 from engine.machine.limits import machine_memory
@@ -47,9 +49,6 @@ def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
 
 
 def train_case(case: dict[str, Any], run_dir: str) -> None:
-    """Train one case in this process."""
-    from app.launch import run_training
-
     with RunDir.create(PlanCase(**case).recipe(), Path(run_dir)) as run:
         run_training(run, resume=False)
 
@@ -65,10 +64,8 @@ def bench_plan(
 ) -> dict[str, Any]:
     """Run every case that begins within `time_limit_s`; print what kept its promise, or JSON; `save`: write the page.
 
-    `cases` default to those of this machine: with CUDA, of its sizes. Returns the report.
-
-    Run directories are below `folder` (the current one when none) and removed. A case that fails is a row with the
-    reason, and does not stop the others. Raises UserError for a folder that is not there.
+    `cases` default to those of this machine. Returns the report. Run directories are below `folder` (the current one
+    when none) and removed. A case that fails stops no other. Raises UserError for a folder that is not there.
     """
     require_folders(folder, None if save is None else save.parent)
     if cases is None:
@@ -103,9 +100,6 @@ def row_of(case: PlanCase, folder: Path | None, run: RunCase = run_case) -> dict
 
 
 def cases_here() -> Sequence[PlanCase]:
-    """CUDA_CASES where torch sees a device, else CASES."""
-    import torch
-
     return CUDA_CASES if torch.cuda.is_available() else CASES
 
 
@@ -121,7 +115,7 @@ def compare(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{run_dir}: {len(step_times_s)} steps; the first does not count, so there is none to compare")
     measured_s = statistics.median(step_times_s[1:])
     planned = {name: forecast["tiers"][name]["peak_bytes"] for name in TIERS}
-    if summary["gpu_memory"] is None:
+    if summary["gpu_memory"] is None:  # ordinary memory, where temporaries of an op come from torch's heap
         planned["gpu"] -= forecast["tiers"]["gpu"]["parts"].get("workspace", 0)
     tiers = {name: _pair(planned[name], summary["tiers"][name]["peak_bytes"], PEAK_TOLERANCE) for name in TIERS}
     return {
@@ -172,11 +166,6 @@ def report_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": len(os.sched_getaffinity(0)),
@@ -196,7 +185,6 @@ def _ratio(pair: Mapping[str, Any]) -> str:
 
 
 def progress(row: Mapping[str, Any]) -> str:
-    """A row in one line."""
     if "error" in row:
         return f"{row['case']}: failed: {row['error']}"
     peaks = ", ".join(f"{name} {_ratio(row['tiers'][name])}" for name in TIERS)
@@ -227,7 +215,7 @@ _PAGE = """# The plan against the run
 {date}, {cores} cores, {ram} RAM, {gpu}. torch {torch}, Python {python}.
 
 ```
-penstock bench plan --save {file}
+penstock bench plan --save docs/results/planning.md
 ```
 made this page. Every case trains {steps} steps of random tokens in a process of its own. Planned is the forecast after
 calibration (`plan.json` of the run directory); measured are the peaks of `summary.json` and the median of all steps but
@@ -240,8 +228,7 @@ _HEAP = """ GPU peaks are without the temporaries of one op, which come from tor
 heap here and cannot be counted."""
 
 
-def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") -> str:
-    """planning.md."""
+def markdown(report: Mapping[str, Any]) -> str:
     machine, rows = report["machine"], report["cases"]
     steps = max((len(row["step_times_s"]) for row in rows if "error" not in row), default=0)
     on_gpu = machine["gpu"] is not None
@@ -253,7 +240,6 @@ def markdown(report: Mapping[str, Any], file: str = "docs/results/planning.md") 
         ram=bytes_text(machine["ram_bytes"]),
         torch=machine["torch"],
         python=machine["python"],
-        file=file,
         steps=steps,
     )
     return head + "\n".join([*map(_markdown_row, rows), "", *(f"- {line}" for line in _verdict(report))]) + "\n"
@@ -270,4 +256,4 @@ def _markdown_row(row: Mapping[str, Any]) -> str:
         cells.append(f"{measured}: {_ratio(pair)}" if pair["planned"] else "-")
     step = row["step_s"]
     cells.append(f"{seconds_text(step['measured'])} of {seconds_text(step['planned'])}: {_ratio(step)}")
-    return f"| {' | '.join([*cells, row['bound_by']])} |"
+    return markdown_row([*cells, row["bound_by"]])

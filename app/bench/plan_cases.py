@@ -1,8 +1,6 @@
 """What `penstock bench plan` predicts and then runs: small recipes that differ in all that a plan decides.
 
-Sizes from 1M to 168M parameters, contexts of 512 to 8,192 tokens, one or several micro-batches, state and weights from
-all in GPU memory to all on NVMe, every way of saving activations, a streamed window, tied embeddings, experts, both
-dtypes. Steps take about a second on two cores, so that what is measured is work and not dispatch. Two cases compile.
+Steps take about a second on two cores, so that what is measured is work and not dispatch.
 
 CUDA_CASES are the same decisions at a GPU's sizes, most telling first: budgets below LEAST_LIMIT_BYTES are not enforced
 there, and logits, cuBLAS and the allocator take more than CASES give.
@@ -11,6 +9,7 @@ there, and logits, cuBLAS and the allocator take more than CASES give.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
@@ -29,6 +28,7 @@ _7M = _model(6, 256, 8, 32)
 _10M = _model(2, 512, 8, 64)
 _16M = _model(4, 512, 8, 64)
 _29M = _model(8, 512, 8, 64)
+_TIED = _29M | {"tie_embeddings": True}
 _75M = _model(10, 768, 12, 64)
 _168M = _model(12, 1024, 16, 64, vocab=8192)
 _MOE = _model(
@@ -89,247 +89,99 @@ class PlanCase:
         )
 
 
-CASES: tuple[PlanCase, ...] = (
-    PlanCase(
-        name="1m-gpu",
-        about="tied, hardly any RAM",
-        model=_1M,
-        context=1024,
-        sequences=16,
-        gpu="1GiB",
-        ram="32MiB",
-        train={"chunk_tokens": 1024},
+def _case(name: str, about: str, model: dict[str, Any], *sizes: Any, **train: Any) -> PlanCase:
+    context, sequences, chunk_tokens, gpu, ram = sizes
+    train = {"chunk_tokens": chunk_tokens, "activation_checkpointing": "selective"} | train
+    return PlanCase(
+        name=name, about=about, model=model, context=context, sequences=sequences, gpu=gpu, ram=ram, train=train
+    )
+
+
+_compiled = partial(_case, compile="auto")
+_AUTO, _FULL, _NONE = ({"activation_checkpointing": way} for way in ("auto", "full", "none"))
+_ROUNDED = {"gradient_dtype": "bfloat16"}
+_WHOLE, _STREAMED = ({"kv_window": way} for way in ("whole", "streamed"))
+
+# Name, about and model; context, sequences, chunk; GPU and RAM; further fields of train.
+CASES = (
+    _case("1m-gpu", "tied, hardly any RAM", _1M, 1024, 16, 1024, "1GiB", "32MiB", **_AUTO),
+    _case("7m-ram-fp32", "computes in float32", _7M, 2048, 2, 512, "80MiB", "512MiB", compute_dtype="float32"),
+    _case(
+        "7m-nvme", "little RAM, two sequences a micro-batch", _7M, 1024, 4, 512, "64MiB", "80MiB", micro_batch_size=2
     ),
-    PlanCase(
-        name="7m-ram-fp32",
-        about="computes in float32",
-        model=_7M,
-        context=2048,
-        sequences=2,
-        gpu="80MiB",
-        ram="512MiB",
-        train={"chunk_tokens": 512, "compute_dtype": "float32", "activation_checkpointing": "selective"},
+    _case("29m-ram", "chunk chosen by the plan", _29M, 1024, 2, None, "144MiB", "1GiB"),
+    _case("29m-input", "saves inputs only", _29M, 2048, 1, 1024, "144MiB", "1GiB", **_FULL),
+    _case("29m-everything", "saves everything", _29M, 512, 2, 256, "1GiB", "256MiB", **_NONE),
+    _case(
+        "29m-nvme-tied", "tied, little RAM, bfloat16 gradients", _TIED, 1024, 2, 1024, "144MiB", "112MiB", **_ROUNDED
     ),
-    PlanCase(
-        name="7m-nvme",
-        about="little RAM, two sequences a micro-batch",
-        model=_7M,
-        context=1024,
-        sequences=4,
-        gpu="64MiB",
-        ram="80MiB",
-        train={"chunk_tokens": 512, "micro_batch_size": 2, "activation_checkpointing": "selective"},
+    _case("10m-8k", "long context, whole window", _10M, 8192, 1, 1024, "192MiB", "1GiB", **_WHOLE),
+    _case(
+        "16m-4k-streamed",
+        "long context, streamed window, little RAM",
+        _16M,
+        4096,
+        1,
+        512,
+        "112MiB",
+        "104MiB",
+        **_STREAMED,
     ),
-    PlanCase(
-        name="29m-ram",
-        about="chunk chosen by the plan",
-        model=_29M,
-        context=1024,
-        sequences=2,
-        gpu="144MiB",
-        ram="1GiB",
-        train={"activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="29m-input",
-        about="saves inputs only",
-        model=_29M,
-        context=2048,
-        gpu="144MiB",
-        ram="1GiB",
-        train={"chunk_tokens": 1024, "activation_checkpointing": "full"},
-    ),
-    PlanCase(
-        name="29m-everything",
-        about="saves everything",
-        model=_29M,
-        context=512,
-        sequences=2,
-        gpu="1GiB",
-        ram="256MiB",
-        train={"chunk_tokens": 256, "activation_checkpointing": "none"},
-    ),
-    PlanCase(
-        name="29m-nvme-tied",
-        about="tied, little RAM, bfloat16 gradients",
-        model=_29M | {"tie_embeddings": True},
-        context=1024,
-        sequences=2,
-        gpu="144MiB",
-        ram="112MiB",
-        train={"chunk_tokens": 1024, "activation_checkpointing": "selective", "gradient_dtype": "bfloat16"},
-    ),
-    PlanCase(
-        name="10m-8k",
-        about="long context, whole window",
-        model=_10M,
-        context=8192,
-        gpu="192MiB",
-        ram="1GiB",
-        train={"chunk_tokens": 1024, "kv_window": "whole", "activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="16m-4k-streamed",
-        about="long context, streamed window, little RAM",
-        model=_16M,
-        context=4096,
-        gpu="112MiB",
-        ram="104MiB",
-        train={"chunk_tokens": 512, "kv_window": "streamed", "activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="22m-windowed",
-        about="sliding window of 1,024",
-        model=_WINDOWED,
-        context=4096,
-        gpu="192MiB",
-        ram="768MiB",
-        train={"chunk_tokens": 1024},
-    ),
-    PlanCase(
-        name="moe",
-        about="8 experts, 2 a token",
-        model=_MOE,
-        context=1024,
-        sequences=2,
-        gpu="144MiB",
-        ram="768MiB",
-        train={"chunk_tokens": 1024, "activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="75m-mixed",
-        about="RAM for part of the state",
-        model=_75M,
-        context=1024,
-        gpu="208MiB",
-        ram="768MiB",
-        train={"chunk_tokens": 1024, "activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="168m-ram-compiled",
-        about="compiled",
-        model=_168M,
-        context=512,
-        sequences=2,
-        gpu="400MiB",
-        ram="4GiB",
-        train={"chunk_tokens": 1024, "micro_batch_size": 2, "compile": "auto", "activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="168m-nvme-compiled",
-        about="compiled, little RAM, bfloat16 gradients",
-        model=_168M,
-        context=512,
-        sequences=2,
-        gpu="400MiB",
-        ram="700MiB",
-        train={
-            "chunk_tokens": 1024,
-            "micro_batch_size": 2,
-            "compile": "auto",
-            "gradient_dtype": "bfloat16",
-            "activation_checkpointing": "selective",
-        },
+    _case("22m-windowed", "sliding window of 1,024", _WINDOWED, 4096, 1, 1024, "192MiB", "768MiB", **_AUTO),
+    _case("moe", "8 experts, 2 a token", _MOE, 1024, 2, 1024, "144MiB", "768MiB"),
+    _case("75m-mixed", "RAM for part of the state", _75M, 1024, 1, 1024, "208MiB", "768MiB"),
+    _case("168m-ram-compiled", "compiled", _168M, 512, 2, 1024, "400MiB", "4GiB", micro_batch_size=2, compile="auto"),
+    _case(
+        "168m-nvme-compiled",
+        "compiled, little RAM, bfloat16 gradients",
+        _168M,
+        512,
+        2,
+        1024,
+        "400MiB",
+        "700MiB",
+        micro_batch_size=2,
+        **_ROUNDED,
+        compile="auto",
     ),
 )
 
-CUDA_CASES: tuple[PlanCase, ...] = (
-    PlanCase(
-        name="268m-tiers",
-        about="state in all three tiers",
-        model=_268M,
-        context=8192,
-        sequences=4,
-        gpu="5GiB",
-        ram="3GiB",
-        train={"chunk_tokens": 8192, "compile": "auto"},
+CUDA_CASES = (
+    _compiled("268m-tiers", "state in all three tiers", _268M, 8192, 4, 8192, "5GiB", "3GiB", **_AUTO),
+    _compiled("268m-ram", "state in RAM, chunk chosen by the plan", _268M, 8192, 4, None, "3GiB", "8GiB"),
+    _compiled(
+        "268m-64k-streamed", "long context, streamed window", _268M, 65536, 1, 8192, "4160MiB", "10GiB", **_STREAMED
     ),
-    PlanCase(
-        name="268m-ram",
-        about="state in RAM, chunk chosen by the plan",
-        model=_268M,
-        context=8192,
-        sequences=4,
-        gpu="3GiB",
-        ram="8GiB",
-        train={"compile": "auto", "activation_checkpointing": "selective"},
+    _compiled("268m-nvme", "little RAM, bfloat16 gradients", _268M, 8192, 4, 8192, "3200MiB", "2GiB", **_ROUNDED),
+    _compiled(
+        "268m-gpu",
+        "all on the GPU, saves everything",
+        _268M,
+        4096,
+        8,
+        8192,
+        "24GiB",
+        "2GiB",
+        micro_batch_size=2,
+        **_NONE,
     ),
-    PlanCase(
-        name="268m-64k-streamed",
-        about="long context, streamed window",
-        model=_268M,
-        context=65536,
-        gpu="4160MiB",
-        ram="10GiB",
-        train={
-            "chunk_tokens": 8192,
-            "kv_window": "streamed",
-            "compile": "auto",
-            "activation_checkpointing": "selective",
-        },
+    _compiled(
+        "268m-64k", "long context, whole window, inputs only", _268M, 65536, 1, 8192, "5GiB", "10GiB", **_WHOLE, **_FULL
     ),
-    PlanCase(
-        name="268m-nvme",
-        about="little RAM, bfloat16 gradients",
-        model=_268M,
-        context=8192,
-        sequences=4,
-        gpu="3200MiB",
-        ram="2GiB",
-        train={
-            "chunk_tokens": 8192,
-            "gradient_dtype": "bfloat16",
-            "compile": "auto",
-            "activation_checkpointing": "selective",
-        },
+    _compiled("moe", "8 experts, 2 a token", _197M_MOE, 4096, 4, 4096, "4GiB", "8GiB"),
+    _compiled(
+        "218m-windowed", "tied, sliding window of 4,096", _218M_WINDOWED, 16384, 2, 8192, "4GiB", "6GiB", **_AUTO
     ),
-    PlanCase(
-        name="268m-gpu",
-        about="all on the GPU, saves everything",
-        model=_268M,
-        context=4096,
-        sequences=8,
-        gpu="24GiB",
-        ram="2GiB",
-        train={"chunk_tokens": 8192, "micro_batch_size": 2, "compile": "auto", "activation_checkpointing": "none"},
-    ),
-    PlanCase(
-        name="268m-64k",
-        about="long context, whole window, inputs only",
-        model=_268M,
-        context=65536,
-        gpu="5GiB",
-        ram="10GiB",
-        train={"chunk_tokens": 8192, "kv_window": "whole", "compile": "auto", "activation_checkpointing": "full"},
-    ),
-    PlanCase(
-        name="moe",
-        about="8 experts, 2 a token",
-        model=_197M_MOE,
-        context=4096,
-        sequences=4,
-        gpu="4GiB",
-        ram="8GiB",
-        train={"chunk_tokens": 4096, "compile": "auto", "activation_checkpointing": "selective"},
-    ),
-    PlanCase(
-        name="218m-windowed",
-        about="tied, sliding window of 4,096",
-        model=_218M_WINDOWED,
-        context=16384,
-        sequences=2,
-        gpu="4GiB",
-        ram="6GiB",
-        train={"chunk_tokens": 8192, "compile": "auto"},
-    ),
-    PlanCase(
-        name="268m-fp32",
-        about="computes in float32, not compiled",
-        model=_268M,
-        context=4096,
-        sequences=2,
-        gpu="4GiB",
-        ram="8GiB",
-        train={"chunk_tokens": 4096, "compute_dtype": "float32", "activation_checkpointing": "selective"},
+    _compiled(
+        "268m-fp32",
+        "computes in float32, not compiled",
+        _268M,
+        4096,
+        2,
+        4096,
+        "4GiB",
+        "8GiB",
+        compute_dtype="float32",
+        compile="off",
     ),
 )

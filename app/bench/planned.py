@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.heatmap import draw, require_matplotlib
-from app.bench.process import require_folders
+from app.bench.heatmap import draw
+from app.bench.process import markdown_row, markdown_table, require_folders, require_matplotlib
 from app.bench.published import PUBLISHED, Published
 from app.recipe import load_recipe
 from engine.config import BudgetConfig, DataConfig, Recipe
@@ -59,20 +59,16 @@ class Job:
     published: Published | None = None
 
 
-def bench_planned(
-    out: Path, *, recipes: Path = RECIPES, forecast_fn: ForecastFn | None = None, processes: int | None = None
-) -> dict[str, Any]:
-    """Plan everything and write planned.md and planned.png into `out`; returns the report.
+def bench_planned(out: Path, *, forecast_fn: ForecastFn | None = None, processes: int | None = None) -> dict[str, Any]:
+    """Plan everything, on all cores or in so many `processes`; write planned.md and planned.png into `out`.
 
-    As many forecasts at once as there are cores, or as `processes` says.
-
-    Raises UserError for a missing folder and where matplotlib is not installed, before anything is planned.
+    Returns the report. Raises UserError for a missing folder and where matplotlib is not installed, before it begins.
     """
     from engine.machine.presets import PRESETS
 
     require_folders(out)
-    require_matplotlib()
-    todo = list(jobs(load_recipes(recipes), list(PRESETS)))
+    require_matplotlib("the heat map")
+    todo = list(jobs(load_recipes(RECIPES), list(PRESETS)))
     rows = []
     processes = processes or len(os.sched_getaffinity(0))
     for number, row in enumerate(_forecasts(todo, forecast_fn or _forecast, processes), start=1):
@@ -196,7 +192,6 @@ def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page shows."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "grid_step_tokens": GRID_STEP_TOKENS,
@@ -213,7 +208,7 @@ def _progress(row: Mapping[str, Any]) -> str:
 
 # ---------------------------------------------------------------------- planned.md
 
-_COLUMNS = "machine | step | tokens/s | bound by | MFU | GPU | RAM | NVMe | written per step"
+_COLUMNS = ("machine", "step", "tokens/s", "bound by", "MFU", "GPU", "RAM", "NVMe", "written per step")
 _INTRO = """# What the recipes would do elsewhere
 
 **Planned, not measured.** {date}. Every figure of this page follows from data sheets (`machine/presets.py`) and a
@@ -254,7 +249,6 @@ whole context, they would exceed the GPU's peak. ml_dataflow's are the rows that
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """planned.md."""
     lines = [_INTRO.format(date=report["date"]), *_own_machines(report["recipes"])]
     for label in dict.fromkeys(row["label"] for row in report["recipes"]):
         rows = [row for row in report["recipes"] if row["label"] == label]
@@ -262,9 +256,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         head = f"## {label}\n\nContext {first['context']:,}, {first['tokens_per_step']:,} tokens a step."
         lines += [head + (" Its own machine first." if first["own"] else ""), ""]
         if fitting := [row for row in rows if row["fits"]]:
-            lines += [f"| {_COLUMNS} |", "|---" * (_COLUMNS.count("|") + 1) + "|"]
-            lines += [_row(row) for row in fitting]
-            lines.append("")
+            lines += [*markdown_table(_COLUMNS, map(_cells, fitting)), ""]
         if refused := [row for row in rows if not row["fits"]]:
             lines += ["Does not fit: " + "; ".join(f"{row['machine']} ({row['reason']})" for row in refused) + ".", ""]
     lines.append(_GRID.format(step_tokens=report["grid_step_tokens"]).strip() + "\n")
@@ -276,31 +268,26 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def _own_machines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every recipe on the machine that it is written for."""
-    lines = ["## Each on its own machine", "", f"| recipe | context, tokens a step | {_COLUMNS} |"]
-    lines.append("|---" * (_COLUMNS.count("|") + 3) + "|")
-    for row in rows:
-        if row["own"]:
-            case = f"| {row['label']} | {row['context']:,}, {row['tokens_per_step']:,} "
-            lines.append(case + (_row(row) if row["fits"] else _refused_row(row)))
-    return [*lines, ""]
+    found = [
+        (row["label"], f"{row['context']:,}, {row['tokens_per_step']:,}", *_cells(row)) for row in rows if row["own"]
+    ]
+    table = markdown_table(("recipe", "context, tokens a step", *_COLUMNS), found)
+    return ["## Each on its own machine", "", *table, ""]
 
 
 def _rate(row: Mapping[str, Any]) -> str:
     return f"{row['tokens_per_s']:,.{0 if row['tokens_per_s'] >= 10 else 2}f}"
 
 
-def _row(row: Mapping[str, Any]) -> str:
-    peak = row["peak_bytes"]
+def _cells(row: Mapping[str, Any]) -> list[str]:
     name = f"**{row['machine']}**" if row["own"] else row["machine"]
+    if not row["fits"]:
+        return [name, f"does not fit: {row['reason']}", *[""] * (len(_COLUMNS) - 2)]
+    peak = row["peak_bytes"]
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
     cells = [name, seconds_text(row["step_s"]), _rate(row), row["bound_by"], mfu]
     cells += [bytes_text(peak[tier]) if tier in peak else "n/a" for tier in ("gpu", "ram", "nvme")]
-    return f"| {' | '.join([*cells, bytes_text(row['written_bytes_per_step'])])} |"
-
-
-def _refused_row(row: Mapping[str, Any]) -> str:
-    cells = [f"**{row['machine']}**", f"does not fit: {row['reason']}", *[""] * (_COLUMNS.count("|") - 1)]
-    return f"| {' | '.join(cells)} |"
+    return [*cells, bytes_text(row["written_bytes_per_step"])]
 
 
 def _published_row(row: Mapping[str, Any]) -> str:
@@ -308,4 +295,4 @@ def _published_row(row: Mapping[str, Any]) -> str:
     case = f"{row['label']}: {sequences} x {row['context']:,}"
     ours = [_rate(row), row["bound_by"]] if row["fits"] else [f"does not fit ({row['reason']})", "-"]
     cells = [case, row["machine"], *ours, row["published"], row["system"], row["hardware"], row["source"]]
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(cells)

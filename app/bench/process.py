@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from storage.errors import UserError
@@ -47,9 +48,8 @@ def call(
     `more`: variables of its environment; `what` names the work in messages. Raises UserError of one line with the words
     of the function's own UserError, and CallFailed for any other end.
     """
-    command = [sys.executable, "-m", "app.bench.process", work, json.dumps(arguments)]
     with tempfile.TemporaryFile("w+") as output:
-        code = run_limited(command, limit_s, stdout=output, stderr=output, more=more)
+        code = run_limited(command_of(work, *arguments), limit_s, stdout=output, stderr=output, more=more)
         output.seek(0)
         lines = output.read().strip().splitlines()
     said = what and f"{what}: "
@@ -57,17 +57,37 @@ def call(
     if code is None:
         raise CallFailed(f"{said}not done after {limit_s:.0f} s, so it was ended", text, ended=True)
     handed = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
-    if code != 0 or not handed:
-        raise CallFailed(f"{said}exit {code}: {lines[-1] if lines else 'it said nothing'}", text)
-    answer = json.loads(handed[-1])
+    answer = json.loads(handed[-1]) if handed else {}
     if "refusal" in answer:
         raise UserError(f"{said}{answer['refusal']}")
+    if code != 0 or not handed:
+        raise CallFailed(f"{said}exit {code}: {lines[-1] if lines else 'it said nothing'}", text)
     return answer["result"]
+
+
+def command_of(work: str, *arguments: Any) -> list[str]:
+    """The command that carries out a function, as module:name, in a process of its own."""
+    return [sys.executable, "-m", "app.bench.process", work, json.dumps(arguments)]
 
 
 def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
     """A folder below `folder` (the current one when none) that is removed with all that is in it."""
     return tempfile.TemporaryDirectory(prefix=".bench-", dir=folder or Path.cwd(), ignore_cleanup_errors=True)
+
+
+@contextlib.contextmanager
+def raised_by_signals(end: Callable[[int], BaseException], *numbers: int) -> Iterator[None]:
+    """These signals raise `end` of their number in the main thread: everything is cleaned up on the way out."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise end(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def require_folders(*folders: Path | None) -> None:
@@ -77,9 +97,40 @@ def require_folders(*folders: Path | None) -> None:
             raise UserError(f"{folder}: no such folder; make it first")
 
 
+def require_matplotlib(what: str) -> None:
+    """UserError where matplotlib is not installed, which `what` needs."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{what} needs matplotlib: pip install 'penstock[dev]'")
+
+
+def resident_bytes(field: str) -> int:
+    """This process's resident memory: VmRSS now, VmHWM the highest so far."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def nvidia_smi(*fields: str) -> str | None:
+    """What the driver says of the first GPU; None where it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
 def show(report: Any, line: str, *, as_json: bool) -> None:
     """Print a benchmark's result: its line for people, or all of it as one JSON object."""
     print(json.dumps(report, indent=2) if as_json else line)
+
+
+def markdown_row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [markdown_row(head), "|---" * len(head) + "|", *map(markdown_row, rows)]
 
 
 def environment() -> dict[str, str]:
@@ -134,7 +185,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """The child: carry out the work and hand over what it returns, or the words of its refusal."""
+    """The child: carry out the work and hand over what it returns, or the words of its refusal, with exit code 1."""
     module, _, name = sys.argv[1].partition(":")
     work = getattr(importlib.import_module(module), name)
     try:
@@ -142,6 +193,8 @@ def main() -> None:
     except UserError as error:
         answer = {"refusal": " ".join(str(error).split())}
     print(f"\n{_ANSWER}{json.dumps(answer)}", flush=True)
+    if "refusal" in answer:
+        sys.exit(answer["refusal"])
 
 
 if __name__ == "__main__":

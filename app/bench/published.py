@@ -2,11 +2,6 @@
 
 Neither keeps a float32 copy of the weights: MegaTrain updates bfloat16 weights in place, ml_dataflow holds weights,
 gradients and moments in bfloat16. Penstock keeps 14 bytes a parameter where ml_dataflow keeps 8.
-
-MegaTrain: arXiv 2604.05091, long-context table, read in three independent transcriptions; tokens/s is tokens over step
-time, since its TFLOP/s count causal attention as full. Its rows up to 128k tokens are left out: they exceed the GPU's
-peak if their attention is over the whole context. ml_dataflow: github.com/als244/ml_dataflow,
-bench/reproduce_results/recorded_data, recorded by its author.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ class Published:
 
     @property
     def system(self) -> str:
-        """Whose figure it is."""
         return "MegaTrain" if self.source == _MEGATRAIN else "ml_dataflow"
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from storage.disk import fsync_file
+from storage.disk import fsync_file, write_file
 from storage.drives import READ_THREADS, WRITE_THREADS
 from storage.errors import UserError
 
@@ -28,8 +28,6 @@ FIO_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One measured transfer."""
-
     num_bytes: int
     seconds: float
     cpu_s: float
@@ -57,39 +55,22 @@ class RawFiles:
     file_bytes: int
 
     def path(self, index: int) -> Path:
-        """File number `index`."""
         return self.folder / f"raw.{index}"
 
     def paths(self) -> list[Path]:
-        """All files."""
         return [self.path(index) for index in range(self.count)]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
         return self.count * self.file_bytes
 
     def create(self, data: torch.Tensor) -> None:
         """Write all files, `data` uint8 [file_bytes] in each: from then on their extents exist and are initialised."""
         self.folder.mkdir(parents=True)
+        content = data.numpy().tobytes()
         for path in self.paths():
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                _write(fd, data.numpy().data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-
-class RawTool(Protocol):
-    """Moves all of the files once, all drives at the same time."""
-
-    key: str
-    name: str
-
-    def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """Overwrite or read every file with direct I/O, without syncing."""
-        ...
+            write_file(path, content)
+            fsync_file(path)
 
 
 class OwnLoop:
@@ -106,7 +87,7 @@ class OwnLoop:
         self._slots = slots
 
     def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """See RawTool; through the page cache where the file system has no direct I/O."""
+        """Overwrite or read every file, all drives at once, unsynced; cached where there is no direct I/O."""
         flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC
 
         def lane(drive: RawFiles, thread: int, slot: torch.Tensor) -> None:
@@ -166,7 +147,7 @@ class Fio:
         return None
 
     def run(self, drives: Sequence[RawFiles], *, write: bool) -> Timed:
-        """See RawTool; the time is fio's own and leaves its start out."""
+        """Overwrite or read every file, all drives at once, unsynced; fio's own time, which leaves its start out."""
         kind = "write" if write else "read"
         command = [self._tool, "--output-format=json", f"--rw={kind}", "--direct=1", f"--ioengine={self._engine}"]
         command += [f"--iodepth={FIO_DEPTH}", "--thread", "--overwrite=1", "--file_service_type=sequential"]
@@ -191,6 +172,9 @@ class Fio:
             raise UserError(f"fio moved {moved:,} of {expected:,} bytes: {process.stderr.strip()[-500:]}")
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         return Timed(moved, max(seconds, 1e-3), cpu)
+
+
+RawTool = OwnLoop | Fio
 
 
 def sync_files(paths: Sequence[Path]) -> float:

@@ -6,11 +6,11 @@ with what is left over scaled to its depth, so that the same share of the layers
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,11 +27,10 @@ from engine.model.spec import ModelSpec
 from engine.plan.plan import Plan, gib
 from engine.plan.problem import FP32, PlanOptions
 from engine.runtime.state import scratch_arrays
+from storage.drives import FREE_MARGIN
 from storage.errors import BudgetError
 from storage.readers import Readers, select_readers
 
-_NVME_MARGIN = 1.05
-"""What the store asks of a drive, over two generations of the state."""
 _EVERYTHING = 64 * 2**40
 
 
@@ -76,71 +75,60 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
     on_gpu = case.needs_cuda
     if on_gpu and not torch.cuda.is_available():
         raise Skip("needs CUDA, and torch sees no device")
-    train = TrainConfig(
+    recipe = random_recipe(
+        case.row_tokens,
+        max(4, case.rows),
         steps=10**6,
         global_batch_size=case.rows,
         chunk_tokens=case.chunk_tokens,
-        lr=1e-5,
-        lr_schedule="constant",
         device="cuda" if on_gpu else "cpu",
         compile="auto" if on_gpu or case.compiled else "off",
     )
-    device = resolve_device(train)
-    recipe = Recipe(
-        name="bench",
-        data=DataConfig(source="random", sequence_length=case.row_tokens, max_documents=max(4, case.rows)),
-        train=train,
-        storage=StorageConfig(checkpoint_every=10**9),
-    )
-    gpu_bytes, ram_bytes = _limits(case, device)
+    device = resolve_device(recipe.train)
+    given = {
+        tier: None if size is None else parse_bytes(size, tier) for tier, size in (("gpu", case.gpu), ("ram", case.ram))
+    }
+    free = free_budgets(device, gpu_bytes=given["gpu"], ram_bytes=given["ram"])
     full_spec = shape_model(recipe, shape, shape.layers)[1]
     # A whole model that needs more RAM than there is only limits the cases that measure such a one.
-    whole = Budgets(gpu_bytes, ram_bytes if case.spill_state else _EVERYTHING, None, {})
+    whole = Budgets(free.gpu, free.ram if case.spill_state else _EVERYTHING, None, {})
     readers = select_readers("auto", device, [folder])
 
     def task(spec: ModelSpec, budgets: Budgets) -> PlanRequest:
-        return PlanRequest(
-            spec=spec,
-            recipe=recipe,
-            budgets=budgets,
-            device_type=device.type,
-            device_reads=readers.device is not None,
-            reader_bytes=readers.pinned_bytes(1),
-            graph_bytes=graph_bytes,
-        )
+        return plan_request(recipe, spec, budgets, device, readers, graph_bytes)
 
-    full_plan = _plan(task(full_spec, whole), device)
+    full_plan = _plan([task(full_spec, whole)], device)
     if case.spill_state:
-        _require_disk(full_plan, train, folder, whole_state=case.layers is not None)
+        _require_disk(full_plan, recipe.train, folder, whole_state=case.layers is not None)
     reasons = []
     for layers in case.layers or (shape.layers,):
         cut, spec = shape_model(recipe, shape, layers)
         share = layers / shape.layers
         gpu, ram = _scaled_peaks(full_plan, share, on_gpu)
         # Where all fits the GPU, a share of next to no RAM may be too little for a block's pass.
-        rams = (ram, ram_bytes) if case.spill_state and share < 1 else (ram_bytes,)
+        rams = (ram, free.ram) if case.spill_state and share < 1 else (free.ram,)
         try:
             known = (case.chunk_tokens, full_plan.choice)
-            plan = _first_plan([task(spec, Budgets(gpu, ram, None, {})) for ram in rams], device, known)
+            plan = _plan([task(spec, Budgets(gpu, ram, None, {})) for ram in rams], device, known)
         except Skip as reason:
             reasons.append(str(reason))
             continue
         plan = _within_whole_budget(plan, full_plan)
         if not case.spill_state and (lacking := _not_in_ram(plan)):
-            reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(ram_bytes)}")
+            reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(free.ram)}")
             continue
         return Setup(shape, spec, full_spec, full_plan, plan, cut, device, readers)
     raise Skip(reasons[-1])
 
 
-def _limits(case: Case, device: torch.device) -> tuple[int, int]:
-    """Bytes of the gpu and the ram tier: the case's, else what is free."""
-    gpu = None if case.gpu is None else parse_bytes(case.gpu, "gpu")
-    ram = None if case.ram is None else parse_bytes(case.ram, "ram")
-    if gpu is not None and ram is not None:
-        return gpu, ram
-    free = free_budgets(device, gpu_bytes=gpu, ram_bytes=ram)
-    return free.gpu, free.ram
+def random_recipe(context: int, documents: int, *, part_bytes: str = "32MiB", lr: float = 1e-5, **train: Any) -> Recipe:
+    """A recipe without a model that trains on so many documents of random tokens and commits nothing."""
+    return Recipe(
+        name="bench",
+        data=DataConfig(source="random", sequence_length=context, max_documents=documents),
+        train=TrainConfig(lr=lr, lr_schedule="constant", **train),
+        storage=StorageConfig(checkpoint_every=10**9, part_bytes=part_bytes),
+    )
 
 
 def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, ModelSpec]:
@@ -161,20 +149,34 @@ def shape_model(recipe: Recipe, shape: Shape, layers: int) -> tuple[Recipe, Mode
     return recipe, model_spec(model_config(recipe, None), recipe)
 
 
-def _plan(task: PlanRequest, device: torch.device, only: tuple[int, PlanOptions] | None = None) -> Plan:
-    """The best plan; with `only` that of these choices, if they fit. Raises Skip."""
-    try:
-        return task.search(this_machine(device), only=only).plan
-    except BudgetError as refusal:
-        raise Skip(str(refusal)) from None
+def plan_request(
+    recipe: Recipe,
+    spec: ModelSpec,
+    budgets: Budgets,
+    device: torch.device,
+    readers: Readers,
+    graph_bytes: Mapping[str, int] | None = None,
+) -> PlanRequest:
+    """What has to be planned on this machine, for one drive."""
+    return PlanRequest(
+        spec=spec,
+        recipe=recipe,
+        budgets=budgets,
+        device_type=device.type,
+        device_reads=readers.device is not None,
+        reader_bytes=readers.pinned_bytes(1),
+        graph_bytes=graph_bytes,
+    )
 
 
-def _first_plan(tasks: Sequence[PlanRequest], device: torch.device, only: tuple[int, PlanOptions]) -> Plan:
-    """The plan of the first of the tasks, which differ in their RAM, that has enough."""
-    for task in tasks[:-1]:
-        with contextlib.suppress(Skip):
-            return _plan(task, device, only)
-    return _plan(tasks[-1], device, only)
+def _plan(tasks: Sequence[PlanRequest], device: torch.device, only: tuple[int, PlanOptions] | None = None) -> Plan:
+    """The best plan of the first of the tasks that has enough; with `only` that of these choices. Raises Skip."""
+    for task in tasks:
+        try:
+            return task.search(this_machine(device), only=only).plan
+        except BudgetError as error:
+            refusal = error
+    raise Skip(str(refusal))
 
 
 def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
@@ -255,4 +257,4 @@ def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> i
     state = sum(buffer.numel for buffer in held) * len(plan.problem.state_kinds) * FP32
     sizes = {"bfloat16": 2, "float32": 4}
     scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
-    return int(2 * state * _NVME_MARGIN) + scratch + plan.spill_bytes
+    return int(2 * state * FREE_MARGIN) + scratch + plan.spill_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.plan.plan import Plan
-from engine.runtime.state import state_arrays
-from storage.arena import empty_aligned
+from engine.runtime.state import fill_store, state_arrays
 from storage.layout import FlatLayout
 from storage.nvme import NvmeStore
 from storage.readers import Readers
@@ -49,6 +47,15 @@ class DrawnState:
                 self._cut(out[first - start : last - start], first)
             elif "bias" not in param.name:
                 out[first - start : last - start] = 1
+
+    def weights(self, buffer: str) -> dict[str, Tensor]:
+        """The master weights of a buffer by parameter, float32."""
+        layout = self._layouts[buffer]
+        values = torch.empty(layout.numel)
+        for part in range(self._plan.buffers[buffer].num_parts):
+            start, end = self._plan.buffers[buffer].part(part)
+            self.fill(buffer, "master", part, values[start:end])
+        return layout.views(values)
 
     def _cut(self, out: Tensor, position: int) -> None:
         done = 0
@@ -87,25 +94,14 @@ def open_drawn(
     layouts: dict[str, FlatLayout],
     meta: dict[str, Any],
     readers: Readers,
-    drives: Sequence[Path] | None = None,
 ) -> DrawnStore:
     """A store in `root` whose first generation is a new model."""
     arrays = [array for array in state_arrays(plan) if plan.buffers[array.buffer].state == "nvme"]
-    store = NvmeStore.create(root, arrays, budget_bytes=None, drives=drives, readers=readers)
+    store = NvmeStore.create(root, arrays, budget_bytes=None, readers=readers)
     drawn = DrawnState(plan, layouts)
+    held = dict.fromkeys(array.buffer for array in arrays)
     try:
-        stages = [empty_aligned(plan.part_numel, torch.float32) for _ in range(8)]
-        writing: list[Future[None]] = []
-        for array in arrays:
-            for part, (start, end) in enumerate(array.parts()):
-                if len(writing) >= len(stages):
-                    writing[-len(stages)].result()
-                rows = stages[len(writing) % len(stages)][: end - start]
-                drawn.fill(array.buffer, array.kind, part, rows)
-                writing.append(store.write(array.buffer, array.kind, part, rows))
-        for future in writing:
-            future.result()
-        store.commit(meta)
+        fill_store(store, ((name, drawn.weights(name)) for name in held), layouts, meta)
     except BaseException:
         store.close()
         raise

@@ -6,16 +6,22 @@ change in the machine's load meets all of them.
 
 from __future__ import annotations
 
-import json as json_module
+import itertools
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
 
-from app.bench.process import call, scratch, show
+import torch
+
+from app.bench.plain import PlainBatch, plain_steps
+from app.bench.process import call, resident_bytes, scratch, show
 from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-from engine.events import Observer, Span, StepMetrics, Want
+from engine.events import Observer, StepMetrics, Want
+from engine.hf.config import model_config
+from engine.machine.compilers import layers_compile, optimizer_compiles
+from engine.machine.precision import with_compute_dtype
+from engine.train import train
 
 ROWS, ROW_TOKENS, VOCAB = 2, 512, 8192
 WARMUP_STEPS = 2  # allocation, compilation, first touch of memory
@@ -65,62 +71,38 @@ def _run_case(case: str, steps: int, folder: str) -> dict[str, Any]:
     return outcome
 
 
-def _device_type() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _dtype() -> Literal["bfloat16", "float32"]:
     """What both compute in: bfloat16, on a CPU without its instructions float32."""
-    from engine.config import TrainConfig
-    from engine.machine.precision import with_compute_dtype
-
-    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device_type()).compute_dtype
+    decided = with_compute_dtype(TrainConfig(steps=1, compute_dtype="auto"), _device().type).compute_dtype
     assert decided != "auto"
     return decided
 
 
 def _compiles() -> bool:
     """Whether this machine compiles layers and AdamW: by itself, a run of so few steps would do without."""
-    import torch
-
-    from engine.machine.compilers import layers_compile, optimizer_compiles
-
-    return layers_compile(torch.device(_device_type())).ok and optimizer_compiles().ok
+    return layers_compile(_device()).ok and optimizer_compiles().ok
 
 
 def _plain_times(steps: int) -> list[float]:
-    import torch
-
-    from app.bench.plain import PlainBatch, plain_steps
-    from engine.hf.config import model_config
-
     recipe = _recipe("ram", steps)
     torch.manual_seed(0)
     batches = ([PlainBatch(torch.randint(0, VOCAB, (ROWS, ROW_TOKENS)))] for _ in range(steps))
-    found = plain_steps(model_config(recipe, None), batches, recipe.train, torch.device(_device_type()))
+    found = plain_steps(model_config(recipe, None), batches, recipe.train, _device())
     return [seconds for _, _, seconds in found]
 
 
 class _StepClock(Observer):
-    """Keeps the wall-clock time between the ends of consecutive steps."""
+    """Keeps when steps ended, by perf_counter, and when it was made."""
 
     def __init__(self) -> None:
-        self.times_s: list[float] = []
-        self._last = time.perf_counter()
-
-    def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
-        print(json_module.dumps(plan), file=sys.stderr)
-        self._last = time.perf_counter()
+        self.ended_s = [time.perf_counter()]
 
     def on_step(self, metrics: StepMetrics) -> None:
-        now = time.perf_counter()
-        self.times_s.append(now - self._last)
-        self._last = now
-
-    def on_message(self, text: str, *, detail: bool = False) -> None:
-        print(text, file=sys.stderr)
+        self.ended_s.append(time.perf_counter())
 
     def checkpoint_requests(self) -> list[str]:
         return []
@@ -166,21 +148,13 @@ def _recipe(case: str, steps: int) -> Recipe:
 
 
 def _penstock_times(case: str, steps: int, scratch: Path) -> list[float]:
-    from engine.train import train
-
     clock = _StepClock()  # type: ignore[abstract]  # what it does not define does nothing
     train(_recipe(case, steps), run_dir=scratch, observer=clock, resume=False)
-    return clock.times_s
-
-
-def _peak_rss_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    return [end - start for start, end in itertools.pairwise(clock.ended_s)]
 
 
 def measure(case: str, steps: int, folder: str) -> dict[str, Any]:
     """One case in this process: its step times after the warm-up's, and its peak memory."""
     steps += WARMUP_STEPS
     times = _plain_times(steps) if case == "plain" else _penstock_times(case, steps, Path(folder))
-    return {"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": _peak_rss_bytes()}
+    return {"dtype": _dtype(), "step_times_s": times, "peak_rss_bytes": resident_bytes("VmHWM")}

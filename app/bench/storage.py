@@ -17,18 +17,17 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.bench.process import scratch, show
+from app.bench.process import raised_by_signals, scratch, show
 from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
 from storage.arena import HostArena
 from storage.chunk import ChunkFormat
@@ -42,9 +41,6 @@ from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, se
 from storage.units import bytes_text
 from storage.untrusted import real_path
 
-SIZE_BYTES = 2 << 30
-CHUNK_BYTES = 32 << 20
-ROUNDS = 3
 _SLOTS = 2 * LOOP_THREADS
 """Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""
 _MIN_PARTS = 4
@@ -56,8 +52,6 @@ _SPEC = ("bench", "master", "float32")
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is measured on one set of drives."""
-
     name: str
     folders: tuple[Path, ...]
     num_parts: int
@@ -86,9 +80,9 @@ def bench_storage(
     paths: Sequence[Path],
     *,
     json: bool = False,
-    size_bytes: int = SIZE_BYTES,
-    part_bytes: int = CHUNK_BYTES,
-    rounds: int = ROUNDS,
+    size_bytes: int = 2 << 30,
+    part_bytes: int = 32 << 20,
+    rounds: int = 3,
 ) -> dict[str, Any]:
     """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
 
@@ -109,7 +103,8 @@ def bench_storage(
     if len({os.stat(folder).st_dev for folder in folders}) < len(folders):
         warnings.append("several of the folders lie on one drive, whose speed they share")
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(_unwinding_signals())
+        # As Ctrl-C does by itself.
+        cleanup.enter_context(raised_by_signals(lambda number: SystemExit(128 + number), signal.SIGTERM, signal.SIGHUP))
         places = {folder: Path(cleanup.enter_context(scratch(folder))) for folder in folders}
         plans = [_Plan(str(folder), (folder,), parts_per_drive, part_bytes) for folder in folders]
         if len(folders) > 1:
@@ -127,7 +122,10 @@ def bench_storage(
         "raw_tools": {tool.key: tool.name for tool in (fio, OwnLoop) if tool},
         "skipped_readers": skipped,
         "load_average": [load_before, os.getloadavg()[0]],
-        "drives": {str(folder): _drive_facts(folder) for folder in folders},
+        "drives": {
+            str(folder): {"device": device.name, "filesystem": device.filesystem, "model": device.model}
+            for folder, device in zip(folders, map(device_of, folders), strict=True)
+        },
         "warnings": warnings,
         "cases": cases,
     }
@@ -179,24 +177,6 @@ def _parts_that_fit(folders: Sequence[Path], size_bytes: int, part_bytes: int) -
         return wanted, None
     total = bytes_text(fitting * len(folders) * part_bytes)
     return fitting, f"{where}: room is short, so {total} are moved per measurement"
-
-
-@contextlib.contextmanager
-def _unwinding_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process as Ctrl-C does, with everything cleaned up on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _readers(folders: Sequence[Path]) -> tuple[dict[str, Reader], dict[str, str]]:
@@ -253,8 +233,10 @@ def _run_case(
                     order = [name for name in jobs if name.endswith(phase)]
                     for name in order if number % 2 == 0 else reversed(order):
                         runs[name].append(jobs[name]())
-                        if phase == "_write" and name != "store_write":
-                            runs.setdefault(f"{name}_synced", []).append(_synced(runs[name][-1], raw))
+                        if phase == "_write" and name != "store_write":  # the same and the time to make it durable
+                            written = runs[name][-1]
+                            seconds = written.seconds + sync_files([path for files in raw for path in files.paths()])
+                            runs.setdefault(f"{name}_synced", []).append(replace(written, seconds=seconds))
         finally:
             store.close()
     finally:
@@ -309,12 +291,6 @@ def _jobs(
     return jobs
 
 
-def _synced(written: Timed, raw: Sequence[RawFiles]) -> Timed:
-    """The same write with the time that making it durable takes."""
-    sync_s = sync_files([path for files in raw for path in files.paths()])
-    return Timed(written.num_bytes, written.seconds + sync_s, written.cpu_s)
-
-
 def _write_store(store: NvmeStore, plan: _Plan, slots: Sequence[torch.Tensor]) -> None:
     _stream(plan, slots, store.write)
     store.commit({})
@@ -353,11 +329,6 @@ def _summary(timings: Sequence[Timed]) -> dict[str, Any]:
         "gbps_rounds": speeds,
         "cpu_s_per_gb": statistics.median(timing.cpu_s / timing.num_bytes * 1e9 for timing in timings),
     }
-
-
-def _drive_facts(folder: Path) -> dict[str, Any]:
-    device = device_of(folder)
-    return {"device": device.name, "filesystem": device.filesystem, "model": device.model}
 
 
 def _against_sum(cases: Sequence[dict[str, Any]]) -> dict[str, float]:

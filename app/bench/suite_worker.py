@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +22,11 @@ from app.bench.kernels import attention_rates, matmul_rates
 from app.bench.setup import Setup, Skip, choose, nvme_bytes
 from app.bench.state import open_drawn
 from app.ops import STEP_END
-from app.trace import write_trace
+from app.trace import write_spans
 from engine.attention import chunk as attention
 from engine.data.loader import DataLoader, MicroBatch
 from engine.data.prepare import make_loader, prepare_data
+from engine.events import Span
 from engine.forecast.flops import StepFlops, executed_flops, model_flops
 from engine.forecast.problem import LOGITS_BYTES
 from engine.machine.affinity import place_threads
@@ -148,8 +149,6 @@ def open_case(
 
 @dataclass(slots=True)
 class Ran:
-    """What the steps left behind."""
-
     spans: list[dict[str, Any]]
     tokens: int
     """Trained tokens of one timed step."""
@@ -212,16 +211,12 @@ def _profiled(step: Callable[[], Any], file: Path) -> float | None:
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:
     plan = session.plan
-    ram_bytes = session.ram.arena.used_bytes + plan.problem.reader_bytes
-    peaks = {"gpu": session.gpu.arena.used_bytes, "ram": ram_bytes}
     found = {
-        name: {
-            "budget_bytes": plan.tiers[name].budget_bytes,
-            "planned_bytes": plan.tiers[name].peak_bytes,
-            "peak_bytes": peak,
-        }
-        for name, peak in peaks.items()
+        name: {"budget_bytes": plan.tiers[name].budget_bytes, "planned_bytes": plan.tiers[name].peak_bytes}
+        for name in ("gpu", "ram")
     }
+    found["gpu"]["peak_bytes"] = session.gpu.arena.used_bytes
+    found["ram"]["peak_bytes"] = session.ram.arena.used_bytes + plan.problem.reader_bytes
     found["nvme"] = {"peak_bytes": session.store.disk_bytes()}
     if (used := memory_use(session.device)) is not None:
         found["gpu"] |= used | {"peak_bytes": used["reserved_bytes"]}
@@ -242,7 +237,7 @@ def measure(case: Case, folder: Path, trace: Path | None) -> dict[str, Any]:
     finally:
         session.close()
     if trace is not None:
-        _write_step_trace(ran.spans, case.warm_up + case.timed, folder / case.name, trace)
+        _write_step_trace(ran.spans, case.warm_up + case.timed, case.name, trace)
     del session
     gc.enable()
     gc.unfreeze()
@@ -275,7 +270,8 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
     executed = executed_flops(setup.spec, setup.plan, ran.lengths)
     step_s = times.scaled(depth)
     needed = model_flops(setup.full_spec, ran.lengths)
-    whole, once = scaled_flops(executed, depth), scaled_flops(_once(setup, ran), depth)
+    once = _once(setup, ran)
+    whole, whole_once = scaled_flops(executed, depth), scaled_flops(once, depth)
     peak = peak_flops(torch.cuda.get_device_name(setup.device)) if setup.device.type == "cuda" else None
     layers, all_layers = len(setup.spec.attention), len(setup.full_spec.attention)
     plan = setup.plan
@@ -293,7 +289,7 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
         "hfu": hfu(whole.total, step_s, peak),
         "ratio": step_s / limit_s(whole, kernels),
         "limit_s": limit_s(whole, kernels),
-        "ratio_once": step_s / limit_s(once, kernels),
+        "ratio_once": step_s / limit_s(whole_once, kernels),
         "measured": {
             "layers": layers,
             "step_s": times.step_s,
@@ -304,19 +300,19 @@ def figures(case: Case, setup: Setup, ran: Ran, kernels: dict[str, Any]) -> dict
             "ratio": times.step_s / limit_s(executed, kernels),
             "losses": ran.losses,
         },
-        "flops": {
-            "model": needed,
-            "executed": whole.total,
-            "layer_matmul": whole.layer_matmul,
-            "head_matmul": whole.head_matmul,
-            "attention_forward": whole.attention_forward,
-            "attention_backward": whole.attention_backward,
+        "flops": {"model": needed, "executed": whole.total} | asdict(whole),
+        "attention_executed_over_once": {
+            "forward": ran.attention["forward"] / once.attention_forward,
+            "backward": ran.attention["backward"] / once.attention_backward,
         },
-        "attention_executed_over_once": _over_once(setup, ran),
         **shares(ran.spans, first, last),
         "kernel_idle": ran.kernel_idle,
         "tiers": ran.tiers,
-        "whole_model": _whole(setup),
+        "whole_model": {
+            "gpu_bytes": setup.full_plan.tiers["gpu"].peak_bytes,
+            "ram_bytes": setup.full_plan.tiers["ram"].peak_bytes,
+            "nvme_bytes": nvme_bytes(setup.full_plan, setup.recipe.train),
+        },
         "plan": {
             "resident": sorted(name for name, buffer in plan.buffers.items() if buffer.state == "gpu"),
             "recomputed_layers": len(plan.recomputed),
@@ -339,32 +335,10 @@ def _once(setup: Setup, ran: Ran) -> StepFlops:
     return executed_flops(setup.spec, once, ran.lengths)
 
 
-def _over_once(setup: Setup, ran: Ran) -> dict[str, float]:
-    """Attention that kernels computed over one forward and one backward of all visible pairs."""
-    once = _once(setup, ran)
-    return {
-        "forward": ran.attention["forward"] / once.attention_forward,
-        "backward": ran.attention["backward"] / once.attention_backward,
-    }
-
-
-def _whole(setup: Setup) -> dict[str, int]:
-    """What training the whole model takes of each tier."""
-    plan = setup.full_plan
-    return {
-        "gpu_bytes": plan.tiers["gpu"].peak_bytes,
-        "ram_bytes": plan.tiers["ram"].peak_bytes,
-        "nvme_bytes": nvme_bytes(plan, setup.recipe.train),
-    }
-
-
-def _write_step_trace(spans: Sequence[dict[str, Any]], step: int, folder: Path, out: Path) -> None:
+def _write_step_trace(spans: Sequence[dict[str, Any]], step: int, name: str, out: Path) -> None:
     """A Perfetto trace of what was under way in one step's window."""
     ends = {span["step"]: span["end_s"] for span in spans if span["op"] == STEP_END}
-    inside = [s for s in spans if s["end_s"] > ends[step - 1] and s["start_s"] < ends[step]]
-    folder.mkdir()
-    (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in inside))
-    write_trace(folder, out)
+    write_spans((Span(**s) for s in spans if s["end_s"] > ends[step - 1] and s["start_s"] < ends[step]), name, out)
 
 
 def run(case: dict[str, Any], folder: str, trace: str | None) -> dict[str, Any]:

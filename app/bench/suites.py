@@ -1,12 +1,12 @@
 """`penstock bench step --suite`: steps of real shapes on this machine, each against what its kernels reach alone.
 
-Every case (app/bench_cases.py) runs in a process of its own with a time limit. What the machine is too small for is
+Every case (app/bench/cases.py) runs in a process of its own with a time limit. What the machine is too small for is
 skipped with the reason, what fails is reported; neither stops the others.
 """
 
 from __future__ import annotations
 
-import subprocess
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
-from app.bench.process import CallFailed, call, require_folders, scratch, show
+from app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
 from engine.machine.peaks import peak_flops
 from storage.errors import UserError
 
@@ -40,7 +40,7 @@ def bench_suites(
     machine = probe()
     report: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine, "cases": []}
     for suite, case in cases:
-        left_s = None if time_limit_s is None else time_limit_s - (time.monotonic() - started)
+        left_s = math.inf if time_limit_s is None else time_limit_s - (time.monotonic() - started)
         outcome = _outcome(case, machine, folder, trace_dir, left_s)
         report["cases"].append({"suite": suite, "case": case.name} | outcome)
         print(_progress(report["cases"][-1]), file=sys.stderr, flush=True)
@@ -67,36 +67,26 @@ def probe() -> dict[str, Any]:
     """What the figures depend on: GPU, its peak and driver, what products reach on it, versions, cores, RAM."""
     machine: dict[str, Any] = call("app.bench.suite_worker:machine", what="torch and transformers")
     machine["peak_flops"] = peak_flops(machine["gpu"] or "")
-    machine["driver"] = _driver() if machine["gpu"] else None
+    machine["driver"] = nvidia_smi("driver_version") if machine["gpu"] else None
     return machine
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-
-
 def _outcome(
-    case: Case, machine: dict[str, Any], folder: Path | None, trace_dir: Path | None, left_s: float | None
+    case: Case, machine: dict[str, Any], folder: Path | None, trace_dir: Path | None, left_s: float
 ) -> dict[str, Any]:
     if case.needs_cuda and machine["gpu"] is None:
         return {"status": "skipped", "reason": "needs CUDA, and torch sees no device"}
     matmul = machine["matmul_flops"]
     wanted_s = case.estimate_s(Rates.of_matmul(matmul) if matmul else None, machine["cores"])
-    if left_s is not None and left_s < wanted_s:
+    if left_s < wanted_s:
         reason = f"takes about {wanted_s:.0f} s, and {max(0, left_s):.0f} s of the time limit are left"
         return {"status": "skipped", "reason": f"{reason}; name its suite by itself"}
-    limit_s = max(case.limit_s, 2 * wanted_s) if case.needs_cuda else case.limit_s
-    cut_short = left_s is not None and left_s < limit_s
-    if left_s is not None:
-        limit_s = min(limit_s, left_s)
+    case_limit_s = max(case.limit_s, 2 * wanted_s) if case.needs_cuda else case.limit_s
+    limit_s = min(case_limit_s, left_s)
     trace = trace_dir.resolve() / f"{case.name}.trace.json" if trace_dir is not None else None
     with scratch(folder) as path:
         outcome = run_case(case, Path(path), trace, limit_s)
-    if cut_short and outcome["status"] == "ended":
+    if limit_s < case_limit_s and outcome["status"] == "ended":
         reason = f"ended by the time limit after {limit_s:.0f} s; name its suite by itself"
         return outcome | {"status": "skipped", "reason": reason}
     return outcome | {"status": "failed"} if outcome["status"] == "ended" else outcome

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 LIMIT_S = 560.0
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default the current one")
     chosen = parser.parse_args(arguments)
     started = time.monotonic()
+    say = partial(print, flush=True)
     cuda = subprocess.run([sys.executable, "-c", _CUDA], capture_output=True, text=True)
     if cuda.returncode != 0:
         print(f"gpu-check: skipped: torch of {sys.executable} is missing or sees no CUDA device")
@@ -56,24 +58,20 @@ def main(arguments: list[str] | None = None) -> int:
         }
         shown = {stage.name: (stage.title, SHOWN[stage.name]) for stage in stages}
         results = Results(chosen.results.resolve(), head, shown, resume=chosen.resume)
-        check = Check([stage for stage in stages if stage.name in wanted], results, chosen.limit_s, _say, started)
+        check = Check([stage for stage in stages if stage.name in wanted], results, chosen.limit_s, say, started)
         with ended_by_signals():
             check.run()
     except UserError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return BAD_INPUT
     except Ended as end:
-        _say(f"gpu-check: ended by {end}; {results.folder} holds what was found")
+        say(f"gpu-check: ended by {end}; {results.folder} holds what was found")
         return FAILED
-    _say(results.markdown())
+    say(results.markdown())
     failed = results.failed()
     took_s = chosen.limit_s - check.left_s
-    _say(f"gpu-check: {took_s:.0f} s; failed: {', '.join(failed) or 'nothing'}; all of it in {results.folder}")
+    say(f"gpu-check: {took_s:.0f} s; failed: {', '.join(failed) or 'nothing'}; all of it in {results.folder}")
     return FAILED if failed else 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

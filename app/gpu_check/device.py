@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from app.bench.process import nvidia_smi
 from app.gpu_check.found import tell
 
 PACKAGES = (
@@ -37,6 +39,7 @@ PACKAGES = (
 )
 _SAMPLE_S = 0.6
 _NODES = Path("/sys/devices/system/node")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def machine() -> dict[str, Any]:
@@ -46,16 +49,11 @@ def machine() -> dict[str, Any]:
     from engine.machine.limits import free_memory, machine_memory
 
     properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
-    try:
-        smi = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip().splitlines()[:1]
-    except (OSError, subprocess.TimeoutExpired):
-        smi = []
     return {
         "gpu": properties.name,
         "gpu_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
-        "driver, PCIe generation and lanes": smi[0] if smi else None,
+        "driver, PCIe generation and lanes": nvidia_smi("driver_version", "pcie.link.gen.max", "pcie.link.width.max"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "cores": len(os.sched_getaffinity(0)),
@@ -64,7 +62,7 @@ def machine() -> dict[str, Any]:
         "ram_bytes": machine_memory(),
         "ram_available_bytes": free_memory().free_bytes,
         "kernel": platform.release(),
-        "huge_pages": _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else None,
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
 
@@ -169,7 +167,7 @@ FINDINGS: Mapping[str, Callable[[], Any]] = {
 """In order of weight."""
 
 
-def main() -> None:
+def look() -> None:
     """Look at everything, handing over each finding at once."""
     for name, find in FINDINGS.items():
         try:
@@ -180,12 +178,8 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+def drive(folder: str, seconds: float) -> None:
+    """What the drive of a folder gives, measured for about so many seconds. Raises UserError."""
+    from engine.machine.probe_drives import probe_drives
 
-
-if __name__ == "__main__":
-    main()
+    tell(msgspec.to_builtins(probe_drives([Path(folder)], seconds, say=print)))

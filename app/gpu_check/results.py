@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,9 @@ class Results:
             raise UserError(f"{file}: is no gpu-check's; give another folder, or leave --resume out") from None
         if version != VERSION:
             raise UserError(f"{file}: of another version of gpu-check; give another folder, or leave --resume out")
-        for cases in self.values["stages"].values():
-            for case in cases.values():
-                if case["status"] == "running":
-                    case |= {"status": "ended", "reason": "gpu-check itself was killed"}
+        for _, case in self._cases():
+            if case["status"] == "running":
+                case |= {"status": "ended", "reason": "gpu-check itself was killed"}
 
     def status(self, stage: str, case: str) -> str | None:
         """None where nothing is known."""
@@ -68,11 +67,8 @@ class Results:
         """Name cases by stage that are to run, so that a check killed early says what it did not come to."""
         for stage, cases in names.items():
             for case in cases:
-                known = self.case(stage, case)
-                self.values["stages"].setdefault(stage, {})[case] = known | {
-                    "status": "not measured",
-                    "reason": "not begun",
-                }
+                known = self.case(stage, case) | {"status": "not measured", "reason": "not begun"}
+                self.values["stages"].setdefault(stage, {})[case] = known
         self._write(list(names))
 
     def _write(self, stages: Sequence[str]) -> None:
@@ -84,26 +80,24 @@ class Results:
         atomic_write(self.folder / "gpu-check.json", _text(self.values))
         atomic_write(self.folder / "gpu-check.md", self.markdown())
 
+    def _cases(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """stage/case -> what is known of it."""
+        for stage, cases in self.values["stages"].items():
+            for name, case in cases.items():
+                yield f"{stage}/{name}", case
+
     def not_measured(self) -> dict[str, str]:
         """stage/case -> why, of all that was not done."""
         return {
-            f"{stage}/{name}": f"{case['status']}: {case.get('reason') or 'no reason given'}"
-            for stage, cases in self.values["stages"].items()
-            for name, case in cases.items()
+            name: f"{case['status']}: {case.get('reason') or 'no reason given'}"
+            for name, case in self._cases()
             if case["status"] != "done"
         }
 
     def failed(self) -> list[str]:
-        """stage/case of what failed."""
-        return [
-            f"{stage}/{name}"
-            for stage, cases in self.values["stages"].items()
-            for name, case in cases.items()
-            if case["status"] == "failed"
-        ]
+        return [name for name, case in self._cases() if case["status"] == "failed"]
 
     def markdown(self) -> str:
-        """gpu-check.md."""
         lines = ["# gpu-check", ""]
         lines += [f"- {name}: {value}" for name, value in self.values.items() if isinstance(value, str)]
         for stage in self._shown:

@@ -6,15 +6,15 @@ one is looked at. Every outcome is written as it is found (`Results`), so a chec
 
 from __future__ import annotations
 
-import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
+from app.bench.process import raised_by_signals
 from app.gpu_check.results import Results
 
 LEAST_LIMIT_S = 20.0
@@ -25,8 +25,6 @@ KEPT = ("done", "skipped")
 
 @dataclass(slots=True)
 class Job:
-    """What a running case is given."""
-
     limit_s: float
     """Seconds after which it is ended; a case that can end by itself does so before."""
     results: Results
@@ -38,8 +36,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One measurement."""
-
     name: str
     estimate: Callable[[Results], float]
     """Seconds that it takes, from what is known by then; everything included."""
@@ -51,8 +47,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Cases that belong together."""
-
     name: str
     title: str
     cases: Sequence[Case]
@@ -64,8 +58,6 @@ class Stage:
 
 @dataclass(slots=True)
 class Check:
-    """One run over stages."""
-
     stages: Sequence[Stage]
     results: Results
     limit_s: float
@@ -77,7 +69,6 @@ class Check:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the limit."""
         return self.limit_s - (self.clock() - self.started)
 
     def run(self) -> None:
@@ -164,16 +155,7 @@ class Ended(BaseException):
     """A signal asked the check to end."""
 
 
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> AbstractContextManager[None]:
     """SIGTERM, SIGINT and SIGHUP raise `Ended` in the main thread: children end, and the last word is written."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Ended(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return raised_by_signals(lambda number: Ended(signal.Signals(number).name), *numbers)

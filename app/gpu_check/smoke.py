@@ -12,11 +12,9 @@ of the fall and norms by 2 %; a learning rate a tenth too high moves them by 3 %
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.bench.cases import LADDER, Shape
 from app.bench.plain import PlainBatch, plain_steps
-from app.bench.setup import Setup, shape_model
+from app.bench.setup import Setup, plan_request, random_recipe, shape_model
 from app.bench.state import DrawnState
 from app.bench.suite_worker import open_case
 from app.gpu_check.found import tell
-from engine.config import DataConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from engine.config import TrainConfig, parse_bytes
 from engine.data.prepare import make_loader, prepare_data
-from engine.forecast.request import PlanRequest
 from engine.machine.budgets import Budgets, free_budgets
 from engine.machine.device import resolve_device
 from engine.machine.limits import free_disk
@@ -71,18 +68,7 @@ class Smoke:
         return 24 * self.shape.params + 16 * self.row_tokens * self.shape.vocab + (2 << 30)
 
 
-QWEN25_1_5B = Shape(
-    name="Qwen2.5-1.5B",
-    model_type="qwen2",
-    layers=28,
-    hidden=1536,
-    intermediate=8960,
-    heads=12,
-    kv_heads=2,
-    head_dim=128,
-    vocab=151936,
-    tied=True,
-)
+QWEN25_1_5B = Shape("Qwen2.5-1.5B", "qwen2", 28, 1536, 8960, 12, 2, 128, 151936, tied=True)
 _LARGE = Smoke(shape=QWEN25_1_5B, rows=2, row_tokens=4096, chunk_tokens=2048, gpu="12GiB", ram="15GiB", lr=2e-4)
 SMOKES = (
     _LARGE,
@@ -112,32 +98,21 @@ def choose(folder: Path) -> Smoke:
 
 def prepare(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto") -> Setup:
     """Its plan on this machine. Raises BudgetError."""
-    train = TrainConfig(
+    recipe = random_recipe(
+        smoke.row_tokens,
+        smoke.rows,
+        part_bytes=smoke.part,
+        lr=smoke.lr,
         steps=STEPS,
         global_batch_size=smoke.rows,
         chunk_tokens=smoke.chunk_tokens,
-        lr=smoke.lr,
-        lr_schedule="constant",
-        device=device.type,  # type: ignore[arg-type]
-        compile=compile,  # type: ignore[arg-type]
-    )
-    recipe = Recipe(
-        name="smoke",
-        data=DataConfig(source="random", sequence_length=smoke.row_tokens, max_documents=smoke.rows),
-        train=train,
-        storage=StorageConfig(checkpoint_every=10**9, part_bytes=smoke.part),
+        device=device.type,
+        compile=compile,
     )
     recipe, spec = shape_model(recipe, smoke.shape, smoke.shape.layers)
     readers = select_readers("auto", device, [folder])
-    task = PlanRequest(
-        spec=spec,
-        recipe=recipe,
-        budgets=Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {}),
-        device_type=device.type,
-        device_reads=readers.device is not None,
-        reader_bytes=readers.pinned_bytes(1),
-    )
-    plan = task.search(this_machine(device)).plan
+    budgets = Budgets(parse_bytes(smoke.gpu, "gpu"), parse_bytes(smoke.ram, "ram"), None, {})
+    plan = plan_request(recipe, spec, budgets, device, readers).search(this_machine(device)).plan
     return Setup(smoke.shape, spec, spec, plan, plan, recipe, device, readers)
 
 
@@ -169,14 +144,8 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
 def drawn_weights(setup: Setup) -> dict[str, torch.Tensor]:
     """The weights that `open_case` starts from, float32, by the model's own names."""
     flat = layouts(setup.spec)
-    drawn, found = DrawnState(setup.plan, flat), dict[str, torch.Tensor]()
-    for name, layout in flat.items():
-        buffer, values = setup.plan.buffers[name], torch.empty(layout.numel)
-        for part in range(buffer.num_parts):
-            start, end = buffer.part(part)
-            drawn.fill(name, "master", part, values[start:end])
-        found |= layout.views(values)
-    return found
+    drawn = DrawnState(setup.plan, flat)
+    return {name: values for buffer in flat for name, values in drawn.weights(buffer).items()}
 
 
 def _columns(steps: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
@@ -224,20 +193,11 @@ def check(smoke: Smoke, folder: Path, device: torch.device, compile: str = "auto
     return {"penstock": ours, "plain": theirs, "wrong": wrong}
 
 
-def main() -> None:
-    """Run it on this card; exit 1 where something is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m app.gpu_check.smoke", description=main.__doc__)
-    parser.add_argument("scratch", type=Path)
-    scratch: Path = parser.parse_args().scratch
-    try:
-        found = check(choose(scratch), scratch, resolve_device(TrainConfig()))
-    except UserError as error:
-        sys.exit(str(error))
+def smoke(scratch: str) -> None:
+    """Check this card. Raises UserError where something is wrong, or nothing fits."""
+    folder = Path(scratch)
+    found = check(choose(folder), folder, resolve_device(TrainConfig()))
     tell({"wrong": found["wrong"]})
     print(json.dumps(found))
     if found["wrong"]:
-        sys.exit(f"{len(found['wrong'])} figures beyond the tolerance, the first: {found['wrong'][0]}")
-
-
-if __name__ == "__main__":
-    main()
+        raise UserError(f"{len(found['wrong'])} figures beyond the tolerance, the first: {found['wrong'][0]}")

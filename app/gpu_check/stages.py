@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from app.bench import plan as bench_plan
 from app.bench.cases import COMPILE_CORES, COMPILE_S, MEMORY_S_PER_GB, START_S, Rates, cases_of
 from app.bench.cases import Case as SuiteCase
 from app.bench.plan_cases import CUDA_CASES, PlanCase
-from app.bench.process import REPOSITORY
+from app.bench.process import REPOSITORY, command_of, scratch
 from app.bench.suites import run_case
 from app.gpu_check import tables
 from app.gpu_check.found import run_telling
@@ -37,19 +36,19 @@ PROBE_S = 12.0
 STORAGE_BYTES = "1GiB"
 
 
-def all_stages(scratch: Path, suites: str = SUITES) -> tuple[Stage, ...]:
-    """Every stage in its order. Scratch files go below `scratch`. Raises UserError for an unknown suite."""
+def all_stages(folder: Path, suites: str = SUITES) -> tuple[Stage, ...]:
+    """Every stage in its order. Scratch files go below `folder`. Raises UserError for an unknown suite."""
     measured = [case for _, case in cases_of(suites)]
     return (
         Stage(
             name="device",
             title="what this machine is and what works on it",
-            cases=(Case(name="device", estimate=_device_s, run=partial(_module, "device", [])),),
+            cases=(Case(name="device", estimate=lambda known: 20.0, run=partial(_part, "device", "device:look", [])),),
         ),
         Stage(
             name="smoke",
             title="six steps through all three tiers against plain PyTorch",
-            cases=(Case(name="smoke", estimate=_smoke_s, run=partial(_smoke, scratch)),),
+            cases=(Case(name="smoke", estimate=_smoke_s, run=partial(_smoke, folder)),),
         ),
         Stage(
             name="suites",
@@ -58,7 +57,7 @@ def all_stages(scratch: Path, suites: str = SUITES) -> tuple[Stage, ...]:
                 Case(
                     name=case.name,
                     estimate=partial(_suite_s, case),
-                    run=partial(_suite, case, scratch),
+                    run=partial(_suite, case, folder),
                     optional=case.name not in FIRST,
                 )
                 for case in measured
@@ -75,7 +74,7 @@ def all_stages(scratch: Path, suites: str = SUITES) -> tuple[Stage, ...]:
             name="plans",
             title="plans against runs",
             cases=tuple(
-                Case(name=case.name, estimate=partial(_plan_s, case), run=partial(_plan, case, scratch))
+                Case(name=case.name, estimate=partial(_plan_s, case), run=partial(_plan, case, folder))
                 for case in CUDA_CASES
             ),
             cap_s=PLANS_CAP_S,
@@ -88,9 +87,9 @@ def all_stages(scratch: Path, suites: str = SUITES) -> tuple[Stage, ...]:
                 Case(
                     name="probe",
                     estimate=lambda known: 2 * PROBE_S + 5,
-                    run=partial(_module, "drives", [str(scratch), str(PROBE_S)]),
+                    run=partial(_part, "drives", "device:drive", [str(folder), PROBE_S]),
                 ),
-                Case(name="storage", estimate=lambda known: 30.0, run=partial(_storage, scratch)),
+                Case(name="storage", estimate=lambda known: 30.0, run=partial(_storage, folder)),
             ),
             cap_s=DRIVES_CAP_S,
             least_s=DRIVES_LEAST_S,
@@ -143,10 +142,6 @@ def _compile_s(known: Results) -> float:
     return COMPILE_S * max(1.0, COMPILE_CORES / cores(known))
 
 
-def _device_s(known: Results) -> float:
-    return 20.0
-
-
 def _smoke_s(known: Results) -> float:
     # 1.5B parameters in 12 and 15 GiB; plain PyTorch beside it takes a process's start no more.
     return START_S + _compile_s(known) + MEMORY_S_PER_GB * 27 + 10
@@ -168,21 +163,20 @@ def _log(job: Job, name: str) -> Path:
     return job.results.folder / "stages" / f"{name}.log"
 
 
-def _module(name: str, arguments: Sequence[str], job: Job) -> dict[str, Any]:
-    """A module of this package in a process of its own."""
-    command = [sys.executable, "-m", f"app.gpu_check.{name}", *arguments]
-    return run_telling(command, job.limit_s, _log(job, name), job.found)
+def _part(name: str, work: str, arguments: Sequence[Any], job: Job) -> dict[str, Any]:
+    """`work`, module:function of this package, in a process of its own that logs as `name`."""
+    return run_telling(command_of(f"app.gpu_check.{work}", *arguments), job.limit_s, _log(job, name), job.found)
 
 
-def _smoke(scratch: Path, job: Job) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch) as folder:
-        return _module("smoke", [folder], job)
+def _smoke(folder: Path, job: Job) -> dict[str, Any]:
+    with scratch(folder) as path:
+        return _part("smoke", "smoke:smoke", [path], job)
 
 
-def _suite(case: SuiteCase, scratch: Path, job: Job) -> dict[str, Any]:
+def _suite(case: SuiteCase, folder: Path, job: Job) -> dict[str, Any]:
     trace = job.results.folder / "stages" / f"{case.name}.trace.json"
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=scratch) as folder:
-        return run_case(case, Path(folder), trace, job.limit_s)
+    with scratch(folder) as path:
+        return run_case(case, Path(path), trace, job.limit_s)
 
 
 def _tests(job: Job) -> dict[str, Any]:
@@ -212,15 +206,15 @@ def _tests(job: Job) -> dict[str, Any]:
     return outcome
 
 
-def _plan(case: PlanCase, scratch: Path, job: Job) -> dict[str, Any]:
-    row = bench_plan.row_of(case, scratch, lambda each, run_dir: bench_plan.run_case(each, run_dir, job.limit_s))
+def _plan(case: PlanCase, folder: Path, job: Job) -> dict[str, Any]:
+    row = bench_plan.row_of(case, folder, lambda each, run_dir: bench_plan.run_case(each, run_dir, job.limit_s))
     if "error" in row:
         return row | {"status": "ended" if row.get("ended") else "failed", "reason": row["error"]}
     return row | {"status": "done"}
 
 
-def _storage(scratch: Path, job: Job) -> dict[str, Any]:
-    command = [sys.executable, "-m", "app.cli", "bench", "storage", str(scratch), "--json", "--size", STORAGE_BYTES]
+def _storage(folder: Path, job: Job) -> dict[str, Any]:
+    command = [sys.executable, "-m", "app.cli", "bench", "storage", str(folder), "--json", "--size", STORAGE_BYTES]
     log = _log(job, "storage")
     outcome = run_telling([*command, "--rounds", "1"], job.limit_s, log, job.found)
     if outcome["status"] == "done":

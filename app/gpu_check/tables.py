@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from app.bench.process import markdown_table
 from storage.units import bytes_text
 
 Cases = Mapping[str, Mapping[str, Any]]
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def _why(case: Mapping[str, Any]) -> str:
@@ -43,7 +39,7 @@ def device(cases: Cases) -> list[str]:
         rows.append((f"attention {direction}", str(found["chosen"])))
         rows += [(f"attention {direction}: {name}", f"{rate:.0f} TFLOP/s") for name, rate in found["tflops"].items()]
         rows += [(f"attention {direction}: {name}", f"refused: {why}") for name, why in found["refused"].items()]
-    return _table(("what", "found"), [(name, text.replace("|", "/")) for name, text in rows])
+    return markdown_table(("what", "found"), rows)
 
 
 def _value(key: str, value: Any) -> str:
@@ -72,7 +68,7 @@ def smoke(cases: Cases) -> list[str]:
             cells += [f"{side[name][step]:.5f}" if there else "n/a" for name in ("losses", "grad_norms", "steps_s")]
         rows.append(tuple(cells))
     head = ("step", "loss", "gradient norm", "s", "plain: loss", "gradient norm", "s")
-    lines += ["", *_table(head, rows)] if rows else []
+    lines += ["", *markdown_table(head, rows)] if rows else []
     return lines + [f"- {what}" for what in case.get("wrong") or ()]
 
 
@@ -82,7 +78,7 @@ def suites(cases: Cases) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name, case in cases.items():
         if case["status"] != "done":
-            rows.append((name, _why(case).replace("|", "/"), *[""] * (len(head) - 3), _took(case)))
+            rows.append((name, _why(case), *[""] * (len(head) - 3), _took(case)))
             continue
         shares = [case[key] for key in ("exposed_io", "compute_idle", "kernel_idle")]
         used = [case[key] for key in ("mfu", "hfu")]
@@ -100,7 +96,7 @@ def suites(cases: Cases) -> list[str]:
                 _took(case),
             )
         )
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def tests(cases: Cases) -> list[str]:
@@ -115,13 +111,13 @@ def tests(cases: Cases) -> list[str]:
         for name, test in found.items()
         if test["outcome"] not in ("passed", "skipped")
     ]
-    return [*lines, "", *_table(("test", "outcome", "last error"), rows)] if rows else lines
+    return [*lines, "", *markdown_table(("test", "outcome", "last error"), rows)] if rows else lines
 
 
 def _last_error(text: str) -> str:
     """The last line of pytest's report that says what is wrong."""
     lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
-    return lines[-1].replace("|", "/")[:200] if lines else ""
+    return lines[-1][:200] if lines else ""
 
 
 def plans(cases: Cases) -> list[str]:
@@ -130,13 +126,13 @@ def plans(cases: Cases) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name, case in cases.items():
         if case["status"] != "done":
-            rows.append((name, _why(case).replace("|", "/"), "", "", "", "", "", _took(case)))
+            rows.append((name, _why(case), "", "", "", "", "", _took(case)))
             continue
         step = case["step_s"]
         pairs = [case["tiers"][tier] for tier in ("gpu", "ram", "nvme")] + [step]
         ratios = ["n/a" if p["ratio"] is None else f"{p['ratio']:.3f}{'' if p['within'] else '!'}" for p in pairs]
         rows.append((name, case["about"], *ratios, f"{step['measured']:.3f}, {step['planned']:.3f}", _took(case)))
-    return [*_table(head, rows), "", "Measured over planned; ! is beyond the tolerance."]
+    return [*markdown_table(head, rows), "", "Measured over planned; ! is beyond the tolerance."]
 
 
 def drives(cases: Cases) -> list[str]:
@@ -147,4 +143,4 @@ def drives(cases: Cases) -> list[str]:
         rows.append((drive["path"], rates))
     if figures := cases.get("storage", {}).get("figures"):
         rows.append(("NVMe tier over raw", f"{figures['read_ratio']:.2f} read, {figures['write_ratio']:.2f} write"))
-    return _table(("what", "found"), rows)
+    return markdown_table(("what", "found"), rows)

@@ -10,9 +10,10 @@ import pytest
 from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
 from recipe_texts import recipe_text
 
-from app.checkpoints import checkpoint_steps, committed_step, list_checkpoints_of
+from app.checkpoints import checkpoint_steps, committed_step
 from app.cli import main
 from app.rundir import read_info, read_recipe
+from storage.checkpoints import list_checkpoints
 from storage.safetensors_io import CheckpointReader
 
 RECIPE = recipe_text(
@@ -80,13 +81,13 @@ def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: pytest.CaptureFixtu
     run = stopped / "run"
     assert main(["checkpoint", str(run), "late"]) == 0
     assert capsys.readouterr().out == f"checkpoint late: step {last_step(run):,}\n"
-    live, late = list_checkpoints_of(run)
+    live, late = list_checkpoints(run / "state")
     assert (live.name, late.name) == ("live", "late")
     assert 0 < live.meta["step"] < late.meta["step"] == last_step(run)
     assert main(["checkpoint", str(run)]) == 0
     assert f"live  step {live.meta['step']:,}, generation {live.generation}" in capsys.readouterr().out
     assert main(["checkpoint", str(run), "late", "--delete"]) == 0
-    assert [info.name for info in list_checkpoints_of(run)] == ["live"]
+    assert [info.name for info in list_checkpoints(run / "state")] == ["live"]
     assert checkpoint_steps(run) == [("live", live.meta["step"])]
     assert committed_step(run) == last_step(run)
 
@@ -104,7 +105,7 @@ def test_steps_of_damaged_manifests_are_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["step-000010", "a/b", "..", ".hidden", "", "nul\0"])
 def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     refusal(capsys, "checkpoint", str(stopped / "run"), name)
-    assert [info.name for info in list_checkpoints_of(stopped / "run")] == ["live"]
+    assert [info.name for info in list_checkpoints(stopped / "run" / "state")] == ["live"]
 
 
 def test_scrub_finds_the_flipped_bit(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +137,7 @@ def test_export_of_a_checkpoint(stopped: Path, capsys: pytest.CaptureFixture[str
 def test_a_resume_goes_back_and_changes_budgets_and_drives(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, at = stopped / "run", list_checkpoints_of(stopped / "run")[0].meta["step"]
+    run, at = stopped / "run", list_checkpoints(stopped / "run" / "state")[0].meta["step"]
     monkeypatch.chdir(stopped)
     assert "model: a run keeps its model" in refusal(capsys, "resume", "run", "--set", "model.num_layers=4")
     refusal(capsys, "resume", "run", "--set", f"train.steps={at + 3}", "--set", "storage.nvme=/proc/none")

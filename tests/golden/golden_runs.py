@@ -62,7 +62,7 @@ def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
     with RunDir.create(apply_overrides(recipe, ["train.steps=3"]), path) as run:
         run_training(run, resume=False)
     with RunDir.open(path) as run:
-        run.change_recipe(recipe)
+        run.recipe = recipe
         run_training(run, resume=True)
     return {"state": state_digest(path, drive_folders(path, recipe.storage)), "losses": losses(path)}
 
@@ -77,7 +77,7 @@ def go_on(folder: Path) -> dict[str, Any]:
         archive.extractall(folder, filter="data")
     path = folder / "old_run"
     with RunDir.open(path) as run:
-        run.change_recipe(apply_overrides(run.recipe, ["train.steps=6"]))
+        run.recipe = apply_overrides(run.recipe, ["train.steps=6"])
         run_training(run, resume=True)
     return {"state": state_digest(path, [path / "state"]), "losses": losses(path)}
 
