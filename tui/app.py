@@ -120,6 +120,7 @@ class PenstockApp(App[None]):
         self.push_screen(ConfigureScreen(recipe_path))
 
     def open_compare(self, run_paths: list[Path]) -> None:
+        """Compare runs."""
         from tui.screens.compare import CompareScreen
 
         self.push_screen(CompareScreen(run_paths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,25 +14,24 @@ from textual.widgets import Footer, Static
 from app.rows import Row
 from storage.untrusted import printable
 from tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
-from tui.render.chart import Curve, XKind, chart
+from tui.render.chart import Curve, XKind, chart, next_kind
 from tui.render.table import table_rows
 from tui.screens.base import PenstockScreen
 from tui.widgets.lines import LineWidget
-
-_AXES: tuple[XKind, ...] = ("step", "tokens", "time")
 
 
 class CompareChart(LineWidget):
     """A curve per run, with its letter along it."""
 
+    axis: XKind = "step"
+    log_y = False
+    clip = True
+
     def __init__(self, runs: list[ComparedRun], column: str, *, id: str) -> None:
         super().__init__(id=id, classes="pane")
         self.runs, self.column = runs, column
-        self.axis: XKind = "step"
-        self.log_y, self.clip = False, True
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The chart."""
         curves = [curve for index, run in enumerate(self.runs) for curve in self._curves(index, run)]
         return chart(
             width,
@@ -58,11 +58,9 @@ class TableView(LineWidget):
 
     DEFAULT_CSS = "TableView { height: auto; }"
 
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id)
-        self.head: list[tuple[str, str]] = []
-        self.body: list[list[str]] = []
-        self.changed = False
+    head: Sequence[tuple[str, str]] = ()
+    body: Sequence[list[str]] = ()
+    changed = False
 
     def show(self, head: list[tuple[str, str]], body: list[list[str]], *, changed: bool = False) -> None:
         """Show other rows."""
@@ -72,7 +70,6 @@ class TableView(LineWidget):
             self.redraw()
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The table."""
         if not self.head:
             return []
         return table_rows(self.head, self.body, width, self.glyphs.ellipsis, changed=self.changed)
@@ -163,7 +160,7 @@ class CompareScreen(PenstockScreen):
 
     def action_axis(self) -> None:
         """The next x axis."""
-        axis = _AXES[(_AXES.index(self._chart("loss").axis) + 1) % len(_AXES)]
+        axis = next_kind(self._chart("loss").axis)
         for name in ("loss", "speed"):
             self._chart(name).axis = axis
             self._chart(name).redraw()

@@ -18,9 +18,11 @@ from textual.widgets import Footer, Input
 from storage.errors import UserError
 from tui.data.blocks import BlockPlace
 from tui.data.run_data import RunData
+from tui.render.chart import next_kind
 from tui.screens.base import PenstockScreen
 from tui.widgets.block_map import BlockMap
 from tui.widgets.kpi_bar import AlertBar, KpiBar
+from tui.widgets.lane_keys import LaneKeys
 from tui.widgets.lane_view import LaneView
 from tui.widgets.lines import LineWidget
 from tui.widgets.log_pane import LogPane
@@ -117,7 +119,7 @@ class FilterInput(Input):
         self.display = False
 
 
-class RunScreen(PenstockScreen):
+class RunScreen(LaneKeys, PenstockScreen):
     """Panes of one run; see PANES."""
 
     SCOPE = "run"
@@ -162,7 +164,11 @@ class RunScreen(PenstockScreen):
         self.data.clock = self.penstock.clock
         for number, name in enumerate(PANES, start=1):
             self.pane(name).border_title = f"{number} {name}"
+        self.loss = self.query_one(LossChart)
+        self.lanes = self.lane_view = self.query_one(LaneView)
+        self.log_pane = self.query_one(LogPane)
         self._arrange()
+        self.redraw_all()
         self.loss.focus()
         self.start_feed(self._poll, self._show)
 
@@ -170,20 +176,6 @@ class RunScreen(PenstockScreen):
 
     def pane(self, name: str) -> LineWidget:
         return self.query_one(f"#{name}", LineWidget)
-
-    @property
-    def loss(self) -> LossChart:
-        """The loss pane."""
-        return self.query_one("#loss", LossChart)
-
-    @property
-    def lanes(self) -> LaneView:
-        """The lanes pane."""
-        return self.query_one("#lanes", LaneView)
-
-    @property
-    def log_pane(self) -> LogPane:
-        return self.query_one("#log", LogPane)
 
     def on_resize(self, event: events.Resize) -> None:
         self._arrange()
@@ -242,7 +234,6 @@ class RunScreen(PenstockScreen):
         if update.blocks is not None:
             self.query_one("#blocks", BlockMap).show(update.blocks)
         self._show_lanes(changed)
-        self._titles()
         if changed & {"status", "checkpoints", "metrics"}:
             self._refresh_offered()
 
@@ -261,17 +252,10 @@ class RunScreen(PenstockScreen):
         if pane.display:
             pane.redraw()
 
-    def _titles(self) -> None:
-        """What stands in the panes' lower borders."""
-        for pane, text in ((self.loss, self.loss.headline()), (self.log_pane, self.log_pane.headline())):
-            if pane.border_subtitle != text:
-                pane.border_subtitle = text.replace("[", "(").replace("]", ")")
-
     def redraw_all(self) -> None:
         """Draw everything from what has been read."""
         for widget in self.query(LineWidget):
             widget.redraw()
-        self._titles()
 
     # ------------------------------------------------------------------ what is offered
 
@@ -318,41 +302,9 @@ class RunScreen(PenstockScreen):
             pane.focus()
         self.redraw_all()
 
-    def _zoomed(self) -> LossChart | LaneView:
-        """The pane that zoom and pan are for: the lanes, unless the loss has the focus."""
+    def zoomed(self) -> LossChart | LaneView:
+        """The lanes, unless the loss has the focus."""
         return self.loss if self.loss.has_focus else self.lanes
-
-    def action_zoom_in(self) -> None:
-        self._zoomed().zoom_in()
-        self._titles()
-
-    def action_zoom_out(self) -> None:
-        self._zoomed().zoom_out()
-        self._titles()
-
-    def action_pan_left(self) -> None:
-        self._zoomed().pan_left()
-
-    def action_pan_right(self) -> None:
-        self._zoomed().pan_right()
-
-    def action_fit(self) -> None:
-        self._zoomed().fit()
-        self._titles()
-
-    def action_lane_up(self) -> None:
-        self.lanes.lane_up()
-
-    def action_lane_down(self) -> None:
-        self.lanes.lane_down()
-
-    def action_next_span(self) -> None:
-        self._zoomed().next_span()
-        self._titles()
-
-    def action_previous_span(self) -> None:
-        self._zoomed().previous_span()
-        self._titles()
 
     # ------------------------------------------------------------------ display
 
@@ -366,16 +318,16 @@ class RunScreen(PenstockScreen):
             self.redraw_all()
 
     def action_log_scale(self) -> None:
-        self.loss.toggle_log()
-        self._titles()
+        self.loss.log_y = not self.loss.log_y
+        self.loss.redraw()
 
     def action_outliers(self) -> None:
-        self.loss.toggle_clip()
-        self._titles()
+        self.loss.clip = not self.loss.clip
+        self.loss.redraw()
 
     def action_axis(self) -> None:
-        self.loss.next_axis()
-        self._titles()
+        self.loss.x_kind = next_kind(self.loss.x_kind)
+        self.loss.redraw()
 
     def action_predicted(self) -> None:
         self.data.want_predicted = True
@@ -394,7 +346,6 @@ class RunScreen(PenstockScreen):
     def on_input_changed(self, event: Input.Changed) -> None:
         """The log follows what is typed."""
         self.log_pane.filter(event.value)
-        self._titles()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """The filter stays; its field goes."""

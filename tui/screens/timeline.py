@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,60 +43,15 @@ class LoadedStep(NamedTuple):
     analysis: StepAnalysis
 
 
-class IdlePane(LineWidget):
-    """The critical path, and why each lane was idle."""
+class _Pane(LineWidget):
+    """What `draw` makes of the step, in so many cells."""
 
-    def __init__(self, screen: TimelineScreen) -> None:
-        super().__init__(id="idle", classes="pane")
-        self._timeline = screen
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
-        step = self._timeline.step
-        if step is None:
-            return [[(self._timeline.said, "dim")]]
-        lane = self._timeline.lane_view.lane or "compute"
-        return idle_rows(step.spans.view, step.analysis, width, height, lane, self.glyphs)
-
-
-class OpsPane(LineWidget):
-    """The ops of the lane, or those that were searched for."""
-
-    def __init__(self, screen: TimelineScreen) -> None:
-        super().__init__(id="ops", classes="pane")
-        self._timeline = screen
+    def __init__(self, id: str, draw: Callable[[int, int], list[Row]]) -> None:
+        super().__init__(id=id, classes="pane")
+        self._draw = draw
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
-        step = self._timeline.step
-        if step is None:
-            return []
-        return op_rows(
-            step.spans.view,
-            self._timeline.listed_rows(),
-            self._timeline.lane_view.row_of_selected(),
-            set(step.analysis.path_rows),
-            step.spans.window.start_s,
-            width,
-            height,
-            self.glyphs,
-        )
-
-
-class InspectorPane(LineWidget):
-    """The selected op in full."""
-
-    def __init__(self, screen: TimelineScreen) -> None:
-        super().__init__(id="inspector", classes="pane")
-        self._timeline = screen
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
-        step = self._timeline.step
-        if step is None:
-            return []
-        row = self._timeline.lane_view.row_of_selected()
-        return inspector_rows(step.spans.view, row, step.analysis, width)
+        return self._draw(width, height)
 
 
 class TimelineScreen(LaneKeys, PenstockScreen):
@@ -135,10 +91,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield self.lane_view
-            yield IdlePane(self)
+            yield _Pane("idle", self._idle_rows)
             with Horizontal(id="below"):
-                yield OpsPane(self)
-                yield InspectorPane(self)
+                yield _Pane("ops", self._op_rows)
+                yield _Pane("inspector", self._inspector_rows)
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -232,6 +188,27 @@ class TimelineScreen(LaneKeys, PenstockScreen):
                 else f"ops of {self.lane_view.lane or 'all lanes'} ({listed})"
             )
 
+    def _idle_rows(self, width: int, height: int) -> list[Row]:
+        """The critical path, and why each lane was idle."""
+        if self.step is None:
+            return [[(self.said, "dim")]]
+        lane = self.lane_view.lane or "compute"
+        return idle_rows(self.step.spans.view, self.step.analysis, width, height, lane, self.penstock.glyphs)
+
+    def _op_rows(self, width: int, height: int) -> list[Row]:
+        """The ops of the lane, or those that were searched for."""
+        if self.step is None:
+            return []
+        view, window = self.step.spans.view, self.step.spans.window
+        path, row = set(self.step.analysis.path_rows), self.lane_view.row_of_selected()
+        return op_rows(view, self.listed_rows(), row, path, window.start_s, width, height, self.penstock.glyphs)
+
+    def _inspector_rows(self, width: int, height: int) -> list[Row]:
+        """The selected op in full."""
+        if self.step is None:
+            return []
+        return inspector_rows(self.step.spans.view, self.lane_view.row_of_selected(), self.step.analysis, width)
+
     def listed_rows(self) -> Ints:
         """Rows of the list: those found, those of the selected lane, or all of the step."""
         if self.step is None:
@@ -318,7 +295,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         if self.step is None:
             return
         if self.found is None or not len(self.found):
-            (self.lane_view.next_span if by > 0 else self.lane_view.previous_span)()
+            self.lane_view.action_move(by)
         else:
             self._select_among(self.found, by)
         self._redraw()
@@ -361,16 +338,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self._redraw()
         elif self.step is not None:
             self.notify("this run did not record what its ops waited for", severity="warning")
-
-    def action_lane_up(self) -> None:
-        """Select the lane above."""
-        super().action_lane_up()
-        self._redraw()
-
-    def action_lane_down(self) -> None:
-        """Select the lane below."""
-        super().action_lane_down()
-        self._redraw()
 
     def action_predicted(self) -> None:
         """Show the forecast, or do not."""

@@ -21,8 +21,10 @@ LAG_S = 1.0
 """Live, the right edge is so long ago: by then the spans of all lanes have arrived, and no cell changes any more."""
 
 _SHORTEST_S = 2e-5
-_ZOOM = 0.5
-_PAN = 0.25
+ZOOM = 0.5
+"""A key's zoom: how much of the time stays in view."""
+PAN = 0.25
+"""A key's way, as a share of what is in view."""
 _MARGIN = 0.02
 """How far before and behind a step one can look, as a share of it."""
 _NO_STEP_S = 5.0
@@ -33,7 +35,7 @@ class LaneView(LineWidget, can_focus=True):
     """Lanes of a SpanStore: `live` follows the run's last seconds, `step` fits a step, `free` holds what was chosen."""
 
     class Selected(Message):
-        """Another span, or none, is selected."""
+        """Another lane, span, or no span, is selected."""
 
         def __init__(self, lane_view: LaneView, span: Span | None) -> None:
             super().__init__()
@@ -148,22 +150,6 @@ class LaneView(LineWidget, can_focus=True):
 
     # ------------------------------------------------------------------ moving
 
-    def zoom_in(self) -> None:
-        """Half as long a time."""
-        self.zoom(_ZOOM)
-
-    def zoom_out(self) -> None:
-        """Twice as long a time."""
-        self.zoom(1 / _ZOOM)
-
-    def pan_left(self) -> None:
-        """Back by a quarter of what is in view."""
-        self.pan(-_PAN)
-
-    def pan_right(self) -> None:
-        """On by a quarter of what is in view."""
-        self.pan(_PAN)
-
     def zoom(self, factor: float, at_s: float | None = None) -> None:
         """Show `factor` times as long; `at_s` (the cursor, else the middle; live, the right edge) stays where it is."""
         start_s, end_s = self._window
@@ -194,22 +180,6 @@ class LaneView(LineWidget, can_focus=True):
         """Fit the step; once more: follow the run again."""
         self._live_s = None
         self._set_mode("live" if self._mode == "step" and self._follows else "step")
-
-    def lane_up(self) -> None:
-        """Select the lane above."""
-        self._move_lane(-1)
-
-    def lane_down(self) -> None:
-        """Select the lane below."""
-        self._move_lane(1)
-
-    def next_span(self) -> None:
-        """Select the lane's next span."""
-        self._move_span(1)
-
-    def previous_span(self) -> None:
-        """Select the lane's span before."""
-        self._move_span(-1)
 
     def clear_selection(self) -> None:
         """Select nothing."""
@@ -383,20 +353,21 @@ class LaneView(LineWidget, can_focus=True):
 
     # ------------------------------------------------------------------ selecting
 
-    def _select(self, span: Span | None) -> None:
-        changed = span != self.selected
+    def _select(self, span: Span | None, *, of_lane: bool = False) -> None:
+        """`of_lane`: another lane is selected as well."""
+        changed = of_lane or span != self.selected
         self.selected = span
         self.redraw()
         if changed and self.is_mounted:
             self.post_message(self.Selected(self, span))
 
-    def _move_lane(self, by: int) -> None:
+    def move_lane(self, by: int) -> None:
+        """Select the lane above (-1) or below (1)."""
         lanes = self.view.lanes
         index = lanes.index(self._lane) + by if self._lane in lanes else 0 if by > 0 else len(lanes) - 1
         self._lane = lanes[min(max(index, 0), len(lanes) - 1)]
-        if self._cursor_s is not None:
-            self._select(self._span_near(self._lane, self._cursor_s))
-        self.redraw()
+        selected = self.selected if self._cursor_s is None else self._span_near(self._lane, self._cursor_s)
+        self._select(selected, of_lane=True)
 
     def _busiest(self) -> str:
         view = self.view
@@ -419,7 +390,8 @@ class LaneView(LineWidget, can_focus=True):
             following -= 1
         return view.span(int(rows[min(max(following, 0), len(rows) - 1)]))
 
-    def _move_span(self, by: int) -> None:
+    def action_move(self, by: int) -> None:
+        """Select the lane's next span (1), or the one before (-1)."""
         view = self.view
         if self._lane not in view.lanes:
             self._lane = self._busiest()
@@ -460,21 +432,21 @@ class LaneView(LineWidget, can_focus=True):
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Zoom in where the pointer is; with shift or ctrl, back."""
-        self._wheel(event, _ZOOM, -_PAN / 2)
+        self._wheel(event, ZOOM, -PAN / 2)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """Zoom out; with shift or ctrl, on."""
-        self._wheel(event, 1 / _ZOOM, _PAN / 2)
+        self._wheel(event, 1 / ZOOM, PAN / 2)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
         """Go back."""
         event.stop()
-        self.pan(-_PAN / 2)
+        self.pan(-PAN / 2)
 
     def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
         """Go on."""
         event.stop()
-        self.pan(_PAN / 2)
+        self.pan(PAN / 2)
 
     def _wheel(self, event: events.MouseEvent, factor: float, share: float) -> None:
         event.stop()

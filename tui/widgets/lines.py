@@ -7,6 +7,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from app.rows import Glyphs, Row
+from tui.data.run_data import RunData
 from tui.host import host_of
 from tui.theme import style
 
@@ -31,9 +32,15 @@ class LineWidget(Widget):
         """The characters of this terminal."""
         return host_of(self).glyphs
 
+    def headline(self) -> str | None:
+        """What stands in the lower border; None: it is no business of this widget's."""
+        return None
+
     def redraw(self) -> None:
         """What is shown has changed."""
         self._drawn_for = None
+        if (headline := self.headline()) is not None:
+            self.border_subtitle = headline.replace("[", "(").replace("]", ")")
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
@@ -55,3 +62,11 @@ class LineWidget(Widget):
         """Textual's hook: the background may be another."""
         self._drawn_for = None
         super().notify_style_update()
+
+
+class RunPane(LineWidget):
+    """Draws what is known of a run."""
+
+    def __init__(self, data: RunData, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._data = data

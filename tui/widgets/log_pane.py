@@ -6,12 +6,11 @@ from textual import events
 from textual.binding import Binding
 
 from app.rows import Row, exactly
-from tui.data.run_data import RunData
 from tui.render.log import log_rows, matches
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
 
-class LogPane(LineWidget, can_focus=True):
+class LogPane(RunPane, can_focus=True):
     """Messages of log.jsonl; of a run without one, nothing."""
 
     BINDINGS = [
@@ -23,18 +22,10 @@ class LogPane(LineWidget, can_focus=True):
         Binding("end", "scroll_by(-1000000)", show=False),
     ]
 
-    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._data = data
-        self.words = ""
-        """What lines must have to be shown; see tui.render.log.matches."""
-        self._held: int | None = None
-        """Lines ever logged up to the one at the bottom; None: the newest."""
-
-    @property
-    def follows(self) -> bool:
-        """Whether the newest line is shown."""
-        return self._held is None
+    words = ""
+    """What lines must have to be shown; see tui.render.log.matches."""
+    _held: int | None = None
+    """Lines ever logged up to the one at the bottom; None: the newest."""
 
     def filter(self, words: str) -> None:
         """Show the lines with these words only."""
@@ -62,7 +53,7 @@ class LogPane(LineWidget, can_focus=True):
     def headline(self) -> str:
         """How the log is shown."""
         parts = [f"filter {self.words}"] if self.words else []
-        parts += [] if self.follows else ["held, end follows"]
+        parts += [] if self._held is None else ["held, end follows"]
         return "  ".join(parts)
 
     def rows(self, width: int, height: int) -> list[Row]:

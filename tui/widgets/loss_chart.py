@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 from textual import events
 from textual.binding import Binding
 
 from app.rows import Row, exactly
 from storage.units import count_text, figure
-from tui.data.run_data import RunData
 from tui.render.chart import Curve, XKind, chart, sparkline
 from tui.render.checklist import checklist_rows
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
 _COLUMNS: dict[str, str] = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
 _SIGNAL_LABEL = 22
@@ -25,21 +22,18 @@ def learning_rate(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.3g}".replace("e-0", "e-")
 
 
-class LossChart(LineWidget, can_focus=True):
+class LossChart(RunPane, can_focus=True):
     """Zoom, pan and a cursor that goes from step to step; without a zoom it follows the run."""
 
     BINDINGS = [Binding("left", "move(-1)", show=False), Binding("right", "move(1)", show=False)]
 
-    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._data = data
-        self.log_y = False
-        self.clip = True
-        self.x_kind: XKind = "step"
-        self.window: tuple[float, float] | None = None
-        """Shares of the x axis that are shown; None: all."""
-        self.cursor: int | None = None
-        """Row under the cursor."""
+    log_y = False
+    clip = True
+    x_kind: XKind = "step"
+    window: tuple[float, float] | None = None
+    """Shares of the x axis that are shown; None: all."""
+    cursor: int | None = None
+    """Row under the cursor."""
 
     # ------------------------------------------------------------------ drawing
 
@@ -169,26 +163,14 @@ class LossChart(LineWidget, can_focus=True):
         metrics = self._data.metrics
         return None if self.cursor is None or self.cursor >= metrics.rows else int(metrics.column("step")[self.cursor])
 
-    def action_move(self, by: int) -> None:
-        """The cursor goes on, or back."""
-        self._move_cursor(by)
-
-    def zoom_in(self) -> None:
-        """Half of what is shown, around the cursor, or its end."""
-        self._zoom(0.5)
-
-    def zoom_out(self) -> None:
-        """Twice of what is shown."""
-        self._zoom(2.0)
-
-    def _zoom(self, factor: float, centre: float | None = None) -> None:
+    def zoom(self, factor: float) -> None:
+        """Show `factor` times as much, around the cursor, or its end."""
         low, high = self.window or (0.0, 1.0)
         length = (high - low) * factor
         if length >= 1:
             self.window = None
         elif length > 1e-5:
-            if centre is None:
-                centre = self._cursor_share()
+            centre = self._cursor_share()
             centre = high if centre is None or not low <= centre <= high else centre
             start = centre - (centre - low) * factor
             self._set_window(start, length)
@@ -205,15 +187,8 @@ class LossChart(LineWidget, can_focus=True):
         start = min(max(0.0, start), 1.0 - length)
         self.window = (start, start + length)
 
-    def pan_left(self) -> None:
-        """A quarter of what is shown to the left."""
-        self._pan(-0.25)
-
-    def pan_right(self) -> None:
-        """A quarter of what is shown to the right."""
-        self._pan(0.25)
-
-    def _pan(self, share: float) -> None:
+    def pan(self, share: float) -> None:
+        """Move by a share of what is shown."""
         if self.window is not None:
             low, high = self.window
             self._set_window(low + share * (high - low), high - low)
@@ -224,15 +199,8 @@ class LossChart(LineWidget, can_focus=True):
         self.window = self.cursor = None
         self.redraw()
 
-    def next_span(self) -> None:
-        """The cursor goes to the next step."""
-        self._move_cursor(1)
-
-    def previous_span(self) -> None:
-        """The cursor goes to the step before."""
-        self._move_cursor(-1)
-
-    def _move_cursor(self, by: int) -> None:
+    def action_move(self, by: int) -> None:
+        """The cursor goes on, or back."""
         rows = self._data.metrics.rows
         if rows:
             # At least a dot of the chart at a time.
@@ -240,22 +208,6 @@ class LossChart(LineWidget, can_focus=True):
             by *= max(1, round(rows * (high - low) / max(1, self.size.width * 2)))
             self.cursor = rows - 1 if self.cursor is None else min(rows - 1, max(0, self.cursor + by))
             self.redraw()
-
-    def toggle_log(self) -> None:
-        """A logarithmic or a linear axis."""
-        self.log_y = not self.log_y
-        self.redraw()
-
-    def toggle_clip(self) -> None:
-        """Clip outliers, or show them."""
-        self.clip = not self.clip
-        self.redraw()
-
-    def next_axis(self) -> None:
-        """Over steps, tokens, time."""
-        kinds: tuple[XKind, ...] = get_args(XKind)
-        self.x_kind = kinds[(kinds.index(self.x_kind) + 1) % len(kinds)]
-        self.redraw()
 
     # ------------------------------------------------------------------ mouse
 
@@ -274,9 +226,9 @@ class LossChart(LineWidget, can_focus=True):
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Zoom in."""
         event.stop()
-        self._zoom(0.8)
+        self.zoom(0.8)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """Zoom out."""
         event.stop()
-        self._zoom(1.25)
+        self.zoom(1.25)
