@@ -181,7 +181,6 @@ class PenstockApp(App[None]):
         ]
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Textual's hook: the command palette."""
         for action in self.offered(screen):
             if action.id != "command_palette":
                 where = self if action.scope == "global" else screen
@@ -191,7 +190,6 @@ class PenstockApp(App[None]):
         yield SystemCommand("Screenshot", "Write what is shown as an SVG file.", self.deliver_screenshot)
 
     def action_help(self) -> None:
-        """Show the keys of the screen."""
         from tui.screens.help import HelpScreen
 
         if isinstance(self.screen, PenstockScreen):
@@ -203,7 +201,6 @@ class PenstockApp(App[None]):
             await self.pop_screen()
 
     def action_next_theme(self) -> None:
-        """The next of Penstock's themes."""
         names = [theme.name for theme in THEMES]
         index = names.index(self.theme) if self.theme in names else -1
         self.theme = names[(index + 1) % len(names)]

@@ -45,7 +45,6 @@ class Shot:
 
 
 def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
-    """All pictures."""
     dark, light = "penstock-dark", "penstock-light"
 
     def app_of(pilot: Pilot[Any]) -> PenstockApp:
@@ -134,7 +133,6 @@ async def take(shot: Shot, root: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Take all pictures."""
     out = Path(sys.argv[1]).resolve()
     wanted = sys.argv[2:]
     out.mkdir(parents=True, exist_ok=True)

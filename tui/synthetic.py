@@ -239,7 +239,6 @@ class Writer:
         return ended
 
     def say(self, now: float, text: str) -> None:
-        """A line in log.jsonl."""
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps({"time": now, "level": "info", "text": text, "step": self.step}) + "\n")
 

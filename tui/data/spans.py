@@ -104,22 +104,22 @@ def union(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
     return start_s[first], end_s[last]
 
 
-class _Columns:
+_COLUMNS = {
+    "lane": np.int8,
+    "op": np.int16,
+    "block": np.int16,
+    "chunk": np.int64,
+    "start_s": np.float64,
+    "end_s": np.float64,
+    "bytes": np.int64,
+    "step": np.int64,
+    "id": np.int64,
+}
+
+
+def _columns(room: int) -> dict[str, NDArray[Any]]:
     """Room for spans; rows are written once and then only read."""
-
-    __slots__ = ("block", "bytes", "chunk", "end_s", "id", "lane", "op", "start_s", "step", "waited")
-
-    def __init__(self, room: int) -> None:
-        self.lane = np.empty(room, np.int8)
-        self.op = np.empty(room, np.int16)
-        self.block = np.empty(room, np.int16)
-        self.chunk = np.empty(room, np.int64)
-        self.start_s = np.empty(room)
-        self.end_s = np.empty(room)
-        self.bytes = np.empty(room, np.int64)
-        self.step = np.empty(room, np.int64)
-        self.id = np.empty(room, np.int64)
-        self.waited: list[tuple[int, ...] | None] = []
+    return {name: np.empty(room, dtype) for name, dtype in _COLUMNS.items()}
 
 
 @dataclass(frozen=True)
@@ -297,16 +297,13 @@ class SpanStore:
         self._lanes = _Names(MAX_LANES, LANES)
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)
-        self._columns = _Columns(2 * capacity)
+        self._columns = _columns(2 * capacity)
+        self._waited: list[tuple[int, ...] | None] = []
         self._length = 0
         self._busy: list[Busy] = [IDLE] * len(LANES)
         self._complete_from_s = 0.0
-        self._view = self._snapshot()
-
-    @property
-    def view(self) -> SpanView:
+        self.view = self._snapshot()
         """What is held now; it stays as it is while more is added."""
-        return self._view
 
     def add(self, spans: Iterable[Any]) -> int:
         """Append parsed lines of spans.jsonl; returns how many were spans. One thread only."""
@@ -315,7 +312,7 @@ class SpanStore:
             self._append(rows[first : first + self.capacity])
         if rows:
             self.num_added += len(rows)
-            self._view = self._snapshot()
+            self.view = self._snapshot()
         return len(rows)
 
     def _row(self, span: Any) -> tuple[Any, ...] | None:
@@ -338,59 +335,45 @@ class SpanStore:
         return *numbers, chunk, start_s, end_s, nbytes, step, op_id, waited
 
     def _append(self, rows: list[tuple[Any, ...]]) -> None:
-        if self._length + len(rows) > len(self._columns.lane):
+        if self._length + len(rows) > 2 * self.capacity:
             self._compact(self.capacity - len(rows))
         at, end = self._length, self._length + len(rows)
-        c = self._columns
-        columns: list[NDArray[Any]]
-        columns = [c.lane, c.op, c.block, c.chunk, c.start_s, c.end_s, c.bytes, c.step, c.id]
         *values, waited = zip(*rows, strict=True)
-        for column, value in zip(columns, values, strict=True):
+        for column, value in zip(self._columns.values(), values, strict=True):
             column[at:end] = value
-        c.waited.extend(waited)
+        self._waited.extend(waited)
         self._length = end
         self._merge(at, end)
 
     def _compact(self, keep: int) -> None:
         """Move the last `keep` rows to fresh columns: whoever reads the old ones still can."""
         old, first = self._columns, self._length - keep
-        new = _Columns(2 * self.capacity)
-        for name in ("lane", "op", "block", "chunk", "start_s", "end_s", "bytes", "step", "id"):
-            getattr(new, name)[:keep] = getattr(old, name)[first : self._length]
-        new.waited = old.waited[first:]
-        self._complete_from_s = max(self._complete_from_s, float(old.end_s[:first].max()))
-        self._columns, self._length = new, keep
+        self._columns = _columns(2 * self.capacity)
+        for name, column in self._columns.items():
+            column[:keep] = old[name][first : self._length]
+        self._waited = self._waited[first:]
+        self._complete_from_s = max(self._complete_from_s, float(old["end_s"][:first].max()))
+        self._length = keep
         self._busy = [IDLE] * len(self._busy)
         self._merge(0, keep)
 
     def _merge(self, at: int, end: int) -> None:
-        lanes = self._columns.lane[at:end]
+        lanes, starts, ends = (self._columns[name] for name in ("lane", "start_s", "end_s"))
         self._busy += [IDLE] * (len(self._lanes.names) - len(self._busy))
-        for lane in np.unique(lanes):
-            rows = np.flatnonzero(lanes == lane) + at
-            self._busy[lane] = self._busy[lane].merge(self._columns.start_s[rows], self._columns.end_s[rows])
+        for lane in np.unique(lanes[at:end]):
+            rows = np.flatnonzero(lanes[at:end] == lane) + at
+            self._busy[lane] = self._busy[lane].merge(starts[rows], ends[rows])
 
     def _snapshot(self) -> SpanView:
-        c, end = self._columns, self._length
-        first = max(0, end - self.capacity)
-        complete_from_s = self._complete_from_s
-        if first:
-            complete_from_s = max(complete_from_s, float(c.end_s[:first].max()))
+        first = max(0, self._length - self.capacity)
+        left_out = self._columns["end_s"][:first]
         return SpanView(
             lanes=tuple(self._lanes.names),
             ops=self._ops.names,
             blocks=self._blocks.names,
-            lane=c.lane[first:end],
-            op=c.op[first:end],
-            block=c.block[first:end],
-            chunk=c.chunk[first:end],
-            start_s=c.start_s[first:end],
-            end_s=c.end_s[first:end],
-            bytes=c.bytes[first:end],
-            step=c.step[first:end],
-            id=c.id[first:end],
             busy=tuple(self._busy),
-            complete_from_s=complete_from_s,
-            _waited=c.waited,
+            complete_from_s=max(self._complete_from_s, float(left_out.max(initial=0.0))),
+            _waited=self._waited,
             _offset=first,
+            **{name: column[first : self._length] for name, column in self._columns.items()},
         )

@@ -14,6 +14,7 @@ from textual.widgets import Footer, Static
 from app.rows import Row
 from storage.untrusted import printable
 from tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
+from tui.data.metrics import X_COLUMNS
 from tui.render.chart import Curve, XKind, chart, next_kind
 from tui.render.table import table_rows
 from tui.screens.base import PenstockScreen
@@ -45,7 +46,7 @@ class CompareChart(LineWidget):
 
     def _curves(self, index: int, run: ComparedRun) -> list[Curve]:
         rows = run.metrics.rows
-        x, y = run.x(self.axis, rows), run.metrics.column(self.column, rows)
+        x, y = run.metrics.column(X_COLUMNS[self.axis], rows), run.metrics.column(self.column, rows)
         token = f"series.{index}"
         # Letters tell the curves apart where colours do not: some along each, at other places than its neighbours'.
         places = np.unique(np.linspace(0, max(0, rows - 1), 6).astype(int) + index * rows // (6 * MOST_RUNS))
@@ -159,7 +160,6 @@ class CompareScreen(PenstockScreen):
     # ------------------------------------------------------------------ actions
 
     def action_axis(self) -> None:
-        """The next x axis."""
         axis = next_kind(self._chart("loss").axis)
         for name in ("loss", "speed"):
             self._chart(name).axis = axis
@@ -167,19 +167,16 @@ class CompareScreen(PenstockScreen):
         self._draw_titles()
 
     def action_log_scale(self) -> None:
-        """Logarithmic or linear."""
         loss = self._chart("loss")
         loss.log_y = not loss.log_y
         loss.redraw()
         self._draw_titles()
 
     def action_outliers(self) -> None:
-        """Clip or not."""
         for name in ("loss", "speed"):
             self._chart(name).clip = not self._chart(name).clip
             self._chart(name).redraw()
 
     def action_differences(self) -> None:
-        """Only the fields that differ, or all."""
         self._all_fields = not self._all_fields
         self._draw_tables()

@@ -209,7 +209,6 @@ class HomeScreen(PenstockScreen):
     # ------------------------------------------------------------------ actions
 
     def action_open(self) -> None:
-        """Watch a run, configure a recipe."""
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
             self.penstock.open_run(chosen.path)
@@ -217,7 +216,6 @@ class HomeScreen(PenstockScreen):
             self._configure(chosen)
 
     def action_configure(self) -> None:
-        """Configure a recipe, or a run's recipe anew."""
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
             self.penstock.open_configure(chosen.path / "recipe.json")
@@ -231,18 +229,15 @@ class HomeScreen(PenstockScreen):
             self.penstock.open_configure(recipe.path)
 
     def action_timeline(self) -> None:
-        """The run's last step."""
         if (run := self._chosen_run) is not None:
             self.penstock.open_timeline(run.path)
 
     def action_mark(self) -> None:
-        """Mark or unmark the run."""
         if (run := self._chosen_run) is not None:
             self._marked ^= {run.path}
             self._draw()
 
     def action_compare(self) -> None:
-        """Compare the marked runs, with the one under the cursor where only one is marked."""
         paths = [run.path for run in self._runs if run.path in self._marked]
         run = self._chosen_run
         if run is not None and len(paths) < 2 and run.path not in paths:
@@ -253,12 +248,10 @@ class HomeScreen(PenstockScreen):
             self.penstock.open_compare(paths)
 
     def action_switch(self) -> None:
-        """To the other list."""
         self._table("runs" if self._table("recipes").has_focus else "recipes").focus()
 
     @work(group="action")
     async def action_resume(self) -> None:
-        """Go on with the run, after a question."""
         run = self._chosen_run
         if run is None or run.state not in RESUMABLE:
             return
@@ -278,7 +271,6 @@ class HomeScreen(PenstockScreen):
     # ------------------------------------------------------------------ search
 
     def action_search(self) -> None:
-        """Show the search line."""
         search = self.query_one("#search", Input)
         search.add_class("-shown")
         search.focus()

@@ -113,7 +113,6 @@ class FilterInput(Input):
     BINDINGS = [Binding("escape", "drop", show=False)]
 
     def action_drop(self) -> None:
-        """Close without a filter."""
         self.value = ""
         self.screen.query_one(LogPane).focus()
         self.display = False

@@ -226,7 +226,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     # ------------------------------------------------------------------ actions
 
     def action_previous_step(self) -> None:
-        """The step before."""
         self._go(-1)
 
     def action_next_step(self) -> None:
@@ -243,7 +242,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.notify(f"the run has steps {self._bounds[0]} to {self._bounds[1]}")
 
     def action_choose_step(self) -> None:
-        """Ask for a step's number."""
         self.run_worker(self._choose_step(), group="question", exclusive=True)
 
     async def _choose_step(self) -> None:
@@ -261,7 +259,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._load(int(answer))
 
     def action_search(self) -> None:
-        """Ask for words, and list the ops that have them."""
         self.run_worker(self._ask_search(), group="question", exclusive=True)
 
     async def _ask_search(self) -> None:
@@ -284,11 +281,9 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._redraw()
 
     def action_next_span(self) -> None:
-        """The next op found, or of the lane."""
         self._move_span(1)
 
     def action_previous_span(self) -> None:
-        """The op before among those found, or of the lane."""
         self._move_span(-1)
 
     def _move_span(self, by: int) -> None:
@@ -315,7 +310,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.lane_view.select(view.span(int(rows[min(max(place, 0), len(rows) - 1)])))
 
     def action_blocker(self) -> None:
-        """Select the op after which the selected one could begin."""
         row = self.lane_view.row_of_selected()
         if self.step is None or row is None:
             self.notify("select an op first:  .  and  ,")
@@ -331,7 +325,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._redraw()
 
     def action_next_critical(self) -> None:
-        """Select the next op of the critical path."""
         rows = np.array(self.step.analysis.path_rows if self.step else [], dtype=np.int64)
         if len(rows):
             self._select_among(rows, 1)
@@ -340,7 +333,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.notify("this run did not record what its ops waited for", severity="warning")
 
     def action_predicted(self) -> None:
-        """Show the forecast, or do not."""
         predicted = self.lane_view.predicted
         if predicted is None or not predicted.view.num_spans:
             self.notify("this run has no predicted.jsonl to compare with", severity="warning")
@@ -349,12 +341,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.set_class(self.lane_view.show_predicted, "-predicted")
 
     def action_export(self) -> None:
-        """Write the step's trace."""
         if self.step is not None:
             self.run_worker(self._export(self.step.spans), group="question", exclusive=True)
 
     def action_export_run(self) -> None:
-        """Write the run's trace."""
         self.run_worker(self._export(None), group="question", exclusive=True)
 
     async def _export(self, step: StepSpans | None) -> None:

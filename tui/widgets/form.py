@@ -36,7 +36,6 @@ SECTIONS = {
 
 
 def section_of(key: str) -> str:
-    """The part of the recipe that a field belongs to."""
     return key.partition(".")[0] if "." in key else "recipe"
 
 
@@ -46,7 +45,6 @@ class ValueInput(Input):
     BINDINGS = [Binding("escape", "undo", "Undo", show=False)]
 
     def action_undo(self) -> None:
-        """The text as it was before."""
         row = cast(FieldRow, self.parent)
         row.end_edit(undo=True)
 
@@ -94,7 +92,6 @@ class FieldRow(Widget):
 
     @property
     def value(self) -> str:
-        """The field's text."""
         return self._shown[0]
 
     @property
@@ -314,7 +311,6 @@ class Form(Vertical):
 
     @property
     def current(self) -> FieldRow:
-        """The row with the cursor."""
         return self.rows[self._current]
 
     @property
@@ -361,7 +357,6 @@ class Form(Vertical):
         return [row for row in self.rows.values() if row.display]
 
     def move(self, by: int) -> None:
-        """Up or down by rows that are shown."""
         shown = self._visible()
         if shown:
             index = shown.index(self.current) if self.current in shown else 0
@@ -394,7 +389,6 @@ class Form(Vertical):
         self._hint()
 
     def focus_fields(self) -> None:
-        """The keys go to the rows."""
         self.query_one(FieldList).focus()
 
     def on_field_row_pointed(self, event: FieldRow.Pointed) -> None:
@@ -413,13 +407,11 @@ class Form(Vertical):
         self._edited(key, lambda: self.draft.set(key, text))
 
     def cycle(self, by: int) -> None:
-        """The next or previous value of the current choice or switch."""
         key = self._current
         if kind_of(key) != "text":
             self._edited(key, lambda: self.draft.cycle(key, by))
 
     def reset(self) -> None:
-        """The current field as in the base recipe."""
         key = self._current
         self._edited(key, lambda: self.draft.reset(key))
 
@@ -432,14 +424,12 @@ class Form(Vertical):
     # ------------------------------------------------------------------ filter
 
     def begin_filter(self) -> None:
-        """Ask for words."""
         entry = self.query_one("#filter", Input)
         entry.add_class("-shown")
         entry.focus()
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the filter is shown."""
         return self.query_one("#filter").has_class("-shown")
 
     def end_filter(self) -> None:

@@ -144,7 +144,6 @@ class LaneView(LineWidget, can_focus=True):
         self.redraw()
 
     def toggle_predicted(self) -> None:
-        """Show the forecast, or do not."""
         self.show_predicted = not self.show_predicted
         self.redraw()
 
@@ -182,7 +181,6 @@ class LaneView(LineWidget, can_focus=True):
         self._set_mode("live" if self._mode == "step" and self._follows else "step")
 
     def clear_selection(self) -> None:
-        """Select nothing."""
         self._cursor_s = None
         self._select(None)
 
@@ -215,7 +213,6 @@ class LaneView(LineWidget, can_focus=True):
     # ------------------------------------------------------------------ drawing
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
         view = self.view
         scene = self._scene(view, width, height)
         return lanes_rows(width, height, scene, self.glyphs)
@@ -439,12 +436,10 @@ class LaneView(LineWidget, can_focus=True):
         self._wheel(event, 1 / ZOOM, PAN / 2)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
-        """Go back."""
         event.stop()
         self.pan(-PAN / 2)
 
     def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
-        """Go on."""
         event.stop()
         self.pan(PAN / 2)
 
@@ -456,12 +451,10 @@ class LaneView(LineWidget, can_focus=True):
             self.zoom(factor, None if self._mode == "live" else self._time_at(event.x))
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        """Begin a click or a drag."""
         self.capture_mouse()
         self._drag = (event.x, *self._window)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        """Drag what is in view."""
         if self._drag is None or event.x == self._drag[0]:
             return
         x, start_s, end_s = self._drag

@@ -29,7 +29,6 @@ class LineWidget(Widget):
 
     @property
     def glyphs(self) -> Glyphs:
-        """The characters of this terminal."""
         return host_of(self).glyphs
 
     def headline(self) -> str | None:
@@ -44,7 +43,6 @@ class LineWidget(Widget):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """Textual's line API."""
         width, height = self.size
         dark = self.app.current_theme.dark
         if self._drawn_for != (width, height, dark):

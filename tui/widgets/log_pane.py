@@ -28,7 +28,6 @@ class LogPane(RunPane, can_focus=True):
     """Lines ever logged up to the one at the bottom; None: the newest."""
 
     def filter(self, words: str) -> None:
-        """Show the lines with these words only."""
         self.words = words
         self._held = None
         self.redraw()
@@ -41,12 +40,10 @@ class LogPane(RunPane, can_focus=True):
         self.redraw()
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Towards older lines."""
         event.stop()
         self.action_scroll_by(3)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Towards newer lines."""
         event.stop()
         self.action_scroll_by(-3)
 

@@ -8,11 +8,11 @@ from textual.binding import Binding
 
 from app.rows import Row, exactly
 from storage.units import count_text, figure
+from tui.data.metrics import X_COLUMNS
 from tui.render.chart import Curve, XKind, chart, sparkline
 from tui.render.checklist import checklist_rows
 from tui.widgets.lines import RunPane
 
-_COLUMNS: dict[str, str] = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
 _SIGNAL_LABEL = 22
 _LABEL_CELLS = 4
 
@@ -57,9 +57,9 @@ class LossChart(RunPane, can_focus=True):
     def _chart(self, width: int, height: int) -> list[Row]:
         metrics = self._data.metrics
         num_rows = metrics.rows
-        x = metrics.column(_COLUMNS[self.x_kind], num_rows)
+        x = metrics.column(X_COLUMNS[self.x_kind], num_rows)
         steps, losses = metrics.validation
-        where = steps if self.x_kind == "step" else metrics.validation_at(_COLUMNS[self.x_kind])
+        where = steps if self.x_kind == "step" else metrics.validation_at(X_COLUMNS[self.x_kind])
         curves = [
             Curve(x, metrics.column("loss", num_rows), "raw", joined=False),
             Curve(x, metrics.column("ema", num_rows), "ema"),
@@ -85,13 +85,13 @@ class LossChart(RunPane, can_focus=True):
         steps = [float(checkpoint.step) for checkpoint in self._data.checkpoints]
         if self.x_kind == "step" or not metrics.rows:
             return steps
-        return list(np.interp(steps, metrics.column("step"), metrics.column(_COLUMNS[self.x_kind])))
+        return list(np.interp(steps, metrics.column("step"), metrics.column(X_COLUMNS[self.x_kind])))
 
     def _bounds(self) -> tuple[float, float] | None:
         metrics = self._data.metrics
         if metrics.rows < 2:
             return None
-        x = metrics.column(_COLUMNS[self.x_kind])
+        x = metrics.column(X_COLUMNS[self.x_kind])
         return float(x[0]), float(x[-1])
 
     def _range(self) -> tuple[float, float] | None:
@@ -119,7 +119,7 @@ class LossChart(RunPane, can_focus=True):
     def _second_chart(self, width: int, height: int) -> list[Row]:
         metrics = self._data.metrics
         num_rows = metrics.rows
-        x = metrics.column(_COLUMNS[self.x_kind], num_rows)
+        x = metrics.column(X_COLUMNS[self.x_kind], num_rows)
         title = f"gradient norm {figure(metrics.last('grad_norm'))}"
         lr = f"   learning rate {learning_rate(metrics.last('lr'))} "
         cells = width - len(title) - len(lr)
@@ -159,7 +159,6 @@ class LossChart(RunPane, can_focus=True):
     # ------------------------------------------------------------------ keys
 
     def cursor_step(self) -> int | None:
-        """The step under the cursor."""
         metrics = self._data.metrics
         return None if self.cursor is None or self.cursor >= metrics.rows else int(metrics.column("step")[self.cursor])
 
@@ -180,7 +179,7 @@ class LossChart(RunPane, can_focus=True):
         bounds = self._bounds()
         if self.cursor is None or bounds is None or self.cursor >= self._data.metrics.rows or bounds[1] <= bounds[0]:
             return None
-        x = float(self._data.metrics.column(_COLUMNS[self.x_kind])[self.cursor])
+        x = float(self._data.metrics.column(X_COLUMNS[self.x_kind])[self.cursor])
         return (x - bounds[0]) / (bounds[1] - bounds[0])
 
     def _set_window(self, start: float, length: float) -> None:
@@ -219,16 +218,14 @@ class LossChart(RunPane, can_focus=True):
             return
         gutter = _LABEL_CELLS + 2
         share = (offset.x - gutter) / max(1, self.size.width - gutter)
-        x = self._data.metrics.column(_COLUMNS[self.x_kind])
+        x = self._data.metrics.column(X_COLUMNS[self.x_kind])
         self.cursor = int(np.searchsorted(x, low + share * (high - low)).clip(0, len(x) - 1))
         self.redraw()
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Zoom in."""
         event.stop()
         self.zoom(0.8)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Zoom out."""
         event.stop()
         self.zoom(1.25)

@@ -50,7 +50,6 @@ class PlanPanel(LineWidget, can_focus=True):
         return found[self._top : self._top + height]
 
     def action_scroll(self, by: int) -> None:
-        """Up or down by rows."""
         self._top = max(0, min(self._top + by, self._num_rows - self.size.height))
         self.redraw()
 
