@@ -18,6 +18,7 @@ from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
 from app.rows import ASCII, UNICODE, Glyphs
+from storage.errors import UserError
 from storage.untrusted import printable
 from tui.actions import Action, actions, bindings
 from tui.filters import AsciiFilter, PrintableFilter
@@ -148,9 +149,13 @@ class PenstockApp(App[None]):
             self.notify("read-only: this shows runs and takes no action", severity="warning")
         return self.read_only
 
-    def target(self, typed: str) -> Path:
-        """Where a file or folder is to be written that was typed as `typed`. Raises UserError."""
-        return written_path(self.root, typed, inside=self.served)
+    def target(self, typed: str) -> Path | None:
+        """Where a file or folder is to be written that was typed as `typed`; None, and it is said, where it cannot."""
+        try:
+            return written_path(self.root, typed, inside=self.served)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+            return None
 
     # ------------------------------------------------------------------ questions
 

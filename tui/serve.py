@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from storage.errors import UserError
 from storage.untrusted import printable
+from tui.paths import environment
 from tui.web.access import Access, is_remote
 from tui.web.server import WebServer
-from tui.web.window import environment
 
 _MOST_LINE = 400
-_PACKAGES = Path(__file__).resolve().parents[1]
 
 
 def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read_only: bool | None) -> None:
@@ -38,7 +37,7 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
         access = Access(host, tuple(item.getsockname()[0] for item in sockets), sockets[0].getsockname()[1])
         read_only = access.is_remote if read_only is None else read_only
         os.chdir(root)
-        os.environ.update(environment(str(_PACKAGES)))
+        os.environ.update(environment(TEXTUAL_COLOR_SYSTEM="truecolor", TERM_PROGRAM="textual"))
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_OneLine())
         logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -284,10 +284,8 @@ class ConfigureScreen(PenstockScreen):
         answer = await self.penstock.ask_text("Save as", "A JSON file, trained by `penstock train FILE`:", default)
         if answer is None:
             return False
-        try:
-            path = self.penstock.target(answer)
-        except UserError as error:
-            self.notify(str(error), severity="error")
+        path = self.penstock.target(answer)
+        if path is None:
             return False
         overwrite = os.path.lexists(path)
         if overwrite and not await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from textual import events
+from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical
@@ -116,6 +116,10 @@ class FilterInput(Input):
         self.value = ""
         self.screen.query_one(LogPane).focus()
         self.display = False
+
+
+_asking = work(group="actions", exit_on_error=False)
+"""An action that asks before it begins."""
 
 
 class RunScreen(LaneKeys, PenstockScreen):
@@ -234,7 +238,10 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.query_one("#blocks", BlockMap).show(update.blocks)
         self._show_lanes(changed)
         if changed & {"status", "checkpoints", "metrics"}:
-            self._refresh_offered()
+            offered = self._offers()
+            if offered != self._offered:
+                self._offered = offered
+                self.refresh_bindings()
 
     def _show_lanes(self, changed: set[str]) -> None:
         lanes, data = self.lanes, self.data
@@ -258,30 +265,26 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     # ------------------------------------------------------------------ what is offered
 
-    def offers(self, action: str) -> bool:
-        """Whether an action makes sense in the run's state."""
-        state, live = self.data.state, self.data.is_live
+    def _offers(self) -> dict[str, bool]:
+        """The actions that depend on the run's state, and whether they make sense in it."""
+        state, begun, exists = self.data.state, self.data.step > 0, self.data.exists
+        committed = self.data.committed_step is not None
         return {
-            "save_checkpoint": self.data.step > 0 and state in ("running", "paused", "stopped", "finished", "crashed"),
+            "save_checkpoint": begun and state in ("running", "paused", "stopped", "finished", "crashed"),
             "pause": state == "running",
             "resume": state in ("paused", "stopped", "failed", "crashed"),
-            "stop": live,
-            "export": self.data.exists
-            and self.data.step > 0
-            and (state in ("running", "paused") or self.data.committed_step is not None),
-            "timeline": self.data.exists,
-        }.get(action, True)
+            "stop": self.data.is_live,
+            "export": exists and begun and (state in ("running", "paused") or committed),
+            "timeline": exists,
+        }
+
+    def offers(self, action: str) -> bool:
+        """Whether an action makes sense in the run's state."""
+        return self._offers().get(action, True)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Textual's hook: what is not offered is not in footer, help and palette."""
         return self.offers(action)
-
-    def _refresh_offered(self) -> None:
-        names = ("save_checkpoint", "pause", "resume", "stop", "export", "timeline")
-        offered = {name: self.offers(name) for name in names}
-        if offered != self._offered:
-            self._offered = offered
-            self.refresh_bindings()
 
     # ------------------------------------------------------------------ panes
 
@@ -353,31 +356,8 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     # ------------------------------------------------------------------ actions on the run
 
-    def action_save_checkpoint(self) -> None:
-        self._begin(self._save_checkpoint())
-
-    def action_pause(self) -> None:
-        text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
-        self._begin(self._ask_and_run("Pause the run?", text, "Pause", ["pause", str(self.data.path)]))
-
-    def action_stop(self) -> None:
-        text = "The run finishes its step, commits it and ends. It can be resumed from there."
-        self._begin(self._ask_and_run("Stop the run?", text, "Stop", ["stop", str(self.data.path)]))
-
-    def action_resume(self) -> None:
-        self._begin(self._resume())
-
-    def action_export(self) -> None:
-        self._begin(self._export())
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        self.run_worker(work, group="actions", exit_on_error=False)
-
-    async def _ask_and_run(self, title: str, text: str, yes: str, args: list[str]) -> None:
-        if await self.penstock.ask(title, text, yes):
-            await self._command(args)
-
-    async def _save_checkpoint(self) -> None:
+    @_asking
+    async def action_save_checkpoint(self) -> None:
         live = self.data.is_live
         step = self.data.step + 1 if live else self.data.committed_step or self.data.step
         text = "The state at the end of this step is kept under a name." if live else "The committed state gets a name."
@@ -386,21 +366,31 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.notify("the run keeps it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
             await self._command(["checkpoint", "--", str(self.data.path), name])
 
-    async def _export(self) -> None:
+    @_asking
+    async def action_pause(self) -> None:
+        text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
+        if await self.penstock.ask("Pause the run?", text, "Pause"):
+            await self._command(["pause", str(self.data.path)])
+
+    @_asking
+    async def action_stop(self) -> None:
+        text = "The run finishes its step, commits it and ends. It can be resumed from there."
+        if await self.penstock.ask("Stop the run?", text, "Stop"):
+            await self._command(["stop", str(self.data.path)])
+
+    @_asking
+    async def action_export(self) -> None:
         text = "A folder to write in Hugging Face's format; it must not exist yet, or be empty."
         out = await self.penstock.ask_text("Export", text, str(self.data.path / "export"))
-        if out is not None:
-            try:
-                path = self.penstock.target(out)
-            except UserError as error:
-                self.notify(str(error), severity="error")
-                return
+        if out is not None and (path := self.penstock.target(out)) is not None:
             self.notify(f"writing {path}", title="Export")
             await self._command(["export", "--", str(self.data.path), str(path)])
 
-    async def _resume(self) -> None:
+    @_asking
+    async def action_resume(self) -> None:
         if self.data.state == "paused":
-            await self._ask_and_run("Go on?", "The paused run goes on.", "Resume", ["resume", str(self.data.path)])
+            if await self.penstock.ask("Go on?", "The paused run goes on.", "Resume"):
+                await self._command(["resume", str(self.data.path)])
             return
         committed = self.data.committed_step
         begin = "from its beginning" if committed is None else f"behind step {committed:,}"

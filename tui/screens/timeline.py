@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.text import Text
+from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
@@ -52,6 +53,10 @@ class _Pane(LineWidget):
 
     def rows(self, width: int, height: int) -> list[Row]:
         return self._draw(width, height)
+
+
+_asking = work(group="question", exclusive=True)
+"""An action that asks before it begins."""
 
 
 class TimelineScreen(LaneKeys, PenstockScreen):
@@ -241,10 +246,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         else:
             self.notify(f"the run has steps {self._bounds[0]} to {self._bounds[1]}")
 
-    def action_choose_step(self) -> None:
-        self.run_worker(self._choose_step(), group="question", exclusive=True)
-
-    async def _choose_step(self) -> None:
+    @_asking
+    async def action_choose_step(self) -> None:
         if self._bounds is None:
             return
         first, last = self._bounds
@@ -258,10 +261,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             return
         self._load(int(answer))
 
-    def action_search(self) -> None:
-        self.run_worker(self._ask_search(), group="question", exclusive=True)
-
-    async def _ask_search(self) -> None:
+    @_asking
+    async def action_search(self) -> None:
         if self.step is None:
             return
         text = await self.penstock.ask_text(
@@ -342,21 +343,20 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def action_export(self) -> None:
         if self.step is not None:
-            self.run_worker(self._export(self.step.spans), group="question", exclusive=True)
+            self._export(self.step.spans)
 
     def action_export_run(self) -> None:
-        self.run_worker(self._export(None), group="question", exclusive=True)
+        self._export(None)
 
+    @_asking
     async def _export(self, step: StepSpans | None) -> None:
         what = f"step-{step.window.step}" if step else "run"
         value = str(self.penstock.root / f"{self.run_path.name}-{what}.trace.json")
         answer = await self.penstock.ask_text("Export", f"Write {what.replace('-', ' ')} for ui.perfetto.dev to", value)
         if answer is None:
             return
-        try:
-            out = self.penstock.target(answer)
-        except UserError as error:
-            self.notify(str(error), severity="error")
+        out = self.penstock.target(answer)
+        if out is None:
             return
         if os.path.lexists(out) and not await self.penstock.ask("Replace", f"{out} exists", yes="Replace"):
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import PurePath
@@ -215,13 +214,3 @@ async def _read_all(process: asyncio.subprocess.Process) -> None:
 def _plain_name(path: str) -> str:
     """A file name that a header takes as it is."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", PurePath(path).name)[-100:] or "file"
-
-
-def environment(packages: str) -> dict[str, str]:
-    """Of the application's processes; `packages` is the folder that ours are in."""
-    paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "TEXTUAL_COLOR_SYSTEM": "truecolor",
-        "TERM_PROGRAM": "textual",
-    }

@@ -14,6 +14,7 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.geometry import Size
 from textual.message import Message
+from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
@@ -21,6 +22,7 @@ from app.rows import Glyphs
 from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
 from tui.host import host_of
 from tui.theme import style
+from tui.widgets.lines import row_bindings
 
 MARK_CELLS = 2
 NAME_CELLS = 26
@@ -55,6 +57,9 @@ class FieldRow(Widget):
     The focus stays with the list of rows: moving it from row to row would style the whole form again for each key.
     """
 
+    is_current = reactive(False)
+    """Whether the cursor is here."""
+
     class Changed(Message):
         """The user gave the field another text."""
 
@@ -74,21 +79,9 @@ class FieldRow(Widget):
         self.key = key
         self.kind: Kind = kind_of(key)
         self._shown: tuple[str, str, bool, str] = ("", "", False, "")
-        self._is_current = False
         self._before = self._typed = ""
         """The text before the edit, and as it was last typed."""
         self._undone = False
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the cursor is here."""
-        return self._is_current
-
-    @is_current.setter
-    def is_current(self, value: bool) -> None:
-        if value != self._is_current:
-            self._is_current = value
-            self.refresh()
 
     @property
     def value(self) -> str:
@@ -134,7 +127,7 @@ class FieldRow(Widget):
         name = self.key.rpartition(".")[2]
         parts = [
             (f"{mark[0]} ", mark[1]),
-            (set_cell_size(name, NAME_CELLS), "bad" if error else "bold" if changed or self._is_current else "text"),
+            (set_cell_size(name, NAME_CELLS), "bad" if error else "bold" if changed or self.is_current else "text"),
         ]
         room = max(4, width - MARK_CELLS - NAME_CELLS)
         parts += self._value(text, room, glyphs)
@@ -145,7 +138,7 @@ class FieldRow(Widget):
         line = Text.assemble(*((part, style(token, dark)) for part, token in parts), no_wrap=True, overflow="ellipsis")
         for message in self._message(width):
             line.append("\n" + set_cell_size(" " * MARK_CELLS + message, width), style("bad", dark))
-        if self._is_current:
+        if self.is_current:
             first = line.split("\n")[0]
             line.pad_right(max(0, width - first.cell_len)) if "\n" not in line.plain else None
             line.stylize(Style(bgcolor=style("selected", dark).bgcolor))
@@ -161,7 +154,7 @@ class FieldRow(Widget):
         if self.kind == "choice":
             choices = choices_of(self.key)
             whole = sum(len(choice) + 4 for choice in choices) - 2
-            if self._is_current and whole <= room:
+            if self.is_current and whole <= room:
                 parts: list[tuple[str, str]] = []
                 for choice in choices:
                     mine = choice == text
@@ -229,19 +222,11 @@ class FieldRow(Widget):
 class FieldList(VerticalScroll, can_focus=True):
     """The rows, and the cursor among them."""
 
-    BINDINGS = [
-        Binding("down,j", "move(1)", show=False),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("pagedown", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
-        Binding("home", "move(-1000)", show=False),
-        Binding("end", "move(1000)", show=False),
-    ]
+    BINDINGS = [*row_bindings("move")]
 
     def action_move(self, by: int) -> None:
         """Up or down; leaving a row takes what was typed."""
-        form = cast(Form, self.parent)
-        form.move(by)
+        cast(Form, self.parent).move(by)
 
 
 class Form(Vertical):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.segment import Segment
+from textual.binding import Binding
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -10,6 +11,12 @@ from app.rows import Glyphs, Row
 from tui.data.run_data import RunData
 from tui.host import host_of
 from tui.theme import style
+
+
+def row_bindings(action: str) -> list[Binding]:
+    """Keys that go down by rows, or up where `action` is given a negative number."""
+    keys = {"down,j": 1, "up,k": -1, "pagedown": 10, "pageup": -10, "home": -1_000_000, "end": 1_000_000}
+    return [Binding(key, f"{action}({by})", show=False) for key, by in keys.items()]
 
 
 class LineWidget(Widget):

@@ -27,6 +27,11 @@ class LogPane(RunPane, can_focus=True):
     _held: int | None = None
     """Lines ever logged up to the one at the bottom; None: the newest."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether the newest line is shown."""
+        return self._held is None
+
     def filter(self, words: str) -> None:
         self.words = words
         self._held = None
@@ -50,7 +55,7 @@ class LogPane(RunPane, can_focus=True):
     def headline(self) -> str:
         """How the log is shown."""
         parts = [f"filter {self.words}"] if self.words else []
-        parts += [] if self._held is None else ["held, end follows"]
+        parts += [] if self.follows else ["held, end follows"]
         return "  ".join(parts)
 
     def rows(self, width: int, height: int) -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from textual import events
 from textual.binding import Binding
@@ -65,6 +67,10 @@ class LossChart(RunPane, can_focus=True):
             Curve(x, metrics.column("ema", num_rows), "ema"),
             Curve(where, losses, "validation", points=True),
         ]
+        cursor = None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor])
+        return self._drawn(width, height, curves, marks=self._marks(), cursor=cursor)
+
+    def _drawn(self, width: int, height: int, curves: list[Curve], **more: Any) -> list[Row]:
         return chart(
             width,
             height,
@@ -74,9 +80,8 @@ class LossChart(RunPane, can_focus=True):
             x_range=self._range(),
             log_y=self.log_y,
             clip=self.clip,
-            marks=self._marks(),
             label_cells=_LABEL_CELLS,
-            cursor=None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor]),
+            **more,
         )
 
     def _marks(self) -> list[float]:
@@ -126,18 +131,7 @@ class LossChart(RunPane, can_focus=True):
         head: Row = [(title, "title"), (lr, "dim")]
         head.append((sparkline(metrics.column("lr"), min(40, max(0, cells)), self.glyphs), "raw"))
         curve = Curve(x, metrics.column("grad_norm", num_rows), "lane.d2h")
-        below = chart(
-            width,
-            height - 1,
-            [curve],
-            self.glyphs,
-            x_kind=self.x_kind,
-            x_range=self._range(),
-            log_y=self.log_y,
-            clip=self.clip,
-            label_cells=_LABEL_CELLS,
-        )
-        return [exactly(head, width), *below]
+        return [exactly(head, width), *self._drawn(width, height - 1, [curve])]
 
     # ------------------------------------------------------------------ what it says
 

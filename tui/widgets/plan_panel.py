@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from textual import events
-from textual.binding import Binding
 
 from app.rows import Row
 from tui.data.plan_client import PlanState
 from tui.render.plan import state_rows, summary_row
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import LineWidget, row_bindings
 
 
 class PlanPanel(LineWidget, can_focus=True):
     """The whole plan."""
 
-    BINDINGS = [
-        Binding("down,j", "scroll(1)", show=False),
-        Binding("up,k", "scroll(-1)", show=False),
-        Binding("pagedown", "scroll(10)", show=False),
-        Binding("pageup", "scroll(-10)", show=False),
-        Binding("home", "scroll(-10000)", show=False),
-        Binding("end", "scroll(10000)", show=False),
-    ]
-
+    BINDINGS = [*row_bindings("scroll")]
     state = PlanState()
     """What is shown."""
     _machine = ""
