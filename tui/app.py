@@ -47,7 +47,6 @@ class PenstockApp(App[None]):
     TITLE = "penstock"
     CSS_PATH = "app.tcss"
     BINDINGS = [*bindings("global")]
-    ENABLE_COMMAND_PALETTE = True
 
     def __init__(
         self,

@@ -154,7 +154,6 @@ def bench_tui(minutes: float = 10.0, *, save: Path | None = None, json_output: b
 
 @contextmanager
 def _writer(run: Path) -> Iterator[None]:
-    """A process that makes the run and goes on with it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tui.bench", str(run)], env=environment(), stdout=subprocess.PIPE, text=True
     )
@@ -241,7 +240,6 @@ def _share(a: Sample, b: Sample) -> float:
 
 
 def page(cost: TuiCost) -> str:
-    """The figures as a page."""
     mib = 1 << 20
     frames = ", ".join(f"{seconds:.2f}" for seconds in sorted(cost.first_frame_s))
     rows = [

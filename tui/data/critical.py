@@ -56,7 +56,6 @@ class IdleTotal(NamedTuple):
     blocks: tuple[str, ...]
     """Of the ops waited for, longest wait first."""
     seconds: float
-    num_stretches: int
 
 
 @dataclass(frozen=True)
@@ -93,17 +92,14 @@ class StepAnalysis:
 
     def idle_totals(self, view: SpanView, lane: str) -> list[IdleTotal]:
         """The lane's idle seconds by cause, longest first; ops of the same name together."""
-        blocks: dict[tuple[IdleKind, str], dict[str, float]] = {}
-        counts: dict[tuple[IdleKind, str], int] = defaultdict(int)
+        blocks: dict[tuple[IdleKind, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for part in self.idle.get(lane, []):
             op = block = ""
             if part.cause_row is not None:
                 op, block = view.ops[view.op[part.cause_row]], view.blocks[view.block[part.cause_row]]
-            seconds = blocks.setdefault((part.kind, op), defaultdict(float))
-            seconds[block] += part.end_s - part.start_s
-            counts[part.kind, op] += 1
+            blocks[part.kind, op][block] += part.end_s - part.start_s
         totals = [
-            IdleTotal(kind, op, tuple(sorted(found, key=lambda b: -found[b])), sum(found.values()), counts[kind, op])
+            IdleTotal(kind, op, tuple(sorted(found, key=lambda b: -found[b])), sum(found.values()))
             for (kind, op), found in blocks.items()
         ]
         return sorted(totals, key=lambda total: -total.seconds)

@@ -52,7 +52,6 @@ class Prepared(NamedTuple):
     seconds: float | None
     """It took so long, or has taken so far."""
     detail: str = ""
-    """What it is at."""
     fraction: float | None = None
     """How much of it is done, 0..1; None where unknown."""
 

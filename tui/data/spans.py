@@ -146,7 +146,6 @@ class SpanView:
 
     @property
     def num_spans(self) -> int:
-        """Rows."""
         return len(self.lane)
 
     @cached_property

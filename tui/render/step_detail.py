@@ -10,8 +10,7 @@ from app.rows import Glyphs, Row, exactly
 from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from tui.data.spans import Ints, SpanView
-from tui.render.lanes import lane_token
-from tui.render.span_text import op_name
+from tui.render.lanes import lane_token, op_name
 from tui.render.ticks import fit
 
 NOT_RECORDED = "This run did not record what its ops waited for: no critical path, and no reasons for idle lanes."
@@ -69,7 +68,6 @@ def idle_rows(
 
 
 def cause_text(total: IdleTotal) -> str:
-    """Why a lane was idle, in words."""
     if total.kind == "waiting":
         blocks = total.blocks
         where = blocks[0] if len(blocks) == 1 else f"{blocks[0]} and {len(blocks) - 1} more"

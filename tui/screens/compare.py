@@ -64,7 +64,6 @@ class TableView(LineWidget):
     changed = False
 
     def show(self, head: list[tuple[str, str]], body: list[list[str]], *, changed: bool = False) -> None:
-        """Show other rows."""
         if (head, body) != (self.head, self.body):
             self.head, self.body, self.changed = head, body, changed
             self.styles.height = len(body) + 1

@@ -101,7 +101,6 @@ class ConfigureScreen(PenstockScreen):
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether leaving would lose edits."""
         return bool(self.draft.differences) and self.draft.differences != self._saved
 
     def _titles(self) -> None:
@@ -119,7 +118,6 @@ class ConfigureScreen(PenstockScreen):
         return str(path.relative_to(self.penstock.root)) if path.is_relative_to(self.penstock.root) else str(path)
 
     def _show_plan(self) -> None:
-        """The planner's state is another."""
         if not self.is_attached or not self.query(PlanPanel):
             return
         state = self.client.state
@@ -402,7 +400,6 @@ def _missing_weights(recipe: Recipe) -> str | None:
 
 
 def _launch_text(state: PlanState) -> str:
-    """What the question says of the plan here."""
     from storage.units import duration_text, seconds_text
 
     where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."

@@ -133,7 +133,6 @@ class HomeScreen(PenstockScreen):
         self._draw_detail()
 
     def glyphs_mark(self) -> str:
-        """What marks a run for comparing."""
         return self.penstock.glyphs.check
 
     def _draw_title(self, dark: bool) -> None:
@@ -190,7 +189,6 @@ class HomeScreen(PenstockScreen):
         self.refresh_bindings()
 
     def on_data_table_row_selected(self) -> None:
-        """Textual's hook: enter or a click on a row."""
         self.action_open()
 
     def on_resize(self) -> None:

@@ -259,7 +259,6 @@ class RunScreen(LaneKeys, PenstockScreen):
             pane.redraw()
 
     def redraw_all(self) -> None:
-        """Draw everything from what has been read."""
         for widget in self.query(LineWidget):
             widget.redraw()
 
@@ -346,11 +345,9 @@ class RunScreen(LaneKeys, PenstockScreen):
         field.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """The log follows what is typed."""
         self.log_pane.filter(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """The filter stays; its field goes."""
         event.input.display = False
         self.log_pane.focus()
 
@@ -420,7 +417,6 @@ def _command(args: list[str], root: Path) -> tuple[bool, str]:
 
 
 def _resume(path: Path) -> tuple[bool, str]:
-    """Start a process that trains on."""
     from app.launcher import resume
 
     try:

@@ -140,7 +140,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.run_worker(lambda: self._find(step), thread=True, group="step", exclusive=True, exit_on_error=False)
 
     def _find(self, step: int) -> None:
-        """In a thread."""
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
         note = predicted_note(self.run_path, predicted)
         found = self._index_of_its_own().find(step)
@@ -363,7 +362,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.run_worker(lambda: self._write(step, out), thread=True, group="export", exit_on_error=False)
 
     def _write(self, step: StepSpans | None, out: Path) -> None:
-        """In a thread."""
 
         def warn(text: str) -> None:
             self.penstock.from_thread(self.notify, text, severity="warning")

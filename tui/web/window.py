@@ -39,7 +39,6 @@ class Window:
 
     def __init__(self, socket: web.WebSocketResponse, command: Sequence[str], name: str) -> None:
         self.name = name
-        """For the log."""
         self._socket = socket
         self._command = command
         self._downloads: dict[str, str] = {}
@@ -179,7 +178,6 @@ class Window:
             self._chunks[key].put_nowait(chunk.encode() if isinstance(chunk, str) else chunk)
 
     async def _listen(self) -> None:
-        """Keep the end of what the process says."""
         assert self._process is not None
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_CHUNK_BYTES):

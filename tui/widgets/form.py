@@ -89,7 +89,6 @@ class FieldRow(Widget):
 
     @property
     def error(self) -> str:
-        """What is wrong with it; empty for nothing."""
         return self._shown[3]
 
     @property
@@ -388,7 +387,6 @@ class Form(Vertical):
         self.set_text(event.row.key, event.text)
 
     def set_text(self, key: str, text: str) -> None:
-        """Give a field another text, as if it were typed."""
         self._edited(key, lambda: self.draft.set(key, text))
 
     def cycle(self, by: int) -> None:
@@ -418,7 +416,6 @@ class Form(Vertical):
         return self.query_one("#filter").has_class("-shown")
 
     def end_filter(self) -> None:
-        """All fields again."""
         entry = self.query_one("#filter", Input)
         entry.value = ""
         entry.remove_class("-shown")

@@ -86,7 +86,6 @@ class LaneView(LineWidget, can_focus=True):
 
     @property
     def view(self) -> SpanView:
-        """The spans on show."""
         return self._held if self._held is not None else self.store.view
 
     def update_live(self, clock_s: float | None, now: Any = None, running: bool = False) -> None:

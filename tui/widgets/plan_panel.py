@@ -15,13 +15,11 @@ class PlanPanel(LineWidget, can_focus=True):
 
     BINDINGS = [*row_bindings("scroll")]
     state = PlanState()
-    """What is shown."""
     _machine = ""
     _top = 0
     _num_rows = 0
 
     def show(self, state: PlanState, machine: str) -> None:
-        """Draw another state; `machine` is what is planned for."""
         if (state, machine) == (self.state, self._machine):
             return
         if state.forecast is not None and self.state.forecast is None:
@@ -58,7 +56,6 @@ class PlanSummary(LineWidget):
     _machine = ""
 
     def show(self, state: PlanState, machine: str) -> None:
-        """Draw another state."""
         self._state, self._machine = state, machine
         self.redraw()
 
