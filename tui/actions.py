@@ -59,7 +59,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("global", "back", "escape", "Back", "Leave this screen; a run goes on whatever you do here."),
     Action("global", "quit", "q,ctrl+q", "Quit", "Close the application; runs go on.", footer=True),
     Action("global", "next_theme", "f2", "Theme", "Dark, light, and their high-contrast versions."),
-    # ------------------------------------------------------------------ home
     Action("home", "open", "enter", "Open", "Watch the run, or configure the recipe, under the cursor.", footer=True),
     Action("home", "search", "slash", "Search", "Filter recipes and runs by any word they show.", footer=True),
     _acting("home", "configure", "c", "Configure", "Configure the recipe, or the run's as a new run.", footer=True),
@@ -68,7 +67,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("home", "timeline", "t", "Timeline", "The last step of the run, op by op."),
     _acting("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run."),
     Action("home", "switch", "tab", "Recipes/runs", "Go to the other list."),
-    # ------------------------------------------------------------------ configure
     Action("configure", "edit", "enter", "Edit", "Type the field's value; a choice goes to its next one."),
     Action("configure", "next_choice", "right,space", "Next choice", "The next value of a choice or a switch."),
     Action("configure", "previous_choice", "left", "Previous choice", "The value before of a choice or a switch."),
@@ -90,7 +88,6 @@ ACTIONS: tuple[Action, ...] = (
     Action(
         "configure", "quit", "q,ctrl+q", "Quit", "Close the application; unsaved changes are asked about.", footer=True
     ),
-    # ------------------------------------------------------------------ run
     Action("run", "freeze", "space", "Freeze", "Hold the display; the run goes on.", footer=True),
     Action("run", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
     Action("run", "outliers", "o", "Outliers", "Clip the loss axis to what is usual, or show all of it."),
@@ -127,7 +124,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "lane_down", "down", "Lane down", "The lane below, to look at its ops one by one."),
     Action("run", "next_span", "full_stop", "Next", "The next op of the lane, or the next step of the loss."),
     Action("run", "previous_span", "comma", "Previous", "The op before, or the step before."),
-    # ------------------------------------------------------------------ timeline
     Action("timeline", "previous_step", "left_square_bracket", "Back", "Show the step before.", footer=True),
     Action("timeline", "next_step", "right_square_bracket", "Next", "Show the next step.", footer=True),
     Action("timeline", "choose_step", "g", "Go to step", "Show the step of a number, or the last one."),
@@ -146,7 +142,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("timeline", "fit", "f", "Fit", "Show the whole step."),
     Action("timeline", "lane_up", "up", "Lane above", "Select the lane above."),
     Action("timeline", "lane_down", "down", "Lane below", "Select the lane below."),
-    # ------------------------------------------------------------------ compare
     Action("compare", "axis", "x", "Axis", "Loss over steps, tokens or time.", footer=True),
     Action("compare", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis.", footer=True),
     Action(

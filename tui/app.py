@@ -97,8 +97,6 @@ class PenstockApp(App[None]):
         """Textual's, but that no text is taken for markup: most have names of files and models in them."""
         super().notify(printable(message), title=title, severity=severity, timeout=timeout, markup=False)
 
-    # ------------------------------------------------------------------ screens
-
     def open_run(self, run_path: Path) -> None:
         """Show a run."""
         from tui.screens.run import RunScreen
@@ -125,8 +123,6 @@ class PenstockApp(App[None]):
 
         self.push_screen(CompareScreen(run_paths))
 
-    # ------------------------------------------------------------------ threads
-
     def on_show(self, screen: Screen[Any]) -> bool:
         """Whether `screen` is the one that is seen, if only behind a dialog; may be asked from any thread."""
         stack = [shown for shown in self._screen_stacks.get("_default", []) if isinstance(shown, PenstockScreen)]
@@ -139,8 +135,6 @@ class PenstockApp(App[None]):
         except RuntimeError:
             if self.is_running:
                 raise
-
-    # ------------------------------------------------------------------ what it may do
 
     def refuses(self) -> bool:
         """Whether no action is taken here, which it says then."""
@@ -156,8 +150,6 @@ class PenstockApp(App[None]):
             self.notify(str(error), severity="error")
             return None
 
-    # ------------------------------------------------------------------ questions
-
     async def ask(self, title: str, text: str, yes: str = "Yes", no: str = "Cancel") -> bool:
         """A question with two answers; call it from a worker."""
         from tui.screens.confirm import ConfirmDialog
@@ -172,8 +164,6 @@ class PenstockApp(App[None]):
         dialog: Any = TextDialog(title, text, value)
         answer: str | None = await self.push_screen_wait(dialog)
         return answer
-
-    # ------------------------------------------------------------------ actions
 
     def offered(self, screen: Screen[Any]) -> list[Action]:
         """The actions that `screen` offers now."""

@@ -110,24 +110,13 @@ class Blockers:
 
     def __init__(self, view: SpanView) -> None:
         self.view = view
-        known = np.flatnonzero(view.id >= 0)
-        self._rows_by_id: Ints = known[np.argsort(view.id[known], kind="stable")]
-        self._ids = view.id[self._rows_by_id]
-        self._by_end: dict[int, Ints] = {}
-        self._by_id: dict[int, Ints] = {}
-        for lane in range(len(view.lanes)):
-            rows = np.flatnonzero(view.lane == lane)
-            self._by_end[lane] = rows[np.argsort(view.end_s[rows], kind="stable")]
-            self._by_id[lane] = rows[np.argsort(view.id[rows], kind="stable")]
-
-    def row_of(self, op_id: int) -> int | None:
-        """The row of an op; None where the view does not hold it."""
-        at = int(np.searchsorted(self._ids, op_id, side="right")) - 1
-        return int(self._rows_by_id[at]) if at >= 0 and self._ids[at] == op_id else None
+        lanes = [np.flatnonzero(view.lane == lane) for lane in range(len(view.lanes))]
+        self._by_end: list[Ints] = [rows[np.argsort(view.end_s[rows], kind="stable")] for rows in lanes]
+        self._by_id: list[Ints] = [rows[np.argsort(view.id[rows], kind="stable")] for rows in lanes]
 
     def waited(self, row: int) -> list[int]:
         """Rows of the ops that were not done when the lane reached this one, as far as the view holds them."""
-        found = [self.row_of(op_id) for op_id in self.view.waited(row) or ()]
+        found = [self.view.row_of_id(op_id) for op_id in self.view.waited(row) or ()]
         return [other for other in found if other is not None and other != row]
 
     def blocker(self, row: int) -> int | None:

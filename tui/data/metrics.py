@@ -114,8 +114,6 @@ class MetricsLog:
         share = max(share, 1.0 / (row + 1.0))  # the first rows are an ordinary mean
         return float(before + share * (loss - before))
 
-    # ------------------------------------------------------------------ figures
-
     def eta_s(self, total_steps: int, started: float | None = None, now: float | None = None) -> float | None:
         """Seconds to the end: the mean of the last steps, without the process's first ones, which compile.
 

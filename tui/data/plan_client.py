@@ -68,8 +68,6 @@ class PlanClient:
         self._waiting: asyncio.Future[PlanState] | None = None
         """For the answer to the newest request."""
 
-    # ------------------------------------------------------------------ requests
-
     def request(self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False, at_once: bool = False) -> int:
         """Ask for a plan once no newer request came for a moment; returns the request's number."""
         self._number += 1
@@ -126,8 +124,6 @@ class PlanClient:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-    # ------------------------------------------------------------------ the server
 
     def _submit(self) -> None:
         self._timer = None
@@ -205,8 +201,6 @@ class PlanClient:
                 state = PlanState(phase, answer["forecast"], recipe=answer.get("recipe"))
             self._set(state)
             self._answer(state)
-
-    # ------------------------------------------------------------------ small things
 
     def _set(self, state: PlanState) -> None:
         if state != self.state:

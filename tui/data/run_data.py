@@ -336,16 +336,11 @@ class RunData:
         """The whole forecast, again whenever it is replaced."""
         if not self.want_predicted:
             return set()
-        path = self.path / "predicted.jsonl"
-        stamp = _stamp(path)
+        stamp = _stamp(self.path / "predicted.jsonl")
         if stamp == self._stamps.get("predicted", ()):
             return set()
         self._stamps["predicted"] = stamp
-        tail, store = JsonTail(path, start_bytes=SPANS_BYTES), SpanStore()
-        store.add(tail.read())
-        while tail.behind:
-            store.add(tail.read())
-        self.predicted = store
+        self.predicted = read_predicted(self.path)
         return {"predicted"}
 
     # ------------------------------------------------------------------ what is wrong
@@ -368,6 +363,16 @@ class RunData:
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: no process has begun to work on the run")
         self.problems = problems
+
+
+def read_predicted(run_path: Path) -> SpanStore:
+    """The forecast's spans, the last of many; none where the run has no forecast."""
+    tail = JsonTail(run_path / "predicted.jsonl", start_bytes=2 * SPANS_BYTES)
+    store = SpanStore(capacity=200_000)
+    store.add(tail.read())
+    while tail.behind:
+        store.add(tail.read())
+    return store
 
 
 def _line(value: Any, *keys: str) -> str:

@@ -178,8 +178,9 @@ class SpanView:
 
     def row_of_id(self, op_id: int) -> int | None:
         """The row of an op; None where it is not held."""
-        found = np.flatnonzero(self.id == op_id)
-        return int(found[-1]) if op_id >= 0 and len(found) else None
+        ids, rows = self._by_id
+        at = int(np.searchsorted(ids, op_id, side="right")) - 1
+        return int(rows[at]) if at >= 0 and ids[at] == op_id else None
 
     def coverage(self, lane: str, edges: Floats) -> Floats:
         """Share of each cell between two `edges` in which the lane had an op under way."""
@@ -215,9 +216,8 @@ class SpanView:
 
     def rows_at(self, lane: str, time_s: float) -> Ints:
         """Rows of a lane under way at a moment, in order of their start: several where its ops overlap."""
-        index = self.lanes.index(lane) if lane in self.lanes else -1
-        rows = np.flatnonzero((self.lane == index) & (self.start_s <= time_s) & (self.end_s > time_s))
-        return rows[np.argsort(self.start_s[rows], kind="stable")]
+        rows = self.rows_of(lane)
+        return rows[(self.start_s[rows] <= time_s) & (self.end_s[rows] > time_s)]
 
     def validating_s(self, window: StepWindow) -> float:
         """Seconds at a step's beginning until the validation of the step before had ended; 0 where there was none."""
@@ -230,6 +230,13 @@ class SpanView:
     def steps(self) -> list[StepWindow]:
         """The steps held whole, in order of time. Steps done again after a crash come twice."""
         return self._steps
+
+    @cached_property
+    def _by_id(self) -> tuple[Ints, Ints]:
+        """The ids that are known, ascending, and their rows."""
+        known = np.flatnonzero(self.id >= 0)
+        rows = known[np.argsort(self.id[known], kind="stable")]
+        return self.id[rows], rows
 
     @cached_property
     def _rows_of_lane(self) -> dict[str, Ints]:

@@ -64,7 +64,6 @@ class StepIndex:
         """Why the file cannot be read, where there is one."""
         self._looked_at = 0
         """Bytes in which the last step has been looked for."""
-        self._file_bytes = -1
         self._first: _Clip | None = None
         self._last: _Clip | None = None
 
@@ -75,10 +74,6 @@ class StepIndex:
         """
         try:
             with open_read(self.path) as file:
-                file_bytes = os.fstat(file.fileno()).st_size
-                if file_bytes == self._file_bytes and self._first is not None and self._last is not None:
-                    return min(self._first.step, self._last.step), self._last.step
-                self._file_bytes = file_bytes
                 size = _whole_lines(file)
                 if size < self._looked_at:
                     self._first = self._last = None
@@ -94,7 +89,6 @@ class StepIndex:
             self.problem = f"{self.path.name} cannot be read: {error.strerror}"
             self._first = self._last = None
             self._looked_at = 0
-            return None
         if self._first is None or self._last is None:
             return None
         return min(self._first.step, self._last.step), self._last.step

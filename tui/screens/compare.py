@@ -156,8 +156,6 @@ class CompareScreen(PenstockScreen):
         over = {"step": "steps", "tokens": "trained tokens", "time": "training time"}[loss.axis]
         loss.border_title = f"loss, averaged, over {over}{', logarithmic' if loss.log_y else ''}"
 
-    # ------------------------------------------------------------------ actions
-
     def action_axis(self) -> None:
         axis = next_kind(self._chart("loss").axis)
         for name in ("loss", "speed"):

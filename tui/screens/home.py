@@ -78,8 +78,8 @@ class HomeScreen(PenstockScreen):
         yield Input(placeholder="words that a run or a recipe shows; esc ends the search", id="search")
         with Horizontal():
             with Vertical(id="lists"):
-                yield _Table(id="runs", classes="pane")
-                yield _Table(id="recipes", classes="pane")
+                yield _Table(cursor_type="row", id="runs", classes="pane")
+                yield _Table(cursor_type="row", id="recipes", classes="pane")
             with VerticalScroll(id="detail", classes="pane"):
                 yield Static(id="about", markup=False)
         yield Footer(show_command_palette=False)
@@ -105,8 +105,6 @@ class HomeScreen(PenstockScreen):
         self._marked &= {run.path for run in self._runs}
         self._draw()
 
-    # ------------------------------------------------------------------ drawing
-
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
         room = self._table("runs").scrollable_content_region.width
@@ -118,7 +116,9 @@ class HomeScreen(PenstockScreen):
         self._draw_title(dark)
         columns = _fitted(_RUN_COLUMNS, "run", room)
         runs = {
-            str(run.path): _run_cells(run, age, run.path in self._marked, dark, self.glyphs_mark())[: len(columns)]
+            str(run.path): _run_cells(run, age, run.path in self._marked, dark, self.penstock.glyphs.check)[
+                : len(columns)
+            ]
             for run, age in zip(self._runs, ages, strict=True)
             if matches(self._words, run.name, run.state, run.error or "")
         }
@@ -131,9 +131,6 @@ class HomeScreen(PenstockScreen):
         }
         _fill(self._table("recipes"), columns, recipes)
         self._draw_detail()
-
-    def glyphs_mark(self) -> str:
-        return self.penstock.glyphs.check
 
     def _draw_title(self, dark: bool) -> None:
         live = sum(run.live for run in self._runs)
@@ -162,8 +159,6 @@ class HomeScreen(PenstockScreen):
         else:
             pane.border_title = ""
             about.update("nothing here yet: a recipe is configured with enter" if not self._words else "nothing found")
-
-    # ------------------------------------------------------------------ choosing
 
     @property
     def chosen(self) -> RunEntry | RecipeEntry | None:
@@ -203,8 +198,6 @@ class HomeScreen(PenstockScreen):
         if action == "resume":
             return self._chosen_run is not None and self._chosen_run.state in RESUMABLE
         return True
-
-    # ------------------------------------------------------------------ actions
 
     def action_open(self) -> None:
         chosen = self.chosen
@@ -266,8 +259,6 @@ class HomeScreen(PenstockScreen):
         except UserError as error:
             self.penstock.from_thread(self.notify, str(error), severity="error")
 
-    # ------------------------------------------------------------------ search
-
     def action_search(self) -> None:
         search = self.query_one("#search", Input)
         search.add_class("-shown")
@@ -303,9 +294,6 @@ class _Table(DataTable[Any], inherit_bindings=False):
         Binding("home", "scroll_top", show=False),
         Binding("end", "scroll_bottom", show=False),
     ]
-
-    def __init__(self, *, id: str, classes: str) -> None:
-        super().__init__(cursor_type="row", zebra_stripes=False, id=id, classes=classes)
 
 
 def _fitted(columns: dict[str, int], flexible: str, room: int) -> dict[str, int]:

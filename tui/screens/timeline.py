@@ -16,13 +16,14 @@ from textual.widgets import Footer
 
 from app.ops import STEP_END
 from app.rows import Row
-from app.run_files import JsonLines, read_object
+from app.run_files import read_object
 from app.trace import write_trace
 from storage.errors import UserError
 from storage.units import seconds_text
 from storage.untrusted import printable
 from tui.data.critical import Blockers, StepAnalysis, analyse
 from tui.data.fields import number
+from tui.data.run_data import read_predicted
 from tui.data.spans import Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
@@ -33,7 +34,6 @@ from tui.widgets.lines import LineWidget
 
 _LOOK_S = 0.5
 """How often a live run is asked for new steps."""
-_MAX_PREDICTED_BYTES = 1 << 28
 _MAX_PLAN_BYTES = 64 << 20
 
 
@@ -109,8 +109,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.lane_view.focus()
         self.start_feed(self._look, self._take_bounds, every_s=_LOOK_S)
 
-    # ------------------------------------------------------------------ steps, found in threads
-
     def _look(self) -> tuple[tuple[int, int] | None] | None:
         bounds = self._index.bounds()
         return (bounds,) if bounds != self._bounds or (bounds is None and self.step is None) else None
@@ -142,12 +140,9 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def _find(self, step: int) -> None:
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
         note = predicted_note(self.run_path, predicted)
-        found = self._index_of_its_own().find(step)
+        found = StepIndex(self.run_path / "spans.jsonl").find(step)
         loaded = LoadedStep(found, analyse(found.view, found.window)) if found is not None else None
         self.penstock.from_thread(self._take_step, step, loaded, predicted, note)
-
-    def _index_of_its_own(self) -> StepIndex:
-        return StepIndex(self.run_path / "spans.jsonl")
 
     def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore, note: str) -> None:
         if step != self._loading:
@@ -166,8 +161,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             if not loaded.spans.whole:
                 self.notify("more ops than are kept: the beginning of the step is missing", severity="warning")
         self._redraw()
-
-    # ------------------------------------------------------------------ drawing
 
     def _redraw(self) -> None:
         self._draw_titles()
@@ -226,8 +219,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def on_lane_view_selected(self) -> None:
         self._redraw()
-
-    # ------------------------------------------------------------------ actions
 
     def action_previous_step(self) -> None:
         self._go(-1)
@@ -376,18 +367,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.penstock.from_thread(self.notify, str(error), severity="error")
             return
         self.penstock.from_thread(self.notify, f"{count:,} ops written to {out}; open it at https://ui.perfetto.dev")
-
-
-def read_predicted(run_path: Path) -> SpanStore:
-    """The forecast's spans; an empty store where the run has none."""
-    store = SpanStore(capacity=200_000)
-    lines = JsonLines(run_path / "predicted.jsonl", (0, _MAX_PREDICTED_BYTES))
-    try:
-        store.add(lines)
-    except UserError:
-        return SpanStore()
-    store.num_rejected += lines.damaged
-    return store
 
 
 def predicted_note(run_path: Path, predicted: SpanStore) -> str:

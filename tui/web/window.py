@@ -99,8 +99,6 @@ class Window:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._socket.close(code=1001, message=why.encode()), _CLOSE_S)
 
-    # ------------------------------------------------------------------ from the browser
-
     async def _from_browser(self) -> None:
         malformed = 0
         async for frame in self._socket:
@@ -131,8 +129,6 @@ class Window:
             await asyncio.wait_for(self._process.stdin.drain(), _TAKE_S)
         except TimeoutError:
             raise ConnectionError(f"the application has taken no input for {_TAKE_S:.0f} s") from None
-
-    # ------------------------------------------------------------------ from the application
 
     async def _from_application(self) -> None:
         assert self._process is not None
@@ -182,8 +178,6 @@ class Window:
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_CHUNK_BYTES):
             self._said = (self._said + data)[-_SAID_BYTES:]
-
-    # ------------------------------------------------------------------ files for the browser
 
     def take_download(self, key: str) -> str | None:
         """The name of a file that the application has for the browser, once; None where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rich.cells import cell_len, set_cell_size
@@ -47,8 +48,7 @@ class ValueInput(Input):
     BINDINGS = [Binding("escape", "undo", "Undo", show=False)]
 
     def action_undo(self) -> None:
-        row = cast(FieldRow, self.parent)
-        row.end_edit(undo=True)
+        cast(FieldRow, self.parent).end_edit(undo=True)
 
 
 class FieldRow(Widget):
@@ -60,19 +60,18 @@ class FieldRow(Widget):
     is_current = reactive(False)
     """Whether the cursor is here."""
 
+    @dataclass
     class Changed(Message):
         """The user gave the field another text."""
 
-        def __init__(self, row: FieldRow, text: str) -> None:
-            super().__init__()
-            self.row, self.text = row, text
+        row: FieldRow
+        text: str
 
+    @dataclass
     class Pointed(Message):
         """The user clicked on the row."""
 
-        def __init__(self, row: FieldRow) -> None:
-            super().__init__()
-            self.row = row
+        row: FieldRow
 
     def __init__(self, key: str) -> None:
         super().__init__(classes="field")
@@ -250,12 +249,11 @@ class Form(Vertical):
     SCOPED_CSS = False
     """The rules ask for classes of the screen and of the application."""
 
+    @dataclass
     class Edited(Message):
         """The draft is another."""
 
-        def __init__(self, key: str) -> None:
-            super().__init__()
-            self.key = key
+        key: str
 
     def __init__(self, draft: Draft, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,11 @@ _NO_STEP_S = 5.0
 class LaneView(LineWidget, can_focus=True):
     """Lanes of a SpanStore: `live` follows the run's last seconds, `step` fits a step, `free` holds what was chosen."""
 
+    @dataclass
     class Selected(Message):
         """Another lane, span, or no span, is selected."""
 
-        def __init__(self, span: Span | None) -> None:
-            super().__init__()
-            self.span = span
+        span: Span | None
 
     def __init__(
         self,

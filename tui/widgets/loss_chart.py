@@ -37,8 +37,6 @@ class LossChart(RunPane, can_focus=True):
     cursor: int | None = None
     """Row under the cursor."""
 
-    # ------------------------------------------------------------------ drawing
-
     def rows(self, width: int, height: int) -> list[Row]:
         """The chart; signals where there is room for them. Before the first step the checklist of what it takes."""
         if self._waits:
@@ -133,8 +131,6 @@ class LossChart(RunPane, can_focus=True):
         curve = Curve(x, metrics.column("grad_norm", num_rows), "lane.d2h")
         return [exactly(head, width), *self._drawn(width, height - 1, [curve])]
 
-    # ------------------------------------------------------------------ what it says
-
     def headline(self) -> str:
         """The step under the cursor in figures, else how the loss is drawn."""
         metrics, row = self._data.metrics, self.cursor
@@ -149,8 +145,6 @@ class LossChart(RunPane, can_focus=True):
         parts = [f"over {self.x_kind}s" if self.x_kind == "step" else f"over {self.x_kind}"]
         parts += ["log"] * self.log_y + ["outliers clipped"] * self.clip + ["zoomed"] * (self.window is not None)
         return ", ".join(parts)
-
-    # ------------------------------------------------------------------ keys
 
     def cursor_step(self) -> int | None:
         metrics = self._data.metrics
@@ -201,8 +195,6 @@ class LossChart(RunPane, can_focus=True):
             by *= max(1, round(rows * (high - low) / max(1, self.size.width * 2)))
             self.cursor = rows - 1 if self.cursor is None else min(rows - 1, max(0, self.cursor + by))
             self.redraw()
-
-    # ------------------------------------------------------------------ mouse
 
     def on_click(self, event: events.Click) -> None:
         """The cursor goes to the step under the mouse."""
