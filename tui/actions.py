@@ -7,6 +7,7 @@ screen's `check_action` says no, footer, help and palette leave the action out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from textual.binding import Binding
 
@@ -23,7 +24,6 @@ class Action:
     label: str
     """One or two words, for the footer and the palette."""
     help: str
-    """One sentence."""
     footer: bool = False
     """Whether the footer has room for it; eight a screen at most."""
     acts: bool = False
@@ -36,7 +36,6 @@ class Action:
 
     @property
     def shown_key(self) -> str:
-        """The first of them."""
         return self.shown_keys[0]
 
 
@@ -52,30 +51,22 @@ _KEY_NAMES = {
     "minus": "-",
 }
 
+_acting = partial(Action, acts=True)
+
 ACTIONS: tuple[Action, ...] = (
     Action("global", "help", "question_mark,f1", "Help", "Show every key of this screen.", footer=True),
     Action("global", "command_palette", "ctrl+p", "Palette", "Search all commands.", footer=True),
     Action("global", "back", "escape", "Back", "Leave this screen; a run goes on whatever you do here."),
     Action("global", "quit", "q,ctrl+q", "Quit", "Close the application; runs go on.", footer=True),
     Action("global", "next_theme", "f2", "Theme", "Dark, light, and their high-contrast versions."),
-    # ------------------------------------------------------------------ home
     Action("home", "open", "enter", "Open", "Watch the run, or configure the recipe, under the cursor.", footer=True),
     Action("home", "search", "slash", "Search", "Filter recipes and runs by any word they show.", footer=True),
-    Action(
-        "home",
-        "configure",
-        "c",
-        "Configure",
-        "Configure the recipe, or the run's as a new run.",
-        footer=True,
-        acts=True,
-    ),
+    _acting("home", "configure", "c", "Configure", "Configure the recipe, or the run's as a new run.", footer=True),
     Action("home", "mark", "space", "Mark", "Mark the run for comparing.", footer=True),
     Action("home", "compare", "m", "Compare", "Compare the marked runs.", footer=True),
     Action("home", "timeline", "t", "Timeline", "The last step of the run, op by op."),
-    Action("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run.", acts=True),
+    _acting("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run."),
     Action("home", "switch", "tab", "Recipes/runs", "Go to the other list."),
-    # ------------------------------------------------------------------ configure
     Action("configure", "edit", "enter", "Edit", "Type the field's value; a choice goes to its next one."),
     Action("configure", "next_choice", "right,space", "Next choice", "The next value of a choice or a switch."),
     Action("configure", "previous_choice", "left", "Previous choice", "The value before of a choice or a switch."),
@@ -90,52 +81,33 @@ ACTIONS: tuple[Action, ...] = (
     Action("configure", "best", "b", "Helps most", "Take the change that helps most."),
     Action("configure", "machine", "m", "Machine", "Plan for this machine or another.", footer=True),
     Action("configure", "differences", "d", "Changes", "What is not as the recipe had it."),
-    Action("configure", "save", "ctrl+s", "Save", "Write the recipe to a file of your own.", footer=True, acts=True),
-    Action(
-        "configure", "launch", "l,ctrl+l", "Launch", "Start this run here, after a question.", footer=True, acts=True
-    ),
+    _acting("configure", "save", "ctrl+s", "Save", "Write the recipe to a file of your own.", footer=True),
+    _acting("configure", "launch", "l,ctrl+l", "Launch", "Start this run here, after a question.", footer=True),
     Action("configure", "replan", "f5", "Plan again", "Ask the planner once more."),
     Action("configure", "back", "escape", "Back", "Leave; unsaved changes are asked about."),
     Action(
-        "configure",
-        "quit",
-        "q,ctrl+q",
-        "Quit",
-        "Close the application; unsaved changes are asked about.",
-        footer=True,
+        "configure", "quit", "q,ctrl+q", "Quit", "Close the application; unsaved changes are asked about.", footer=True
     ),
-    # ------------------------------------------------------------------ run
     Action("run", "freeze", "space", "Freeze", "Hold the display; the run goes on.", footer=True),
     Action("run", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
     Action("run", "outliers", "o", "Outliers", "Clip the loss axis to what is usual, or show all of it."),
     Action("run", "predicted", "p", "Predicted", "Show the planned step beside the real one.", footer=True),
     Action("run", "filter_log", "slash", "Filter log", "Show log lines with a word; ! before it: without it."),
     Action("run", "timeline", "t", "Timeline", "Any step of this run, op by op.", footer=True),
-    Action(
+    _acting(
         "run",
         "save_checkpoint",
         "k",
         "Checkpoint",
         "Keep the next step's state under a name, after a question.",
         footer=True,
-        acts=True,
     ),
-    Action(
-        "run", "pause", "P", "Pause", "Hold the run at the end of its step, committed, after a question.", acts=True
+    _acting("run", "pause", "P", "Pause", "Hold the run at the end of its step, committed, after a question."),
+    _acting("run", "resume", "R", "Resume", "Go on with a paused, stopped, failed or crashed run.", footer=True),
+    _acting(
+        "run", "stop", "S", "Stop", "End the run at the end of its step, committed, after a question.", footer=True
     ),
-    Action(
-        "run", "resume", "R", "Resume", "Go on with a paused, stopped, failed or crashed run.", footer=True, acts=True
-    ),
-    Action(
-        "run",
-        "stop",
-        "S",
-        "Stop",
-        "End the run at the end of its step, committed, after a question.",
-        footer=True,
-        acts=True,
-    ),
-    Action("run", "export", "e", "Export", "Write a Hugging Face folder, after a question.", footer=True, acts=True),
+    _acting("run", "export", "e", "Export", "Write a Hugging Face folder, after a question.", footer=True),
     Action("run", "axis", "x", "Axis", "Loss over steps, tokens or time."),
     Action("run", "pane_loss", "1", "Loss", "Go to the loss; again: it alone, and back."),
     Action("run", "pane_lanes", "2", "Lanes", "Go to the lanes; again: they alone, and back."),
@@ -152,18 +124,13 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "lane_down", "down", "Lane down", "The lane below, to look at its ops one by one."),
     Action("run", "next_span", "full_stop", "Next", "The next op of the lane, or the next step of the loss."),
     Action("run", "previous_span", "comma", "Previous", "The op before, or the step before."),
-    # ------------------------------------------------------------------ timeline
     Action("timeline", "previous_step", "left_square_bracket", "Back", "Show the step before.", footer=True),
     Action("timeline", "next_step", "right_square_bracket", "Next", "Show the next step.", footer=True),
     Action("timeline", "choose_step", "g", "Go to step", "Show the step of a number, or the last one."),
     Action("timeline", "search", "slash", "Find", "List ops by any words of op, block, lane or chunk.", footer=True),
     Action("timeline", "predicted", "p", "Plan", "Show the planned step beneath each lane.", footer=True),
-    Action(
-        "timeline", "export", "x", "Export", "Write this step as a trace for ui.perfetto.dev.", footer=True, acts=True
-    ),
-    Action(
-        "timeline", "export_run", "X", "Export run", "Write the whole run as a trace for ui.perfetto.dev.", acts=True
-    ),
+    _acting("timeline", "export", "x", "Export", "Write this step as a trace for ui.perfetto.dev.", footer=True),
+    _acting("timeline", "export_run", "X", "Export run", "Write the whole run as a trace for ui.perfetto.dev."),
     Action("timeline", "next_span", "full_stop,n", "Next op", "Select the next op of the lane, or the next one found."),
     Action("timeline", "previous_span", "comma,N", "Op before", "Select the op before, or the one found before."),
     Action("timeline", "blocker", "b", "Blocker", "Select the op after which this one could begin."),
@@ -175,7 +142,6 @@ ACTIONS: tuple[Action, ...] = (
     Action("timeline", "fit", "f", "Fit", "Show the whole step."),
     Action("timeline", "lane_up", "up", "Lane above", "Select the lane above."),
     Action("timeline", "lane_down", "down", "Lane below", "Select the lane below."),
-    # ------------------------------------------------------------------ compare
     Action("compare", "axis", "x", "Axis", "Loss over steps, tokens or time.", footer=True),
     Action("compare", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis.", footer=True),
     Action(

@@ -18,6 +18,7 @@ from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
 from app.rows import ASCII, UNICODE, Glyphs
+from storage.errors import UserError
 from storage.untrusted import printable
 from tui.actions import Action, actions, bindings
 from tui.filters import AsciiFilter, PrintableFilter
@@ -46,7 +47,6 @@ class PenstockApp(App[None]):
     TITLE = "penstock"
     CSS_PATH = "app.tcss"
     BINDINGS = [*bindings("global")]
-    ENABLE_COMMAND_PALETTE = True
 
     def __init__(
         self,
@@ -97,8 +97,6 @@ class PenstockApp(App[None]):
         """Textual's, but that no text is taken for markup: most have names of files and models in them."""
         super().notify(printable(message), title=title, severity=severity, timeout=timeout, markup=False)
 
-    # ------------------------------------------------------------------ screens
-
     def open_run(self, run_path: Path) -> None:
         """Show a run."""
         from tui.screens.run import RunScreen
@@ -120,11 +118,10 @@ class PenstockApp(App[None]):
         self.push_screen(ConfigureScreen(recipe_path))
 
     def open_compare(self, run_paths: list[Path]) -> None:
+        """Compare runs."""
         from tui.screens.compare import CompareScreen
 
         self.push_screen(CompareScreen(run_paths))
-
-    # ------------------------------------------------------------------ threads
 
     def on_show(self, screen: Screen[Any]) -> bool:
         """Whether `screen` is the one that is seen, if only behind a dialog; may be asked from any thread."""
@@ -139,19 +136,19 @@ class PenstockApp(App[None]):
             if self.is_running:
                 raise
 
-    # ------------------------------------------------------------------ what it may do
-
     def refuses(self) -> bool:
         """Whether no action is taken here, which it says then."""
         if self.read_only:
             self.notify("read-only: this shows runs and takes no action", severity="warning")
         return self.read_only
 
-    def target(self, typed: str) -> Path:
-        """Where a file or folder is to be written that was typed as `typed`. Raises UserError."""
-        return written_path(self.root, typed, inside=self.served)
-
-    # ------------------------------------------------------------------ questions
+    def target(self, typed: str) -> Path | None:
+        """Where a file or folder is to be written that was typed as `typed`; None, and it is said, where it cannot."""
+        try:
+            return written_path(self.root, typed, inside=self.served)
+        except UserError as error:
+            self.notify(str(error), severity="error")
+            return None
 
     async def ask(self, title: str, text: str, yes: str = "Yes", no: str = "Cancel") -> bool:
         """A question with two answers; call it from a worker."""
@@ -168,8 +165,6 @@ class PenstockApp(App[None]):
         answer: str | None = await self.push_screen_wait(dialog)
         return answer
 
-    # ------------------------------------------------------------------ actions
-
     def offered(self, screen: Screen[Any]) -> list[Action]:
         """The actions that `screen` offers now."""
         scope = getattr(screen, "SCOPE", "")
@@ -180,7 +175,6 @@ class PenstockApp(App[None]):
         ]
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Textual's hook: the command palette."""
         for action in self.offered(screen):
             if action.id != "command_palette":
                 where = self if action.scope == "global" else screen
@@ -190,7 +184,6 @@ class PenstockApp(App[None]):
         yield SystemCommand("Screenshot", "Write what is shown as an SVG file.", self.deliver_screenshot)
 
     def action_help(self) -> None:
-        """Show the keys of the screen."""
         from tui.screens.help import HelpScreen
 
         if isinstance(self.screen, PenstockScreen):
@@ -202,7 +195,6 @@ class PenstockApp(App[None]):
             await self.pop_screen()
 
     def action_next_theme(self) -> None:
-        """The next of Penstock's themes."""
         names = [theme.name for theme in THEMES]
         index = names.index(self.theme) if self.theme in names else -1
         self.theme = names[(index + 1) % len(names)]

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from storage.errors import UserError
+from tui.paths import environment
 
 WIDTH, HEIGHT = 120, 36
 SPANS_PER_S = 300.0
@@ -81,12 +82,11 @@ class _Terminal:
     def __init__(self, arguments: list[str], folder: Path) -> None:
         self._leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-        environment = _environment() | {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
         self.started_at = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tui.main", *arguments],
             cwd=folder,
-            env=environment,
+            env=environment(TERM="xterm-256color", COLORTERM="truecolor", LANG="C.UTF-8"),
             stdin=follower,
             stdout=follower,
             stderr=follower,
@@ -154,9 +154,8 @@ def bench_tui(minutes: float = 10.0, *, save: Path | None = None, json_output: b
 
 @contextmanager
 def _writer(run: Path) -> Iterator[None]:
-    """A process that makes the run and goes on with it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tui.bench", str(run)], env=_environment(), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tui.bench", str(run)], env=environment(), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:
@@ -241,7 +240,6 @@ def _share(a: Sample, b: Sample) -> float:
 
 
 def page(cost: TuiCost) -> str:
-    """The figures as a page."""
     mib = 1 << 20
     frames = ", ".join(f"{seconds:.2f}" for seconds in sorted(cost.first_frame_s))
     rows = [
@@ -272,11 +270,6 @@ def page(cost: TuiCost) -> str:
         *(f"| {name} | {value} |" for name, value in rows),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from textual.pilot import Pilot
 
 from app.control import ask
 from app.launcher import start
@@ -30,8 +27,6 @@ from tui.widgets.plan_panel import PlanPanel
 _LIVE_STEP = 22
 """Step of the live run from which on pictures are taken."""
 
-Drive = Callable[[Pilot[Any]], Awaitable[None]]
-
 
 @dataclass(frozen=True, slots=True)
 class Shot:
@@ -39,58 +34,25 @@ class Shot:
 
     name: str
     size: tuple[int, int]
-    theme: str
-    drive: Drive
+    open: Callable[[PenstockApp], None]
     """Brings the application to what is to be seen."""
+    theme: str = "penstock-dark"
 
 
 def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
-    """All pictures."""
-    dark, light = "penstock-dark", "penstock-light"
-
-    def app_of(pilot: Pilot[Any]) -> PenstockApp:
-        assert isinstance(pilot.app, PenstockApp)
-        return pilot.app
-
-    async def home(pilot: Pilot[Any]) -> None:
-        await pilot.pause(1)
-
-    async def planned(pilot: Pilot[Any], recipe: str) -> None:
-        app_of(pilot).open_configure(root / "recipes" / recipe)
-        for _ in range(240):
-            await pilot.pause(0.5)
-            shown = [panel.state for panel in pilot.app.screen.query(PlanPanel)]
-            if shown and shown[0].phase == "done" and shown[0].forecast is not None:
-                return
-
-    async def configure(pilot: Pilot[Any]) -> None:
-        await planned(pilot, "14b_workstation.py")
-
-    async def refused(pilot: Pilot[Any]) -> None:
-        await planned(pilot, "120b_moe.py")
-
-    async def run(pilot: Pilot[Any]) -> None:
-        app_of(pilot).open_run(live)
-        await pilot.pause(3)
-
-    async def timeline(pilot: Pilot[Any]) -> None:
-        app_of(pilot).open_timeline(finished[0], 12)
-        await pilot.pause(3)
-
-    async def compare(pilot: Pilot[Any]) -> None:
-        app_of(pilot).open_compare(finished)
-        await pilot.pause(2)
+    def run(app: PenstockApp) -> None:
+        app.open_run(live)
 
     return [
-        Shot("run", (120, 36), dark, run),
-        Shot("run-80x24", (80, 24), dark, run),
-        Shot("run-200x60", (200, 60), dark, run),
-        Shot("run-light", (120, 36), light, run),
-        Shot("home", (120, 36), dark, home),
-        Shot("configure", (160, 44), dark, configure),
-        Shot("configure-refused", (120, 36), dark, refused),
-        Shot("timeline", (160, 44), dark, timeline),
-        Shot("compare", (120, 36), dark, compare),
+        Shot("run", (120, 36), run),
+        Shot("run-80x24", (80, 24), run),
+        Shot("run-200x60", (200, 60), run),
+        Shot("run-light", (120, 36), run, "penstock-light"),
+        Shot("home", (120, 36), lambda app: None),
+        Shot("configure", (160, 44), lambda app: app.open_configure(root / "recipes/14b_workstation.py")),
+        Shot("configure-refused", (120, 36), lambda app: app.open_configure(root / "recipes/120b_moe.py")),
+        Shot("timeline", (160, 44), lambda app: app.open_timeline(finished[0], 12)),
+        Shot("compare", (120, 36), lambda app: app.open_compare(finished)),
     ]
 
 
@@ -127,14 +89,19 @@ async def take(shot: Shot, root: Path, out: Path) -> None:
     async with app.run_test(size=shot.size) as pilot:
         app.theme = shot.theme
         await pilot.pause()
-        await shot.drive(pilot)
+        shot.open(app)
+        await pilot.pause(3)
+        for _ in range(240):
+            panels = pilot.app.screen.query(PlanPanel)
+            if all(panel.state.phase == "done" and panel.state.forecast is not None for panel in panels):
+                break
+            await pilot.pause(0.5)
         svg = app.export_screenshot(title="penstock", simplify=True)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace, Menlo")
     (out / f"{shot.name}.svg").write_text(svg)
 
 
 def main() -> None:
-    """Take all pictures."""
     out = Path(sys.argv[1]).resolve()
     wanted = sys.argv[2:]
     out.mkdir(parents=True, exist_ok=True)

@@ -10,16 +10,17 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from storage.errors import UserError
 from storage.untrusted import printable
+from tui.paths import environment
 from tui.web.access import Access, is_remote
 from tui.web.server import WebServer
-from tui.web.window import environment
 
 _MOST_LINE = 400
-_PACKAGES = Path(__file__).resolve().parents[1]
+_Place = tuple[socket.AddressFamily, str, tuple[Any, ...]]
+"""Where to listen: the family, the address, and of IPv6 flow and interface."""
 
 
 def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read_only: bool | None) -> None:
@@ -27,8 +28,8 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
 
     Raises UserError where the port cannot be had, and for an address that others reach without `allow_remote`.
     """
-    places = _resolve(host, port)
-    if is_remote(place.address for place in places) and not allow_remote:
+    places = _resolve(host)
+    if is_remote(address for _, address, _ in places) and not allow_remote:
         raise UserError(
             f"--host {host}: other machines would reach it, over plain http: whoever learns the address can run "
             "recipes, which are Python code, as you. Leave --host out and use an SSH tunnel, or add --allow-remote"
@@ -38,7 +39,7 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
         access = Access(host, tuple(item.getsockname()[0] for item in sockets), sockets[0].getsockname()[1])
         read_only = access.is_remote if read_only is None else read_only
         os.chdir(root)
-        os.environ.update(environment(str(_PACKAGES)))
+        os.environ.update(environment(TEXTUAL_COLOR_SYSTEM="truecolor", TERM_PROGRAM="textual"))
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_OneLine())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -68,39 +69,30 @@ async def _serve(server: WebServer, sockets: list[socket.socket]) -> None:
     await server.run(sockets, until)
 
 
-class _Place(NamedTuple):
-    """Where to listen."""
-
-    family: socket.AddressFamily
-    address: str
-    scope: tuple[int, ...]
-    """Of IPv6: flow and interface."""
-
-
-def _resolve(host: str, port: int) -> list[_Place]:
+def _resolve(host: str) -> list[_Place]:
     """What `host` is. Raises UserError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError) as error:
         raise UserError(f"--host {host}: is no address of this machine ({error})") from None
-    return list(dict.fromkeys(_Place(family, str(name[0]), tuple(name[2:])) for family, _, _, _, name in found))
+    return list(dict.fromkeys((family, str(name[0]), name[2:]) for family, _, _, _, name in found))
 
 
 def _listen(places: list[_Place], host: str, port: int) -> list[socket.socket]:
     """Sockets on all places that this machine has; port 0 is one that is free. Raises UserError."""
     sockets: list[socket.socket] = []
     trouble: Exception | None = None
-    for place in places:
+    for family, address, scope in places:
         try:
-            item = socket.socket(place.family)
+            item = socket.socket(family)
         except OSError as error:
             trouble = error
             continue
         try:
             item.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if place.family == socket.AF_INET6:
+            if family == socket.AF_INET6:
                 item.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            item.bind((place.address, sockets[0].getsockname()[1] if sockets else port, *place.scope))
+            item.bind((address, sockets[0].getsockname()[1] if sockets else port, *scope))
             item.listen()
         except (OSError, OverflowError) as error:
             item.close()

@@ -124,7 +124,7 @@ def metrics_line(step: int, step_s: float, at: float) -> Line:
 
 
 def forecast(steps: Steps, spans: list[Line]) -> Line:
-    """plan.json of such a run, whose step has these spans."""
+    """What is read of plan.json of such a run, whose step has these spans."""
     blocks = [
         {
             "name": f"layers.{layer}",
@@ -132,9 +132,6 @@ def forecast(steps: Steps, spans: list[Line]) -> Line:
             "state": "nvme",
             "gradient": "ram",
             "bytes": 9 * GIB,
-            "activation_checkpointing": {"none": 0, "selective": 4, "full": 0},
-            "spilled": 0,
-            "saved_on_gpu": 0,
         }
         for layer in range(steps.num_layers)
     ]
@@ -142,35 +139,22 @@ def forecast(steps: Steps, spans: list[Line]) -> Line:
     for lane in LANES:
         mine = [span for span in spans if span["lane"] == lane]
         busy_s = sum(span["end_s"] - span["start_s"] for span in mine)
-        num_bytes = sum(span["bytes"] for span in mine)
-        lanes[lane] = {"busy_s": busy_s, "bytes": num_bytes, "share": min(1.0, busy_s / steps.step_s)}
+        lanes[lane] = {"share": min(1.0, busy_s / steps.step_s)}
     tier = {"gpu": (80, 62), "ram": (128, 96), "nvme": (3600, 1420)}
     return {
-        "recipe": "synthetic",
-        "machine": {"name": "synthetic", "source": "made up", "gpu": "none"},
-        "fits": True,
-        "model": {"type": "synthetic", "params": 10**9, "active_params": 10**9, "layers": steps.num_layers},
-        "tokens_per_step": TOKENS,
+        "model": {"params": 10**9, "layers": steps.num_layers},
         "steps": 10_000_000,
-        "context": 32_768,
         "tiers": {
-            name: {"budget_bytes": budget * GIB, "peak_bytes": peak * GIB, "parts": {"all": peak * GIB}}
-            for name, (budget, peak) in tier.items()
+            name: {"budget_bytes": budget * GIB, "peak_bytes": peak * GIB} for name, (budget, peak) in tier.items()
         },
         "blocks": blocks,
-        "chunks": 1,
-        "chunk_tokens": 8192,
-        "kv_window": "whole",
         "weight_slots": {"layer": 2, "embedding and head": 1},
         "step_s": steps.step_s,
         "tokens_per_s": TOKENS / steps.step_s,
         "bound_by": "compute",
         "lanes": lanes,
         "model_flops": 10**15,
-        "executed_flops": 10**15,
         "mfu": 0.4,
-        "hfu": 0.4,
-        "reasons": [],
     }
 
 
@@ -183,7 +167,6 @@ class Writer:
         """The spans' clock."""
         self.step = num_steps
         self._spans_per_s = spans_per_s
-        self._num_spans = num_spans
         before = min(num_steps, num_spans // int(spans_per_s * Steps(spans_per_s=spans_per_s).step_s))
         self._steps = Steps(spans_per_s=spans_per_s, first_step=num_steps - before + 1)
         self._coming: list[tuple[float, int, Line]] = []
@@ -239,7 +222,6 @@ class Writer:
         return ended
 
     def say(self, now: float, text: str) -> None:
-        """A line in log.jsonl."""
         with (self.path / "log.jsonl").open("a") as file:
             file.write(json.dumps({"time": now, "level": "info", "text": text, "step": self.step}) + "\n")
 

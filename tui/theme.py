@@ -11,79 +11,50 @@ from functools import lru_cache
 from rich.style import Style
 from textual.theme import Theme
 
-_DARK = {
-    "text": "#d7dce2",
-    "dim": "#7f8a99",
-    "good": "#3fbf7f",
-    "warn": "#e6a817",
-    "bad": "#ff6b5e",
-    "accent": "#5cc8ff",
-    "axis": "#5b6675",
-    "raw": "#4f6f86",
-    "ema": "#5cc8ff",
-    "validation": "#f0a35e",
-    "checkpoint": "#9aa5b1",
-    "lane.nvme_read": "#56b4e9",
-    "lane.h2d": "#009e73",
-    "lane.compute": "#e69f00",
-    "lane.d2h": "#cc79a7",
-    "lane.optimizer": "#f0e442",
-    "lane.nvme_write": "#d55e00",
-    "lane.other": "#9aa5b1",
-    "stall": "#ff6b5e",
-    "tier.gpu": "#e69f00",
-    "tier.ram": "#009e73",
-    "tier.nvme": "#56b4e9",
-    "flight": "#f0e442",
-    "predicted": "#8a7fd1",
-    "critical": "#ff6b5e",
-    "title": "#e8edf3",
-    "series.0": "#56b4e9",
-    "series.1": "#e69f00",
-    "series.2": "#009e73",
-    "series.3": "#cc79a7",
-    "series.4": "#f0e442",
-    "series.5": "#d55e00",
+_COLOURS = {
+    "text": ("#d7dce2", "#1f2933"),
+    "dim": ("#7f8a99", "#66717e"),
+    "good": ("#3fbf7f", "#0b7a4b"),
+    "warn": ("#e6a817", "#8a5a00"),
+    "bad": ("#ff6b5e", "#b3261e"),
+    "accent": ("#5cc8ff", "#0b6fa4"),
+    "axis": ("#5b6675", "#98a2ad"),
+    "raw": ("#4f6f86", "#9fbccd"),
+    "ema": ("#5cc8ff", "#0b5f8f"),
+    "validation": ("#f0a35e", "#b35c00"),
+    "checkpoint": ("#9aa5b1", "#66717e"),
+    "lane.nvme_read": ("#56b4e9", "#0072b2"),
+    "lane.h2d": ("#009e73", "#00795a"),
+    "lane.compute": ("#e69f00", "#a86f00"),
+    "lane.d2h": ("#cc79a7", "#a8457c"),
+    "lane.optimizer": ("#f0e442", "#7a7000"),
+    "lane.nvme_write": ("#d55e00", "#b34a00"),
+    "lane.other": ("#9aa5b1", "#66717e"),
+    "stall": ("#ff6b5e", "#b3261e"),
+    "tier.gpu": ("#e69f00", "#a86f00"),
+    "tier.ram": ("#009e73", "#00795a"),
+    "tier.nvme": ("#56b4e9", "#0072b2"),
+    "flight": ("#f0e442", "#7a7000"),
+    "predicted": ("#8a7fd1", "#5b4fb0"),
+    "critical": ("#ff6b5e", "#b3261e"),
+    "title": ("#e8edf3", "#101820"),
+    "series.0": ("#56b4e9", "#0072b2"),
+    "series.1": ("#e69f00", "#a86f00"),
+    "series.2": ("#009e73", "#00795a"),
+    "series.3": ("#cc79a7", "#a8457c"),
+    "series.4": ("#f0e442", "#7a7000"),
+    "series.5": ("#d55e00", "#b34a00"),
 }
-_LIGHT = {
-    "text": "#1f2933",
-    "dim": "#66717e",
-    "good": "#0b7a4b",
-    "warn": "#8a5a00",
-    "bad": "#b3261e",
-    "accent": "#0b6fa4",
-    "axis": "#98a2ad",
-    "raw": "#9fbccd",
-    "ema": "#0b5f8f",
-    "validation": "#b35c00",
-    "checkpoint": "#66717e",
-    "lane.nvme_read": "#0072b2",
-    "lane.h2d": "#00795a",
-    "lane.compute": "#a86f00",
-    "lane.d2h": "#a8457c",
-    "lane.optimizer": "#7a7000",
-    "lane.nvme_write": "#b34a00",
-    "lane.other": "#66717e",
-    "stall": "#b3261e",
-    "tier.gpu": "#a86f00",
-    "tier.ram": "#00795a",
-    "tier.nvme": "#0072b2",
-    "flight": "#7a7000",
-    "predicted": "#5b4fb0",
-    "critical": "#b3261e",
-    "title": "#101820",
-    "series.0": "#0072b2",
-    "series.1": "#a86f00",
-    "series.2": "#00795a",
-    "series.3": "#a8457c",
-    "series.4": "#7a7000",
-    "series.5": "#b34a00",
-}
+"""Token -> its colour on a dark background and on a light one."""
 _BOLD = {"bold", "title", "ema", "critical", "accent"}
 
 
+def _colours(dark: bool) -> dict[str, str]:
+    return {token: pair[0 if dark else 1] for token, pair in _COLOURS.items()}
+
+
 def _theme(name: str, *, dark: bool, background: str, surface: str, panel: str) -> Theme:
-    colours = _DARK if dark else _LIGHT
+    colours = _colours(dark)
     return Theme(
         name=name,
         primary=colours["accent"],
@@ -120,9 +91,7 @@ def style(token: str, dark: bool) -> Style:
     `box.LANE` is a label on the lane's colour.
     """
     name, *extras = token.split()
-    colours = _DARK if dark else _LIGHT
-    if name == "cursor":
-        return Style(reverse=True)
+    colours = _colours(dark)
     if name == "selected":
         return Style(color=colours["title"], bgcolor="#2b3947" if dark else "#d5e3ee")
     if name.startswith("box."):

@@ -60,7 +60,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_module, "_PROBE_BYTES", 512)
     monkeypatch.setattr(steps_module, "_BLOCK_BYTES", 2048)
     monkeypatch.setattr(steps_module, "_AROUND_BYTES", 1024)
-    monkeypatch.setattr(steps_module, "_SCAN_BYTES", 8192)
 
 
 @sampled(15, 60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -69,8 +68,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.DataObject) -> None:
     writer = Writer()
     size = data.draw(st.integers(2, 14), label="ops of a step")
-    # As with the real sizes: steps shorter than two probes lie within what is read whole, however many are done again.
-    steps_module._SCAN_BYTES = 1 << 18 if size < 9 else 4096
     step = 0
     for _ in range(data.draw(st.integers(1, 4), label="processes")):
         for _ in range(data.draw(st.integers(1, 25), label="steps")):

@@ -73,11 +73,6 @@ class BlockPlaces:
         self._recent: list[tuple[float, str, str]] = []
         """End, op and block of the last ops."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the plan."""
-        return len(self._home)
-
     def add(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Follow ops that have ended, in the order in which they did."""
         for span in spans[-_MOST_SPANS:]:

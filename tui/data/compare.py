@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from app.run_files import read_object
 from app.rundir import read_info
 from storage.sealed import KEY
 from storage.units import bytes_text, duration_text
-from tui.data.fields import number, whole
-from tui.data.metrics import MetricsLog
-from tui.data.tail import JsonTail
+from tui.data.fields import number
+from tui.data.metrics import MetricsLog, MetricsReader
 
-Floats = NDArray[np.float64]
 MOST_RUNS = 6
 LETTERS = "ABCDEF"
 
@@ -28,44 +25,30 @@ class ComparedRun:
     """One of the runs, read as far as it goes."""
 
     path: Path
-    metrics: MetricsLog = field(default_factory=MetricsLog)
     recipe: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value; {} where recipe.json cannot be read."""
     state: str = "unknown"
     peaks: dict[str, Any] = field(default_factory=dict)
-    validations: dict[int, float] = field(default_factory=dict)
-    """Step -> validation loss."""
 
     def __post_init__(self) -> None:
-        self._tail = JsonTail(self.path / "metrics.jsonl")
-        self._validation_tail = JsonTail(self.path / "validation.jsonl")
-        self._resets = 0
+        self._metrics = MetricsReader(self.path)
+
+    @property
+    def metrics(self) -> MetricsLog:
+        return self._metrics.log
 
     def poll(self) -> bool:
         """Read what is new; whether there was anything."""
-        before = (self.state, self.metrics.rows, len(self.validations), bool(self.recipe), bool(self.peaks))
-        lines = self._tail.read()
-        while True:
-            if self._tail.resets != self._resets:
-                self._resets, self.metrics = self._tail.resets, MetricsLog()
-            self.metrics.add(lines)
-            if not self._tail.behind:
-                break
-            lines = self._tail.read()
-        for line in self._validation_tail.read():
-            step, loss = whole(line, "step"), number(line, "loss")
-            if step is not None and loss is not None:
-                self.validations[step] = loss
+        before = (self.state, bool(self.recipe), bool(self.peaks))
+        added = self._metrics.read()
+        while self._metrics.tail.behind:
+            added |= self._metrics.read()
         self.recipe = self.recipe or _flat(read_object(self.path / "recipe.json") or {})
         self.recipe.pop(KEY, None)
         tiers = (read_object(self.path / "summary.json") or {}).get("tiers")
         self.peaks = tiers if isinstance(tiers, dict) else self.peaks
         self.state = str(read_info(self.path).state) if self.path.is_dir() else "vanished"
-        return before != (self.state, self.metrics.rows, len(self.validations), bool(self.recipe), bool(self.peaks))
-
-    def x(self, axis: str, rows: int) -> Floats:
-        """The first `rows` steps' places on `axis`: step, tokens or time (seconds of training)."""
-        return self.metrics.column({"step": "step", "tokens": "total_tokens", "time": "total_s"}[axis], rows)
+        return added or before != (self.state, bool(self.recipe), bool(self.peaks))
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -126,7 +109,8 @@ def _over(run: ComparedRun, name: str, function: Any, form: str, unit: str = "")
 
 
 def _validation(run: ComparedRun) -> str:
-    return f"{run.validations[max(run.validations)]:.4f}" if run.validations else "n/a"
+    losses = run.metrics.validation[1]
+    return f"{losses[-1]:.4f}" if len(losses) else "n/a"
 
 
 def _peak(run: ComparedRun, tier: str) -> str:

@@ -56,7 +56,6 @@ class IdleTotal(NamedTuple):
     blocks: tuple[str, ...]
     """Of the ops waited for, longest wait first."""
     seconds: float
-    num_stretches: int
 
 
 @dataclass(frozen=True)
@@ -93,17 +92,14 @@ class StepAnalysis:
 
     def idle_totals(self, view: SpanView, lane: str) -> list[IdleTotal]:
         """The lane's idle seconds by cause, longest first; ops of the same name together."""
-        blocks: dict[tuple[IdleKind, str], dict[str, float]] = {}
-        counts: dict[tuple[IdleKind, str], int] = defaultdict(int)
+        blocks: dict[tuple[IdleKind, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for part in self.idle.get(lane, []):
             op = block = ""
             if part.cause_row is not None:
                 op, block = view.ops[view.op[part.cause_row]], view.blocks[view.block[part.cause_row]]
-            seconds = blocks.setdefault((part.kind, op), defaultdict(float))
-            seconds[block] += part.end_s - part.start_s
-            counts[part.kind, op] += 1
+            blocks[part.kind, op][block] += part.end_s - part.start_s
         totals = [
-            IdleTotal(kind, op, tuple(sorted(found, key=lambda b: -found[b])), sum(found.values()), counts[kind, op])
+            IdleTotal(kind, op, tuple(sorted(found, key=lambda b: -found[b])), sum(found.values()))
             for (kind, op), found in blocks.items()
         ]
         return sorted(totals, key=lambda total: -total.seconds)
@@ -114,24 +110,13 @@ class Blockers:
 
     def __init__(self, view: SpanView) -> None:
         self.view = view
-        known = np.flatnonzero(view.id >= 0)
-        self._rows_by_id: Ints = known[np.argsort(view.id[known], kind="stable")]
-        self._ids = view.id[self._rows_by_id]
-        self._by_end: dict[int, Ints] = {}
-        self._by_id: dict[int, Ints] = {}
-        for lane in range(len(view.lanes)):
-            rows = np.flatnonzero(view.lane == lane)
-            self._by_end[lane] = rows[np.argsort(view.end_s[rows], kind="stable")]
-            self._by_id[lane] = rows[np.argsort(view.id[rows], kind="stable")]
-
-    def row_of(self, op_id: int) -> int | None:
-        """The row of an op; None where the view does not hold it."""
-        at = int(np.searchsorted(self._ids, op_id, side="right")) - 1
-        return int(self._rows_by_id[at]) if at >= 0 and self._ids[at] == op_id else None
+        lanes = [np.flatnonzero(view.lane == lane) for lane in range(len(view.lanes))]
+        self._by_end: list[Ints] = [rows[np.argsort(view.end_s[rows], kind="stable")] for rows in lanes]
+        self._by_id: list[Ints] = [rows[np.argsort(view.id[rows], kind="stable")] for rows in lanes]
 
     def waited(self, row: int) -> list[int]:
         """Rows of the ops that were not done when the lane reached this one, as far as the view holds them."""
-        found = [self.row_of(op_id) for op_id in self.view.waited(row) or ()]
+        found = [self.view.row_of_id(op_id) for op_id in self.view.waited(row) or ()]
         return [other for other in found if other is not None and other != row]
 
     def blocker(self, row: int) -> int | None:

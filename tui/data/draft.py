@@ -97,12 +97,10 @@ class Draft:
         self.base = base
         self._texts: dict[str, str] = {}
         self.errors: dict[str, str] = {}
-        """Field -> what is wrong with it."""
         self.recipe: Recipe | None = base
         """What the edits make; None while something is wrong."""
 
     def text(self, key: str) -> str:
-        """What the field shows."""
         return self._texts.get(key, self.base_text(key))
 
     def base_text(self, key: str) -> str:
@@ -115,17 +113,14 @@ class Draft:
         self._check()
 
     def reset(self, key: str) -> None:
-        """The field as in the base recipe."""
         self._texts.pop(key, None)
         self._check()
 
     def reset_all(self) -> None:
-        """The base recipe."""
         self._texts.clear()
         self._check()
 
     def cycle(self, key: str, by: int) -> None:
-        """The next or previous value of a choice or a switch."""
         choices = choices_of(key)
         now = self.text(key)
         index = choices.index(now) if now in choices else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from app.progress import WARMUP_STEPS
 from tui.data.fields import get, number
+from tui.data.tail import JsonTail
 
 Floats = NDArray[np.float64]
 
@@ -18,6 +20,9 @@ READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "time", "
 """Columns that a line has under the same name; NaN where it has not."""
 DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_bytes")
 """`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row. Bytes: of all drives."""
+
+X_COLUMNS = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
+"""What a curve may run over -> the column that holds it."""
 
 _MOST_STEPS = 2**53
 """Larger ones are no longer told apart, and are nobody's."""
@@ -109,8 +114,6 @@ class MetricsLog:
         share = max(share, 1.0 / (row + 1.0))  # the first rows are an ordinary mean
         return float(before + share * (loss - before))
 
-    # ------------------------------------------------------------------ figures
-
     def eta_s(self, total_steps: int, started: float | None = None, now: float | None = None) -> float | None:
         """Seconds to the end: the mean of the last steps, without the process's first ones, which compile.
 
@@ -170,16 +173,42 @@ class MetricsLog:
             self.validation = (np.array(steps), np.array(losses))
         return added
 
-    def clear_validation(self) -> None:
-        """Their file was replaced."""
-        self.validation = (np.empty(0), np.empty(0))
-
     def validation_at(self, name: str) -> Floats:
         """The validations' places in another column that ascends: tokens or seconds."""
         rows = self.rows
         if not rows:
             return np.full(len(self.validation[0]), np.nan)
         return np.interp(self.validation[0], self.column("step", rows), self.column(name, rows))
+
+
+class MetricsReader:
+    """What a run's metrics.jsonl and validation.jsonl hold, as they grow."""
+
+    def __init__(self, run_path: Path) -> None:
+        self.log = MetricsLog()
+        self.tail = JsonTail(run_path / "metrics.jsonl")
+        self._validation_tail = JsonTail(run_path / "validation.jsonl")
+        self._next: MetricsLog | None = None
+        """Being filled from a replaced file; it takes the place of `log` when it is complete."""
+
+    @property
+    def damaged(self) -> int:
+        """Lines that were no steps."""
+        return self.tail.damaged + (self._next or self.log).skipped
+
+    def read(self) -> bool:
+        """Read a piece of what is new; whether there was anything."""
+        lines = self.tail.read()
+        if self.tail.began_anew:
+            self._next = MetricsLog()
+        added = (self._next or self.log).add(lines)
+        if self._next is not None and not self.tail.behind:
+            self._next.validation = self.log.validation
+            self.log, self._next, added = self._next, None, 1
+        validations = self._validation_tail.read()
+        if self._validation_tail.began_anew:
+            self.log.validation = (np.empty(0), np.empty(0))
+        return self.log.add_validation(validations) + added > 0 or self._validation_tail.began_anew
 
 
 def _add_bytes(totals: dict[str, float], moved: Any) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import app
 from app import memory_limit
 from app.recipe import Recipe, to_dict
+from tui.paths import environment
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
 
@@ -66,9 +65,8 @@ class PlanClient:
         self._serving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
-        self._waiting: dict[int, asyncio.Future[PlanState]] = {}
-
-    # ------------------------------------------------------------------ requests
+        self._waiting: asyncio.Future[PlanState] | None = None
+        """For the answer to the newest request."""
 
     def request(self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False, at_once: bool = False) -> int:
         """Ask for a plan once no newer request came for a moment; returns the request's number."""
@@ -89,9 +87,8 @@ class PlanClient:
 
     async def plan(self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False) -> PlanState | None:
         """The plan without advice, or why there is none; None where a newer request came in between."""
-        number = self.request(recipe, machine, from_scratch=from_scratch, at_once=True)
-        answer: asyncio.Future[PlanState] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self.request(recipe, machine, from_scratch=from_scratch, at_once=True)
+        answer = self._waiting = asyncio.get_running_loop().create_future()
         try:
             return await answer
         except asyncio.CancelledError:
@@ -128,8 +125,6 @@ class PlanClient:
                 process.kill()
             await process.wait()
 
-    # ------------------------------------------------------------------ the server
-
     def _submit(self) -> None:
         self._timer = None
         if self._process is None:
@@ -159,14 +154,12 @@ class PlanClient:
 
     async def _one_server(self) -> str:
         """Returns why it ended."""
-        ours = str(Path(app.__file__).parents[1])
-        paths = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._stderr.clear()
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 cwd=self._root,
-                env=os.environ | {"PYTHONPATH": paths},
+                env=environment(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -209,22 +202,19 @@ class PlanClient:
             self._set(state)
             self._answer(state)
 
-    # ------------------------------------------------------------------ small things
-
     def _set(self, state: PlanState) -> None:
         if state != self.state:
             self.state = state
             self._changed()
 
     def _answer(self, state: PlanState) -> None:
-        answer = self._waiting.pop(self._number, None)
-        if answer is not None and not answer.done():
-            answer.set_result(state)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(state)
 
     def _drop_waiting(self) -> None:
-        for answer in self._waiting.values():
-            answer.cancel()
-        self._waiting.clear()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -15,7 +15,7 @@ from app.rundir import ATTENDED_STATES, ENDED_STATES, STALE_S, state_of, why_gon
 from storage.untrusted import printable
 from tui.data.blocks import BlockPlace, BlockPlaces
 from tui.data.fields import get, number, objects, text, whole
-from tui.data.metrics import MetricsLog
+from tui.data.metrics import MetricsLog, MetricsReader
 from tui.data.spans import SpanStore
 from tui.data.tail import JsonTail
 
@@ -52,7 +52,6 @@ class Prepared(NamedTuple):
     seconds: float | None
     """It took so long, or has taken so far."""
     detail: str = ""
-    """What it is at."""
     fraction: float | None = None
     """How much of it is done, 0..1; None where unknown."""
 
@@ -79,7 +78,6 @@ class RunData:
         self.plan: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.recipe: dict[str, Any] = {}
-        self.metrics = MetricsLog()
         self.spans = SpanStore()
         self.predicted: SpanStore | None = None
         """The forecast's step; read once `want_predicted` is set."""
@@ -99,12 +97,9 @@ class RunData:
         self._stamps: dict[str, tuple[int, ...] | None] = {}
         self._wrong: dict[str, str] = {}
         """What is wrong by what is concerned."""
-        self._metrics_tail = JsonTail(path / "metrics.jsonl")
-        self._validation_tail = JsonTail(path / "validation.jsonl")
+        self._metrics = MetricsReader(path)
         self._spans_tail = JsonTail(path / "spans.jsonl", start_bytes=SPANS_BYTES)
         self._log_tail = JsonTail(path / "log.jsonl", start_bytes=LOG_BYTES)
-        self._next_metrics: MetricsLog | None = None
-        """Being filled from a replaced file; it takes the place of `metrics` when it is complete."""
         self._output_read = False
         self._why_gone: str | None = None
 
@@ -112,8 +107,12 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The run's name: its folder's."""
         return printable(self.path.name)
+
+    @property
+    def metrics(self) -> MetricsLog:
+        """Its steps and validations."""
+        return self._metrics.log
 
     @property
     def silent_s(self) -> float | None:
@@ -135,12 +134,10 @@ class RunData:
 
     @property
     def step(self) -> int:
-        """The last step done."""
         return max(whole(self.status, "step") or 0, self.metrics.last_step)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run."""
         return whole(self.status, "total_steps") or whole(self.plan, "steps") or whole(self.recipe, "train", "steps")
 
     @property
@@ -186,7 +183,7 @@ class RunData:
     @property
     def share_read(self) -> float:
         """How much of a long run's files has been read, 0..1."""
-        return min(self._metrics_tail.share_read, self._spans_tail.share_read)
+        return min(self._metrics.tail.share_read, self._spans_tail.share_read)
 
     def eta_s(self) -> float | None:
         """Seconds to the end of a run that goes on."""
@@ -231,7 +228,7 @@ class RunData:
             while True:
                 for read in readers:
                     changed |= read()
-                self.behind = any(tail.behind for tail in (self._metrics_tail, self._spans_tail, self._log_tail))
+                self.behind = any(tail.behind for tail in (self._metrics.tail, self._spans_tail, self._log_tail))
                 if not self.behind or time.monotonic() > deadline:
                     break
             changed |= self._read_predicted()
@@ -290,42 +287,25 @@ class RunData:
         return {"checkpoints"}
 
     def _read_metrics(self) -> set[str]:
-        tail = self._metrics_tail
-        resets = tail.resets
-        lines = tail.read()
-        if tail.resets != resets:
-            self._next_metrics = MetricsLog()
-        target = self._next_metrics or self.metrics
-        added = target.add(lines)
-        if self._next_metrics is not None and not tail.behind:
-            self._next_metrics.validation = self.metrics.validation
-            self.metrics, self._next_metrics, added = self._next_metrics, None, 1
-        resets = self._validation_tail.resets
-        validations = self._validation_tail.read()
-        if self._validation_tail.resets != resets:
-            self.metrics.clear_validation()
-            added += 1
-        added += self.metrics.add_validation(validations)
-        self._count_damage("metrics.jsonl", tail.damaged + target.skipped)
+        added = self._metrics.read()
+        self._count_damage("metrics.jsonl", self._metrics.damaged)
         return {"metrics"} if added else set()
 
     def _read_spans(self) -> set[str]:
         tail = self._spans_tail
-        resets = tail.resets
         lines = tail.read()
-        if tail.resets != resets:
+        if tail.began_anew:
             self.spans = SpanStore()
             self._places = BlockPlaces(self.plan)
         added = self.spans.add(lines)
         self._places.add(lines)
         self._count_damage("spans.jsonl", tail.damaged + self.spans.num_rejected)
-        return {"spans"} if added or tail.resets != resets else set()
+        return {"spans"} if added or tail.began_anew else set()
 
     def _read_log(self) -> set[str]:
         tail = self._log_tail
-        resets = tail.resets
         lines = tail.read()
-        if tail.resets != resets:
+        if tail.began_anew:
             self.log.clear()
         for line in lines:
             self._add_log(number(line, "time"), text(line, "level") or "info", get(line, "text"), whole(line, "step"))
@@ -356,16 +336,11 @@ class RunData:
         """The whole forecast, again whenever it is replaced."""
         if not self.want_predicted:
             return set()
-        path = self.path / "predicted.jsonl"
-        stamp = _stamp(path)
+        stamp = _stamp(self.path / "predicted.jsonl")
         if stamp == self._stamps.get("predicted", ()):
             return set()
         self._stamps["predicted"] = stamp
-        tail, store = JsonTail(path, start_bytes=SPANS_BYTES), SpanStore()
-        store.add(tail.read())
-        while tail.behind:
-            store.add(tail.read())
-        self.predicted = store
+        self.predicted = read_predicted(self.path)
         return {"predicted"}
 
     # ------------------------------------------------------------------ what is wrong
@@ -388,6 +363,16 @@ class RunData:
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: no process has begun to work on the run")
         self.problems = problems
+
+
+def read_predicted(run_path: Path) -> SpanStore:
+    """The forecast's spans, the last of many; none where the run has no forecast."""
+    tail = JsonTail(run_path / "predicted.jsonl", start_bytes=2 * SPANS_BYTES)
+    store = SpanStore(capacity=200_000)
+    store.add(tail.read())
+    while tail.behind:
+        store.add(tail.read())
+    return store
 
 
 def _line(value: Any, *keys: str) -> str:

@@ -104,22 +104,22 @@ def union(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
     return start_s[first], end_s[last]
 
 
-class _Columns:
+_COLUMNS = {
+    "lane": np.int8,
+    "op": np.int16,
+    "block": np.int16,
+    "chunk": np.int64,
+    "start_s": np.float64,
+    "end_s": np.float64,
+    "bytes": np.int64,
+    "step": np.int64,
+    "id": np.int64,
+}
+
+
+def _columns(room: int) -> dict[str, NDArray[Any]]:
     """Room for spans; rows are written once and then only read."""
-
-    __slots__ = ("block", "bytes", "chunk", "end_s", "id", "lane", "op", "start_s", "step", "waited")
-
-    def __init__(self, room: int) -> None:
-        self.lane = np.empty(room, np.int8)
-        self.op = np.empty(room, np.int16)
-        self.block = np.empty(room, np.int16)
-        self.chunk = np.empty(room, np.int64)
-        self.start_s = np.empty(room)
-        self.end_s = np.empty(room)
-        self.bytes = np.empty(room, np.int64)
-        self.step = np.empty(room, np.int64)
-        self.id = np.empty(room, np.int64)
-        self.waited: list[tuple[int, ...] | None] = []
+    return {name: np.empty(room, dtype) for name, dtype in _COLUMNS.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,6 @@ class SpanView:
 
     @property
     def num_spans(self) -> int:
-        """Rows."""
         return len(self.lane)
 
     @cached_property
@@ -179,8 +178,9 @@ class SpanView:
 
     def row_of_id(self, op_id: int) -> int | None:
         """The row of an op; None where it is not held."""
-        found = np.flatnonzero(self.id == op_id)
-        return int(found[-1]) if op_id >= 0 and len(found) else None
+        ids, rows = self._by_id
+        at = int(np.searchsorted(ids, op_id, side="right")) - 1
+        return int(rows[at]) if at >= 0 and ids[at] == op_id else None
 
     def coverage(self, lane: str, edges: Floats) -> Floats:
         """Share of each cell between two `edges` in which the lane had an op under way."""
@@ -216,9 +216,8 @@ class SpanView:
 
     def rows_at(self, lane: str, time_s: float) -> Ints:
         """Rows of a lane under way at a moment, in order of their start: several where its ops overlap."""
-        index = self.lanes.index(lane) if lane in self.lanes else -1
-        rows = np.flatnonzero((self.lane == index) & (self.start_s <= time_s) & (self.end_s > time_s))
-        return rows[np.argsort(self.start_s[rows], kind="stable")]
+        rows = self.rows_of(lane)
+        return rows[(self.start_s[rows] <= time_s) & (self.end_s[rows] > time_s)]
 
     def validating_s(self, window: StepWindow) -> float:
         """Seconds at a step's beginning until the validation of the step before had ended; 0 where there was none."""
@@ -231,6 +230,13 @@ class SpanView:
     def steps(self) -> list[StepWindow]:
         """The steps held whole, in order of time. Steps done again after a crash come twice."""
         return self._steps
+
+    @cached_property
+    def _by_id(self) -> tuple[Ints, Ints]:
+        """The ids that are known, ascending, and their rows."""
+        known = np.flatnonzero(self.id >= 0)
+        rows = known[np.argsort(self.id[known], kind="stable")]
+        return self.id[rows], rows
 
     @cached_property
     def _rows_of_lane(self) -> dict[str, Ints]:
@@ -297,16 +303,13 @@ class SpanStore:
         self._lanes = _Names(MAX_LANES, LANES)
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)
-        self._columns = _Columns(2 * capacity)
+        self._columns = _columns(2 * capacity)
+        self._waited: list[tuple[int, ...] | None] = []
         self._length = 0
         self._busy: list[Busy] = [IDLE] * len(LANES)
         self._complete_from_s = 0.0
-        self._view = self._snapshot()
-
-    @property
-    def view(self) -> SpanView:
+        self.view = self._snapshot()
         """What is held now; it stays as it is while more is added."""
-        return self._view
 
     def add(self, spans: Iterable[Any]) -> int:
         """Append parsed lines of spans.jsonl; returns how many were spans. One thread only."""
@@ -315,7 +318,7 @@ class SpanStore:
             self._append(rows[first : first + self.capacity])
         if rows:
             self.num_added += len(rows)
-            self._view = self._snapshot()
+            self.view = self._snapshot()
         return len(rows)
 
     def _row(self, span: Any) -> tuple[Any, ...] | None:
@@ -338,59 +341,45 @@ class SpanStore:
         return *numbers, chunk, start_s, end_s, nbytes, step, op_id, waited
 
     def _append(self, rows: list[tuple[Any, ...]]) -> None:
-        if self._length + len(rows) > len(self._columns.lane):
+        if self._length + len(rows) > 2 * self.capacity:
             self._compact(self.capacity - len(rows))
         at, end = self._length, self._length + len(rows)
-        c = self._columns
-        columns: list[NDArray[Any]]
-        columns = [c.lane, c.op, c.block, c.chunk, c.start_s, c.end_s, c.bytes, c.step, c.id]
         *values, waited = zip(*rows, strict=True)
-        for column, value in zip(columns, values, strict=True):
+        for column, value in zip(self._columns.values(), values, strict=True):
             column[at:end] = value
-        c.waited.extend(waited)
+        self._waited.extend(waited)
         self._length = end
         self._merge(at, end)
 
     def _compact(self, keep: int) -> None:
         """Move the last `keep` rows to fresh columns: whoever reads the old ones still can."""
         old, first = self._columns, self._length - keep
-        new = _Columns(2 * self.capacity)
-        for name in ("lane", "op", "block", "chunk", "start_s", "end_s", "bytes", "step", "id"):
-            getattr(new, name)[:keep] = getattr(old, name)[first : self._length]
-        new.waited = old.waited[first:]
-        self._complete_from_s = max(self._complete_from_s, float(old.end_s[:first].max()))
-        self._columns, self._length = new, keep
+        self._columns = _columns(2 * self.capacity)
+        for name, column in self._columns.items():
+            column[:keep] = old[name][first : self._length]
+        self._waited = self._waited[first:]
+        self._complete_from_s = max(self._complete_from_s, float(old["end_s"][:first].max()))
+        self._length = keep
         self._busy = [IDLE] * len(self._busy)
         self._merge(0, keep)
 
     def _merge(self, at: int, end: int) -> None:
-        lanes = self._columns.lane[at:end]
+        lanes, starts, ends = (self._columns[name] for name in ("lane", "start_s", "end_s"))
         self._busy += [IDLE] * (len(self._lanes.names) - len(self._busy))
-        for lane in np.unique(lanes):
-            rows = np.flatnonzero(lanes == lane) + at
-            self._busy[lane] = self._busy[lane].merge(self._columns.start_s[rows], self._columns.end_s[rows])
+        for lane in np.unique(lanes[at:end]):
+            rows = np.flatnonzero(lanes[at:end] == lane) + at
+            self._busy[lane] = self._busy[lane].merge(starts[rows], ends[rows])
 
     def _snapshot(self) -> SpanView:
-        c, end = self._columns, self._length
-        first = max(0, end - self.capacity)
-        complete_from_s = self._complete_from_s
-        if first:
-            complete_from_s = max(complete_from_s, float(c.end_s[:first].max()))
+        first = max(0, self._length - self.capacity)
+        left_out = self._columns["end_s"][:first]
         return SpanView(
             lanes=tuple(self._lanes.names),
             ops=self._ops.names,
             blocks=self._blocks.names,
-            lane=c.lane[first:end],
-            op=c.op[first:end],
-            block=c.block[first:end],
-            chunk=c.chunk[first:end],
-            start_s=c.start_s[first:end],
-            end_s=c.end_s[first:end],
-            bytes=c.bytes[first:end],
-            step=c.step[first:end],
-            id=c.id[first:end],
             busy=tuple(self._busy),
-            complete_from_s=complete_from_s,
-            _waited=c.waited,
+            complete_from_s=max(self._complete_from_s, float(left_out.max(initial=0.0))),
+            _waited=self._waited,
             _offset=first,
+            **{name: column[first : self._length] for name, column in self._columns.items()},
         )

@@ -20,16 +20,11 @@ from tui.data.spans import SpanStore, SpanView, StepWindow
 MAX_SPANS = 400_000
 """Of one step; of a longer one the last are kept."""
 MAX_STEP_BYTES = 1 << 30
-REDONE_STEPS = 128
-"""Steps that a crashed run does again are found if they are so many, or fill 1/64 of the file."""
 
 _PROBE_BYTES = 1 << 13
 _BLOCK_BYTES = 1 << 18
 _AROUND_BYTES = 1 << 18
 """Lines before a step's first and after its last among which there may be more of its spans."""
-_SCAN_BYTES = 1 << 22
-"""Behind a step that was found, so much is read whole to see whether it comes again."""
-_COARSE_PROBES = 64
 _STEP = re.compile(rb'"step":\s*(\d{1,15})\b')
 _CLIP = re.compile(rb'"op":\s*"%s"' % STEP_END.encode())
 
@@ -69,7 +64,6 @@ class StepIndex:
         """Why the file cannot be read, where there is one."""
         self._looked_at = 0
         """Bytes in which the last step has been looked for."""
-        self._file_bytes = -1
         self._first: _Clip | None = None
         self._last: _Clip | None = None
 
@@ -80,10 +74,6 @@ class StepIndex:
         """
         try:
             with open_read(self.path) as file:
-                file_bytes = os.fstat(file.fileno()).st_size
-                if file_bytes == self._file_bytes and self._first is not None and self._last is not None:
-                    return min(self._first.step, self._last.step), self._last.step
-                self._file_bytes = file_bytes
                 size = _whole_lines(file)
                 if size < self._looked_at:
                     self._first = self._last = None
@@ -99,7 +89,6 @@ class StepIndex:
             self.problem = f"{self.path.name} cannot be read: {error.strerror}"
             self._first = self._last = None
             self._looked_at = 0
-            return None
         if self._first is None or self._last is None:
             return None
         return min(self._first.step, self._last.step), self._last.step
@@ -113,57 +102,28 @@ class StepIndex:
             with open_read(self.path) as file:
                 size = _whole_lines(file)
                 last = _clip_before(file, size)
-                clip = _find_clip(file, step, size) if last and step <= last.step else None
+                clip = _find_clip(file, step, last, size) if last and step <= last.step else None
                 return None if clip is None else _read_step(file, clip)
         except OSError:
             return None
 
 
-def _find_clip(file: BinaryIO, step: int, size: int) -> _Clip | None:
-    """The last `clip` of `step`."""
-    found = None
-    start = 0
-    while True:
-        # Invariant of the bisection: at `low` no later step has been seen, at `high` one has, or the file ends.
-        low, high = start, size
-        while high - low > _PROBE_BYTES:
-            middle = (low + high) // 2
-            seen = _step_at(file, middle, size)
-            if seen is not None and seen > step:
-                high = middle
-            else:
-                low = middle
-        clip = _clip_before(file, min(size, high + 2 * _PROBE_BYTES), step)
-        if clip is not None and clip.step != step:
-            clip = None  # cut short here; it may come again
-        elif clip is not None and (found is None or clip.offset > found.offset):
-            found = clip
-        again = _falls_back(file, step, high, size, clip)
-        if again is None:
-            return found
-        start = again
+def _find_clip(file: BinaryIO, step: int, last: _Clip, size: int) -> _Clip | None:
+    """The last `clip` of `step`; `last` is the file's last one.
 
-
-def _falls_back(file: BinaryIO, step: int, start: int, size: int, clip: _Clip | None) -> int | None:
-    """A place behind `start` where the file is at `step` or before it, again."""
-    if clip is None:
-        step_bytes = _AROUND_BYTES
-    else:
-        before = _clip_before(file, clip.offset)
-        step_bytes = clip.offset - (before.offset if before else 0)
-    scanned = min(size, start + _SCAN_BYTES)
-    last = max((c.offset for c in _clips_after(file, _line_start(file, start), scanned) if c.step <= step), default=-1)
-    # Behind that, probes a quarter of a step apart; in large files also beyond REDONE_STEPS.
-    stride = max(_PROBE_BYTES, step_bytes // 4)
-    first = max(start + stride, scanned - 2 * stride)  # the last line that was read whole may have been cut
-    fine = range(first, min(size, start + 4 * REDONE_STEPS * stride), stride)
-    coarse = range(first, size, max(stride, size // _COARSE_PROBES))
-    for offset in sorted({*fine, *coarse}, reverse=True):
-        seen = _step_at(file, offset, size)
-        if seen is not None and seen <= step:
-            return offset
-    known = clip.offset if clip is not None else start
-    return last if last > max(known, start) else None
+    Backwards, the step falls by one per step's bytes, and rises where a crashed run went on from an earlier generation.
+    So within a quarter of the bytes of the steps in between, `step` was not done again.
+    """
+    before = _clip_before(file, last.offset)
+    step_bytes = last.offset - (before.offset if before else 0)
+    at, end = size, size
+    seen: int | None = last.step
+    while at > 0 and (seen is None or seen > step):
+        end = at
+        at -= _PROBE_BYTES if seen is None else max(1, (seen - step) * step_bytes // 4)
+        seen = _step_at(file, max(0, at), size)
+    clip = _clip_before(file, min(size, end + 2 * _PROBE_BYTES), step)
+    return clip if clip is not None and clip.step == step else None
 
 
 def _read_step(file: BinaryIO, clip: _Clip) -> StepSpans | None:
@@ -228,7 +188,7 @@ def _line_start(file: BinaryIO, offset: int) -> int:
 
 
 def _step_at(file: BinaryIO, offset: int, size: int) -> int | None:
-    """The latest step of the first whole lines behind `offset`; None where there is none."""
+    """The earliest step of the first whole lines behind `offset`; None where there is none."""
     length = _PROBE_BYTES
     while True:
         file.seek(offset)
@@ -236,7 +196,7 @@ def _step_at(file: BinaryIO, offset: int, size: int) -> int | None:
         begin, end = text.find(b"\n") + 1 if offset else 0, text.rfind(b"\n") + 1
         steps = [int(step) for step in _STEP.findall(text, begin, end)] if end > begin else []
         if steps:
-            return max(steps)
+            return min(steps)
         if offset + length >= size or length >= _BLOCK_BYTES:
             return None
         length *= 4

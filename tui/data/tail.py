@@ -34,6 +34,8 @@ class JsonTail:
         self.damaged = 0
         """Lines skipped, since the last reset, that were no JSON object or too long."""
         self.resets = 0
+        self.began_anew = False
+        """Whether the last call did: what was read before is void."""
         self.behind = False
         """Whether the file held more than the last call read."""
         self.left_out_bytes = 0
@@ -65,6 +67,7 @@ class JsonTail:
 
         Check `resets` after it. Never raises for what the file is or contains.
         """
+        self.began_anew = False
         try:
             stat = self.path.stat()
             seen = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -84,6 +87,7 @@ class JsonTail:
             self._begin(stat.st_size)
         elif self._file != (stat.st_dev, stat.st_ino) or not self._is_same(fd, stat.st_size):
             self.resets += 1
+            self.began_anew = True
             self.damaged = 0
             self._begin(stat.st_size)
         self._file = (stat.st_dev, stat.st_ino)

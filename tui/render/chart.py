@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,12 @@ def chart(
     if num_axis:
         rows += _x_axis(axes, plot_width, gutter, x_kind, marks, glyphs)
     return rows
+
+
+def next_kind(kind: XKind) -> XKind:
+    """The x axis after this one."""
+    kinds: tuple[XKind, ...] = get_args(XKind)
+    return kinds[(kinds.index(kind) + 1) % len(kinds)]
 
 
 def x_bounds(curves: Sequence[Curve]) -> tuple[float, float]:

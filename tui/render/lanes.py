@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from app.lanes import LANES
 from app.rows import Glyphs, Row, exactly
 from storage.units import rate_text
-from tui.data.spans import IDLE, Busy, Floats, Ints, SpanView, StepWindow
+from tui.data.spans import IDLE, Busy, Floats, Ints, Span, SpanView, StepWindow
 from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
 from tui.render.ticks import fit, linear_ticks, tick_texts
 
@@ -42,6 +42,11 @@ class UnderWay(NamedTuple):
     block: str
     chunk: int
     start_s: float | None
+
+
+def op_name(op: Span | UnderWay) -> str:
+    """Its op, block and chunk."""
+    return f"{op.op} {op.block}{f'[{op.chunk}]' if op.chunk >= 0 else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +80,6 @@ class LaneScene:
     """Of the first row, at its right."""
     info: Row = field(default_factory=list)
     """The last row: the selected span."""
-    rates: bool = True
-    """Whether GB/s stand behind the shares where there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
     each = min(_TALLEST, max(1, each - predicted))
     left = max(0, room - len(lanes) * (each + predicted)) if each < _TALLEST else 0
     tall = set(sorted(lanes, key=_priority)[:left])
-    if scene.rates and width >= 100:
+    if width >= 100:
         share = max(share, 11) if each > 1 else share + 11
     now = _NOW_CELLS if width >= 130 and scene.now is not None else 0
     return Layout(
@@ -210,7 +213,6 @@ def _priority(lane: str) -> int:
 
 
 def lane_token(lane: str) -> str:
-    """The token of a lane's colour."""
     return f"lane.{lane}" if lane in LANES else "lane.other"
 
 
@@ -360,9 +362,8 @@ def _now(place: Layout, scene: LaneScene, lane: str, glyphs: Glyphs) -> Row:
     ops = [op for op in scene.now or () if op.lane == lane]
     if not ops:
         return [(" " * place.now_cells, "text")]
-    chunk = f"[{ops[0].chunk}]" if ops[0].chunk >= 0 else ""
     more = f" +{len(ops) - 1}" if len(ops) > 1 else ""
-    text = f" {glyphs.arrow} {ops[0].op} {ops[0].block}{chunk}{more}"
+    text = f" {glyphs.arrow} {op_name(ops[0])}{more}"
     return [(fit(text, place.now_cells, glyphs.ellipsis), "dim")]
 
 

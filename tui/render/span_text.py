@@ -11,13 +11,8 @@ import numpy as np
 from app.ops import action_of
 from app.rows import Row
 from storage.units import bytes_text, rate_text, seconds_text
-from tui.data.spans import Span, SpanView, printable
-from tui.render.lanes import UnderWay, lane_token
-
-
-def op_name(span: Span) -> str:
-    """Its op, block and chunk."""
-    return f"{span.op} {span.block}{f'[{span.chunk}]' if span.chunk >= 0 else ''}"
+from tui.data.spans import SpanView, printable
+from tui.render.lanes import UnderWay, lane_token, op_name
 
 
 def span_row(view: SpanView, row: int) -> Row:
@@ -55,11 +50,8 @@ def waited_text(view: SpanView, row: int) -> str:
 
 def now_row(under_way: Sequence[UnderWay]) -> Row:
     """What is under way, compute first."""
-    row: Row = [("now", "dim")]
-    for op in sorted(under_way, key=lambda op: op.lane != "compute"):
-        chunk = f"[{op.chunk}]" if op.chunk >= 0 else ""
-        row.append((f"  {op.op} {op.block}{chunk}", lane_token(op.lane)))
-    return row
+    ops = sorted(under_way, key=lambda op: op.lane != "compute")
+    return [("now", "dim"), *((f"  {op_name(op)}", lane_token(op.lane)) for op in ops)]
 
 
 def ops_at(view: SpanView, under_way: Sequence[UnderWay], time_s: float) -> list[UnderWay]:

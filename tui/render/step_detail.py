@@ -10,8 +10,7 @@ from app.rows import Glyphs, Row, exactly
 from storage.units import bytes_text, rate_text, seconds_text
 from tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from tui.data.spans import Ints, SpanView
-from tui.render.lanes import lane_token
-from tui.render.span_text import op_name
+from tui.render.lanes import lane_token, op_name
 from tui.render.ticks import fit
 
 NOT_RECORDED = "This run did not record what its ops waited for: no critical path, and no reasons for idle lanes."
@@ -69,7 +68,6 @@ def idle_rows(
 
 
 def cause_text(total: IdleTotal) -> str:
-    """Why a lane was idle, in words."""
     if total.kind == "waiting":
         blocks = total.blocks
         where = blocks[0] if len(blocks) == 1 else f"{blocks[0]} and {len(blocks) - 1} more"
@@ -106,17 +104,13 @@ def op_rows(
         rate = rate_text(span.bytes / length_s) if span.bytes and length_s > 0 else ""
         mark = glyphs.diamond if row in critical else " "
         begin = f"{mark} {span.start_s - origin_s:9.4f} {seconds_text(length_s):>8}  "
-        token = " selected" if row == selected else ""
-        shown.append(
-            exactly(
-                [
-                    (begin, token.strip() or ("critical" if row in critical else "text")),
-                    (fit(op_name(span), name_cells, glyphs.ellipsis), token.strip() or lane_token(span.lane)),
-                    (f" {rate:>10}", token.strip() or "dim"),
-                ],
-                width,
-            )
-        )
+        token = "selected" if row == selected else ""
+        cells: Row = [
+            (begin, token or ("critical" if row in critical else "text")),
+            (fit(op_name(span), name_cells, glyphs.ellipsis), token or lane_token(span.lane)),
+            (f" {rate:>10}", token or "dim"),
+        ]
+        shown.append(exactly(cells, width))
     if not len(rows):
         shown.append([(fit("none", width, ""), "dim")])
     return shown
@@ -155,37 +149,26 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
     blocker = blockers.blocker(row)
     rows: list[Row] = []
     if blocker is not None:
-        gap_s = float(view.start_s[row] - view.end_s[blocker])
-        before = view.span(blocker)
-        rows.append(
-            [
-                ("after    ", "dim"),
-                (op_name(before), lane_token(before.lane)),
-                (f"   {seconds_text(max(0.0, gap_s))} later  (b)", "dim"),
-            ]
-        )
+        gap_s = max(0.0, float(view.start_s[row] - view.end_s[blocker]))
+        rows.append(_other_row(view, blocker, "after", f"   {seconds_text(gap_s)} later  (b)"))
     waited = sorted(blockers.waited(row), key=lambda other: -view.end_s[other])
     for i, other in enumerate(waited[:_MOST_WAITED]):
-        ran = view.span(other)
-        label = "waited   " if i == 0 else "         "
-        rows.append(
-            [
-                (label, "dim"),
-                (op_name(ran), lane_token(ran.lane)),
-                (f"   took {seconds_text(ran.end_s - ran.start_s)}", "dim"),
-            ]
-        )
+        took_s = float(view.end_s[other] - view.start_s[other])
+        rows.append(_other_row(view, other, "waited" if i == 0 else "", f"   took {seconds_text(took_s)}"))
     if view.waited(row) == ():
         rows.append([("waited   ", "dim"), ("for no op", "text")])
     op_id = int(view.id[row])
-    followers = [
-        i for i in np.flatnonzero(view.start_s >= view.end_s[row] - 1e-5).tolist() if op_id in (view.waited(i) or ())
-    ]
+    later = np.flatnonzero(view.start_s >= view.end_s[row] - 1e-5).tolist()
+    followers = [other for other in later if op_id in (view.waited(other) or ())]
     for i, other in enumerate(followers[:_MOST_WAITED]):
-        ran = view.span(other)
-        label = "held up  " if i == 0 else "         "
-        rows.append([(label, "dim"), (op_name(ran), lane_token(ran.lane))])
+        rows.append(_other_row(view, other, "held up" if i == 0 else ""))
     return rows
+
+
+def _other_row(view: SpanView, row: int, label: str, about: str = "") -> Row:
+    """An op that has to do with the selected one."""
+    span = view.span(row)
+    return [(f"{label:<9}", "dim"), (op_name(span), lane_token(span.lane)), (about, "dim")]
 
 
 def matching_rows(view: SpanView, rows: Sequence[int] | Ints, text: str) -> Ints:

@@ -56,7 +56,6 @@ class PenstockScreen(Screen[None]):
 
     @property
     def penstock(self) -> Host:
-        """The application."""
         return host_of(self)
 
     def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,25 +14,25 @@ from textual.widgets import Footer, Static
 from app.rows import Row
 from storage.untrusted import printable
 from tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
-from tui.render.chart import Curve, XKind, chart
+from tui.data.metrics import X_COLUMNS
+from tui.render.chart import Curve, XKind, chart, next_kind
 from tui.render.table import table_rows
 from tui.screens.base import PenstockScreen
 from tui.widgets.lines import LineWidget
-
-_AXES: tuple[XKind, ...] = ("step", "tokens", "time")
 
 
 class CompareChart(LineWidget):
     """A curve per run, with its letter along it."""
 
+    axis: XKind = "step"
+    log_y = False
+    clip = True
+
     def __init__(self, runs: list[ComparedRun], column: str, *, id: str) -> None:
         super().__init__(id=id, classes="pane")
         self.runs, self.column = runs, column
-        self.axis: XKind = "step"
-        self.log_y, self.clip = False, True
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The chart."""
         curves = [curve for index, run in enumerate(self.runs) for curve in self._curves(index, run)]
         return chart(
             width,
@@ -45,7 +46,7 @@ class CompareChart(LineWidget):
 
     def _curves(self, index: int, run: ComparedRun) -> list[Curve]:
         rows = run.metrics.rows
-        x, y = run.x(self.axis, rows), run.metrics.column(self.column, rows)
+        x, y = run.metrics.column(X_COLUMNS[self.axis], rows), run.metrics.column(self.column, rows)
         token = f"series.{index}"
         # Letters tell the curves apart where colours do not: some along each, at other places than its neighbours'.
         places = np.unique(np.linspace(0, max(0, rows - 1), 6).astype(int) + index * rows // (6 * MOST_RUNS))
@@ -58,21 +59,17 @@ class TableView(LineWidget):
 
     DEFAULT_CSS = "TableView { height: auto; }"
 
-    def __init__(self, *, id: str) -> None:
-        super().__init__(id=id)
-        self.head: list[tuple[str, str]] = []
-        self.body: list[list[str]] = []
-        self.changed = False
+    head: Sequence[tuple[str, str]] = ()
+    body: Sequence[list[str]] = ()
+    changed = False
 
     def show(self, head: list[tuple[str, str]], body: list[list[str]], *, changed: bool = False) -> None:
-        """Show other rows."""
         if (head, body) != (self.head, self.body):
             self.head, self.body, self.changed = head, body, changed
             self.styles.height = len(body) + 1
             self.redraw()
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The table."""
         if not self.head:
             return []
         return table_rows(self.head, self.body, width, self.glyphs.ellipsis, changed=self.changed)
@@ -159,30 +156,24 @@ class CompareScreen(PenstockScreen):
         over = {"step": "steps", "tokens": "trained tokens", "time": "training time"}[loss.axis]
         loss.border_title = f"loss, averaged, over {over}{', logarithmic' if loss.log_y else ''}"
 
-    # ------------------------------------------------------------------ actions
-
     def action_axis(self) -> None:
-        """The next x axis."""
-        axis = _AXES[(_AXES.index(self._chart("loss").axis) + 1) % len(_AXES)]
+        axis = next_kind(self._chart("loss").axis)
         for name in ("loss", "speed"):
             self._chart(name).axis = axis
             self._chart(name).redraw()
         self._draw_titles()
 
     def action_log_scale(self) -> None:
-        """Logarithmic or linear."""
         loss = self._chart("loss")
         loss.log_y = not loss.log_y
         loss.redraw()
         self._draw_titles()
 
     def action_outliers(self) -> None:
-        """Clip or not."""
         for name in ("loss", "speed"):
             self._chart(name).clip = not self._chart(name).clip
             self._chart(name).redraw()
 
     def action_differences(self) -> None:
-        """Only the fields that differ, or all."""
         self._all_fields = not self._all_fields
         self._draw_tables()

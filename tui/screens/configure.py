@@ -57,19 +57,18 @@ class ConfigureScreen(PenstockScreen):
     def __init__(self, recipe_path: Path) -> None:
         super().__init__()
         self.recipe_path = recipe_path
-        self.draft: Draft | None = None
         self.machine: str | None = None
         """What is planned for: a preset or profile, empty for this machine, None for what the recipe says."""
-        self.client: PlanClient | None = None
-        self._broken = ""
         self._saved: list[Any] = []
+        self._broken = ""
+        """Why the recipe cannot be read: then no field of `draft` is shown, and no action taken."""
         try:
             self.draft = Draft(load_recipe(recipe_path))
         except UserError as error:
-            self._broken = str(error)
+            self._broken, self.draft = str(error), Draft(Recipe(name="unreadable"))
 
     def compose(self) -> ComposeResult:
-        if self.draft is None:
+        if self._broken:
             yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
         else:
             with _Panes():
@@ -79,16 +78,13 @@ class ConfigureScreen(PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        if self.draft is None:
-            return
         self.client = PlanClient(self.penstock.root, self._show_plan)
-        self._titles()
-        self._ask_plan()
+        if not self._broken:
+            self._titles()
+            self._ask_plan()
 
     async def on_unmount(self) -> None:  # type: ignore[override]
-        """Textual's hook."""
-        if self.client is not None:
-            await self.client.close()
+        await self.client.close()
 
     # ------------------------------------------------------------------ what is shown
 
@@ -101,16 +97,13 @@ class ConfigureScreen(PenstockScreen):
         """What is planned for, in words."""
         if self.machine is not None:
             return self.machine or THIS_MACHINE
-        recipe = self.draft.recipe if self.draft is not None else None
-        return (recipe.machine if recipe is not None else "") or THIS_MACHINE
+        return (self.draft.recipe.machine if self.draft.recipe is not None else "") or THIS_MACHINE
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether leaving would lose edits."""
-        return self.draft is not None and bool(self.draft.differences) and self.draft.differences != self._saved
+        return bool(self.draft.differences) and self.draft.differences != self._saved
 
     def _titles(self) -> None:
-        assert self.draft is not None
         changed = len(self.draft.differences)
         name = self.draft.text("name")
         self.form.border_title = Text(f"{name}: {changed} changed" if changed else name)
@@ -125,11 +118,10 @@ class ConfigureScreen(PenstockScreen):
         return str(path.relative_to(self.penstock.root)) if path.is_relative_to(self.penstock.root) else str(path)
 
     def _show_plan(self) -> None:
-        """The planner's state is another."""
-        if self.client is None or not self.is_attached or not self.query(PlanPanel):
+        if not self.is_attached or not self.query(PlanPanel):
             return
         state = self.client.state
-        if self.draft is not None and self.draft.errors:
+        if self.draft.errors:
             key, message = next(iter(self.draft.errors.items()))
             state = replace(state, error=f"{key}: {message}", stale=state.forecast is not None)
         self.query_one(PlanPanel).show(state, self.machine_name)
@@ -148,8 +140,6 @@ class ConfigureScreen(PenstockScreen):
 
     def _ask_plan(self) -> None:
         """Of the recipe as it is now; of none while something is wrong with it."""
-        assert self.draft is not None
-        assert self.client is not None
         if self.draft.recipe is None:
             self.client.forget()
             self._show_plan()
@@ -162,57 +152,46 @@ class ConfigureScreen(PenstockScreen):
         return resolve_paths(_without_machine(recipe) if self.machine == "" else recipe, self.penstock.root)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if self.draft is None:
+        if self._broken:
             return action in ("back", "quit") or not hasattr(self, f"action_{action}")
         return True
 
     # ------------------------------------------------------------------ fields
 
     def action_edit(self) -> None:
-        """Enter."""
         if kind_of(self.form.current.key) == "text":
             self.form.current.begin_edit()
         else:
             self.form.cycle(1)
 
     def action_next_choice(self) -> None:
-        """Right, or space."""
         self.form.cycle(1)
 
     def action_previous_choice(self) -> None:
-        """Left."""
         self.form.cycle(-1)
 
     def action_reset(self) -> None:
-        """The field as the recipe had it."""
         self.form.reset()
 
     @work
     async def action_reset_all(self) -> None:
-        """Every field as the recipe had it."""
-        assert self.draft is not None
         changed = len(self.draft.differences)
         if changed and await self.penstock.ask("Reset all", f"Undo {changed} changed fields?", "Undo", "Keep"):
             self.draft.reset_all()
             self._changed()
 
     def action_filter(self) -> None:
-        """Ask for words."""
         self.remove_class("-planning")
         self.form.begin_filter()
 
     def action_next_section(self) -> None:
-        """The next part of the recipe."""
         self.form.move_section(1)
 
     def action_previous_section(self) -> None:
-        """The part before."""
         self.form.move_section(-1)
 
     @work
     async def action_browse(self) -> None:
-        """Pick a file or folder for the current field."""
-        assert self.draft is not None
         key = self.form.current.key
         if key not in PATHS:
             self.notify(f"{key} names no file; browse at {', '.join(PATHS)}")
@@ -226,7 +205,6 @@ class ConfigureScreen(PenstockScreen):
     # ------------------------------------------------------------------ plan
 
     def action_switch(self) -> None:
-        """Between form and plan."""
         panel = self.query_one(PlanPanel)
         to_plan = not panel.has_focus
         self.set_class(to_plan, "-planning")
@@ -236,30 +214,25 @@ class ConfigureScreen(PenstockScreen):
             self.form.focus_fields()
 
     def action_fix(self, number: int = 1) -> None:
-        """Take a change that makes the recipe fit."""
-        state = self._current_plan()
-        found = fixes(state.forecast) if state is not None else []
+        found = fixes(self._current_forecast())
         if number > len(found):
             self.notify("no such change: the plan lists those that it tried", severity="warning")
         else:
             self._apply(found[number - 1]["set"])
 
     def action_best(self) -> None:
-        """Take the change that helps most."""
-        state = self._current_plan()
-        best = (state.forecast or {}).get("best_change") if state is not None else None
+        best = (self._current_forecast() or {}).get("best_change")
         if best is None or not best["set"]:
             self.notify("there is no such change of the recipe", severity="warning")
         else:
             self._apply(best["set"])
 
-    def _current_plan(self) -> PlanState | None:
+    def _current_forecast(self) -> dict[str, Any] | None:
         """The plan of what the form says now; None while there is none."""
-        state = self.client.state if self.client is not None else None
-        return None if state is None or state.stale or state.error is not None else state
+        state = self.client.state
+        return None if state.stale or state.error is not None else state.forecast
 
     def _apply(self, settings: list[str]) -> None:
-        assert self.draft is not None
         try:
             self.draft.apply(settings)
         except UserError as error:
@@ -275,15 +248,12 @@ class ConfigureScreen(PenstockScreen):
         self._ask_plan()
 
     def action_replan(self) -> None:
-        """Ask the planner once more."""
-        if self.client is not None and self.draft is not None and self.draft.recipe is not None:
+        if self.draft.recipe is not None:
             self._ask_plan()
             self.client.retry()
 
     @work
     async def action_machine(self) -> None:
-        """Plan for this machine or another."""
-        assert self.draft is not None
         recipe = self.draft.recipe or self.draft.base
         found = await self.app.push_screen_wait(MachinePicker(recipe.machine if self.machine is None else self.machine))
         if found is not None:
@@ -295,30 +265,25 @@ class ConfigureScreen(PenstockScreen):
         self._ask_plan()
 
     def action_differences(self) -> None:
-        """What is not as the recipe had it."""
-        assert self.draft is not None
         self.app.push_screen(ChangesDialog(self._base_name, self.draft.differences))
 
     # ------------------------------------------------------------------ save
 
     @work
     async def action_save(self) -> None:
-        """Write the recipe to a file."""
         await self._save()
 
     async def _save(self) -> bool:
         """Whether it was written."""
         recipe = self._valid()
-        if recipe is None or self.draft is None:
+        if recipe is None:
             return False
         default = f"recipes/{recipe.name.replace('-', '_')}.json"
         answer = await self.penstock.ask_text("Save as", "A JSON file, trained by `penstock train FILE`:", default)
         if answer is None:
             return False
-        try:
-            path = self.penstock.target(answer)
-        except UserError as error:
-            self.notify(str(error), severity="error")
+        path = self.penstock.target(answer)
+        if path is None:
             return False
         overwrite = os.path.lexists(path)
         if overwrite and not await self.penstock.ask("Save as", f"Replace {path}?", "Replace", "Keep it"):
@@ -334,7 +299,6 @@ class ConfigureScreen(PenstockScreen):
 
     def _valid(self) -> Recipe | None:
         """The recipe; None, and the first field that is wrong, where there is none."""
-        assert self.draft is not None
         if self.draft.recipe is not None:
             return self.draft.recipe
         key, message = next(iter(self.draft.errors.items()))
@@ -349,9 +313,8 @@ class ConfigureScreen(PenstockScreen):
 
     @work(exclusive=True, group="launch")
     async def action_launch(self) -> None:
-        """Start a run of this recipe on this machine, after a question that says how it is planned here."""
         recipe = self._valid()
-        if recipe is None or self.client is None:
+        if recipe is None:
             return
         scratch = False
         recipe = resolve_paths(recipe, self.penstock.root)
@@ -388,29 +351,26 @@ class ConfigureScreen(PenstockScreen):
             reason = error.__cause__ or error
             self.notify(str(reason), title="not launched", severity="error")
             return
-        if self.draft is not None:
-            self._saved = self.draft.differences  # the run has them
+        self._saved = self.draft.differences  # the run has them
         self.penstock.open_run(run_path)
 
     # ------------------------------------------------------------------ leaving
 
     async def action_back(self) -> None:
         """Out of the filter, out of the plan, out of the screen."""
-        if self.draft is not None and self.form.is_filtered:
+        if not self._broken and self.form.is_filtered:
             self.form.end_filter()
-        elif self.draft is not None and self.query_one(PlanPanel).has_focus:
+        elif not self._broken and self.query_one(PlanPanel).has_focus:
             self.action_switch()
         else:
             self._leave(self.penstock.action_back)
 
     def action_quit(self) -> None:
-        """Close the application."""
         self._leave(self.app.action_quit)
 
     @work(exclusive=True, group="leave")
     async def _leave(self, go: Callable[[], Awaitable[Any]]) -> None:
         if self.is_unsaved:
-            assert self.draft is not None
             changed = len(self.draft.differences)
             text = f"{changed} changed field{'' if changed == 1 else 's'} will be lost; ctrl+s saves them."
             if not await self.penstock.ask("Leave", text, "Leave", "Stay"):
@@ -440,7 +400,6 @@ def _missing_weights(recipe: Recipe) -> str | None:
 
 
 def _launch_text(state: PlanState) -> str:
-    """What the question says of the plan here."""
     from storage.units import duration_text, seconds_text
 
     where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."

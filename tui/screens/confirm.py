@@ -36,7 +36,6 @@ class ConfirmDialog(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:
-        """Close with the answer."""
         self.dismiss(yes)
 
 
@@ -61,5 +60,4 @@ class TextDialog(ModalScreen[str | None]):
         self.dismiss(event.value.strip() or None)
 
     def action_cancel(self) -> None:
-        """Close without an answer."""
         self.dismiss(None)

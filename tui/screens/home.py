@@ -78,8 +78,8 @@ class HomeScreen(PenstockScreen):
         yield Input(placeholder="words that a run or a recipe shows; esc ends the search", id="search")
         with Horizontal():
             with Vertical(id="lists"):
-                yield _Table(id="runs", classes="pane")
-                yield _Table(id="recipes", classes="pane")
+                yield _Table(cursor_type="row", id="runs", classes="pane")
+                yield _Table(cursor_type="row", id="recipes", classes="pane")
             with VerticalScroll(id="detail", classes="pane"):
                 yield Static(id="about", markup=False)
         yield Footer(show_command_palette=False)
@@ -105,8 +105,6 @@ class HomeScreen(PenstockScreen):
         self._marked &= {run.path for run in self._runs}
         self._draw()
 
-    # ------------------------------------------------------------------ drawing
-
     def _draw(self) -> None:
         dark, now = self.app.current_theme.dark, self.penstock.clock()
         room = self._table("runs").scrollable_content_region.width
@@ -118,7 +116,9 @@ class HomeScreen(PenstockScreen):
         self._draw_title(dark)
         columns = _fitted(_RUN_COLUMNS, "run", room)
         runs = {
-            str(run.path): _run_cells(run, age, run.path in self._marked, dark, self.glyphs_mark())[: len(columns)]
+            str(run.path): _run_cells(run, age, run.path in self._marked, dark, self.penstock.glyphs.check)[
+                : len(columns)
+            ]
             for run, age in zip(self._runs, ages, strict=True)
             if matches(self._words, run.name, run.state, run.error or "")
         }
@@ -131,10 +131,6 @@ class HomeScreen(PenstockScreen):
         }
         _fill(self._table("recipes"), columns, recipes)
         self._draw_detail()
-
-    def glyphs_mark(self) -> str:
-        """What marks a run for comparing."""
-        return self.penstock.glyphs.check
 
     def _draw_title(self, dark: bool) -> None:
         live = sum(run.live for run in self._runs)
@@ -164,8 +160,6 @@ class HomeScreen(PenstockScreen):
             pane.border_title = ""
             about.update("nothing here yet: a recipe is configured with enter" if not self._words else "nothing found")
 
-    # ------------------------------------------------------------------ choosing
-
     @property
     def chosen(self) -> RunEntry | RecipeEntry | None:
         """What the cursor of the list in use is on."""
@@ -190,7 +184,6 @@ class HomeScreen(PenstockScreen):
         self.refresh_bindings()
 
     def on_data_table_row_selected(self) -> None:
-        """Textual's hook: enter or a click on a row."""
         self.action_open()
 
     def on_resize(self) -> None:
@@ -206,10 +199,7 @@ class HomeScreen(PenstockScreen):
             return self._chosen_run is not None and self._chosen_run.state in RESUMABLE
         return True
 
-    # ------------------------------------------------------------------ actions
-
     def action_open(self) -> None:
-        """Watch a run, configure a recipe."""
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
             self.penstock.open_run(chosen.path)
@@ -217,7 +207,6 @@ class HomeScreen(PenstockScreen):
             self._configure(chosen)
 
     def action_configure(self) -> None:
-        """Configure a recipe, or a run's recipe anew."""
         chosen = self.chosen
         if isinstance(chosen, RunEntry):
             self.penstock.open_configure(chosen.path / "recipe.json")
@@ -231,18 +220,15 @@ class HomeScreen(PenstockScreen):
             self.penstock.open_configure(recipe.path)
 
     def action_timeline(self) -> None:
-        """The run's last step."""
         if (run := self._chosen_run) is not None:
             self.penstock.open_timeline(run.path)
 
     def action_mark(self) -> None:
-        """Mark or unmark the run."""
         if (run := self._chosen_run) is not None:
             self._marked ^= {run.path}
             self._draw()
 
     def action_compare(self) -> None:
-        """Compare the marked runs, with the one under the cursor where only one is marked."""
         paths = [run.path for run in self._runs if run.path in self._marked]
         run = self._chosen_run
         if run is not None and len(paths) < 2 and run.path not in paths:
@@ -253,12 +239,10 @@ class HomeScreen(PenstockScreen):
             self.penstock.open_compare(paths)
 
     def action_switch(self) -> None:
-        """To the other list."""
         self._table("runs" if self._table("recipes").has_focus else "recipes").focus()
 
     @work(group="action")
     async def action_resume(self) -> None:
-        """Go on with the run, after a question."""
         run = self._chosen_run
         if run is None or run.state not in RESUMABLE:
             return
@@ -275,10 +259,7 @@ class HomeScreen(PenstockScreen):
         except UserError as error:
             self.penstock.from_thread(self.notify, str(error), severity="error")
 
-    # ------------------------------------------------------------------ search
-
     def action_search(self) -> None:
-        """Show the search line."""
         search = self.query_one("#search", Input)
         search.add_class("-shown")
         search.focus()
@@ -313,9 +294,6 @@ class _Table(DataTable[Any], inherit_bindings=False):
         Binding("home", "scroll_top", show=False),
         Binding("end", "scroll_bottom", show=False),
     ]
-
-    def __init__(self, *, id: str, classes: str) -> None:
-        super().__init__(cursor_type="row", zebra_stripes=False, id=id, classes=classes)
 
 
 def _fitted(columns: dict[str, int], flexible: str, room: int) -> dict[str, int]:

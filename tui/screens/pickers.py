@@ -106,7 +106,6 @@ class MachinePicker(ModalScreen[str | None]):
         self.dismiss("" if event.option.id == "this" else event.option.id)
 
     def action_cursor(self, by: int) -> None:
-        """Up or down while one types."""
         machines = self.query_one(OptionList)
         if by > 0:
             machines.action_cursor_down()
@@ -207,18 +206,15 @@ class PathPicker(ModalScreen[str | None]):
         self.dismiss(event.value.strip())
 
     def action_take(self) -> None:
-        """The file or folder under the cursor."""
         node = self.query_one(_Tree).cursor_node
         if node is not None and node.data is not None:
             self.dismiss(self._written(node.data.path))
 
     def action_up(self) -> None:
-        """Show the folder above."""
         tree = self.query_one(_Tree)
         tree.path = Path(tree.path).resolve().parent
 
     def action_switch(self) -> None:
-        """Between the tree and the text."""
         entry, tree = self.query_one(Input), self.query_one(_Tree)
         (tree if entry.has_focus else entry).focus()
 

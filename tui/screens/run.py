@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from textual import events
+from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical
@@ -18,9 +18,11 @@ from textual.widgets import Footer, Input
 from storage.errors import UserError
 from tui.data.blocks import BlockPlace
 from tui.data.run_data import RunData
+from tui.render.chart import next_kind
 from tui.screens.base import PenstockScreen
 from tui.widgets.block_map import BlockMap
 from tui.widgets.kpi_bar import AlertBar, KpiBar
+from tui.widgets.lane_keys import LaneKeys
 from tui.widgets.lane_view import LaneView
 from tui.widgets.lines import LineWidget
 from tui.widgets.log_pane import LogPane
@@ -111,13 +113,16 @@ class FilterInput(Input):
     BINDINGS = [Binding("escape", "drop", show=False)]
 
     def action_drop(self) -> None:
-        """Close without a filter."""
         self.value = ""
         self.screen.query_one(LogPane).focus()
         self.display = False
 
 
-class RunScreen(PenstockScreen):
+_asking = work(group="actions", exit_on_error=False)
+"""An action that asks before it begins."""
+
+
+class RunScreen(LaneKeys, PenstockScreen):
     """Panes of one run; see PANES."""
 
     SCOPE = "run"
@@ -162,7 +167,11 @@ class RunScreen(PenstockScreen):
         self.data.clock = self.penstock.clock
         for number, name in enumerate(PANES, start=1):
             self.pane(name).border_title = f"{number} {name}"
+        self.loss = self.query_one(LossChart)
+        self.lanes = self.lane_view = self.query_one(LaneView)
+        self.log_pane = self.query_one(LogPane)
         self._arrange()
+        self.redraw_all()
         self.loss.focus()
         self.start_feed(self._poll, self._show)
 
@@ -170,20 +179,6 @@ class RunScreen(PenstockScreen):
 
     def pane(self, name: str) -> LineWidget:
         return self.query_one(f"#{name}", LineWidget)
-
-    @property
-    def loss(self) -> LossChart:
-        """The loss pane."""
-        return self.query_one("#loss", LossChart)
-
-    @property
-    def lanes(self) -> LaneView:
-        """The lanes pane."""
-        return self.query_one("#lanes", LaneView)
-
-    @property
-    def log_pane(self) -> LogPane:
-        return self.query_one("#log", LogPane)
 
     def on_resize(self, event: events.Resize) -> None:
         self._arrange()
@@ -242,9 +237,11 @@ class RunScreen(PenstockScreen):
         if update.blocks is not None:
             self.query_one("#blocks", BlockMap).show(update.blocks)
         self._show_lanes(changed)
-        self._titles()
         if changed & {"status", "checkpoints", "metrics"}:
-            self._refresh_offered()
+            offered = self._offers()
+            if offered != self._offered:
+                self._offered = offered
+                self.refresh_bindings()
 
     def _show_lanes(self, changed: set[str]) -> None:
         lanes, data = self.lanes, self.data
@@ -261,44 +258,32 @@ class RunScreen(PenstockScreen):
         if pane.display:
             pane.redraw()
 
-    def _titles(self) -> None:
-        """What stands in the panes' lower borders."""
-        for pane, text in ((self.loss, self.loss.headline()), (self.log_pane, self.log_pane.headline())):
-            if pane.border_subtitle != text:
-                pane.border_subtitle = text.replace("[", "(").replace("]", ")")
-
     def redraw_all(self) -> None:
-        """Draw everything from what has been read."""
         for widget in self.query(LineWidget):
             widget.redraw()
-        self._titles()
 
     # ------------------------------------------------------------------ what is offered
 
-    def offers(self, action: str) -> bool:
-        """Whether an action makes sense in the run's state."""
-        state, live = self.data.state, self.data.is_live
+    def _offers(self) -> dict[str, bool]:
+        """The actions that depend on the run's state, and whether they make sense in it."""
+        state, begun, exists = self.data.state, self.data.step > 0, self.data.exists
+        committed = self.data.committed_step is not None
         return {
-            "save_checkpoint": self.data.step > 0 and state in ("running", "paused", "stopped", "finished", "crashed"),
+            "save_checkpoint": begun and state in ("running", "paused", "stopped", "finished", "crashed"),
             "pause": state == "running",
             "resume": state in ("paused", "stopped", "failed", "crashed"),
-            "stop": live,
-            "export": self.data.exists
-            and self.data.step > 0
-            and (state in ("running", "paused") or self.data.committed_step is not None),
-            "timeline": self.data.exists,
-        }.get(action, True)
+            "stop": self.data.is_live,
+            "export": exists and begun and (state in ("running", "paused") or committed),
+            "timeline": exists,
+        }
+
+    def offers(self, action: str) -> bool:
+        """Whether an action makes sense in the run's state."""
+        return self._offers().get(action, True)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Textual's hook: what is not offered is not in footer, help and palette."""
         return self.offers(action)
-
-    def _refresh_offered(self) -> None:
-        names = ("save_checkpoint", "pause", "resume", "stop", "export", "timeline")
-        offered = {name: self.offers(name) for name in names}
-        if offered != self._offered:
-            self._offered = offered
-            self.refresh_bindings()
 
     # ------------------------------------------------------------------ panes
 
@@ -318,41 +303,9 @@ class RunScreen(PenstockScreen):
             pane.focus()
         self.redraw_all()
 
-    def _zoomed(self) -> LossChart | LaneView:
-        """The pane that zoom and pan are for: the lanes, unless the loss has the focus."""
+    def zoomed(self) -> LossChart | LaneView:
+        """The lanes, unless the loss has the focus."""
         return self.loss if self.loss.has_focus else self.lanes
-
-    def action_zoom_in(self) -> None:
-        self._zoomed().zoom_in()
-        self._titles()
-
-    def action_zoom_out(self) -> None:
-        self._zoomed().zoom_out()
-        self._titles()
-
-    def action_pan_left(self) -> None:
-        self._zoomed().pan_left()
-
-    def action_pan_right(self) -> None:
-        self._zoomed().pan_right()
-
-    def action_fit(self) -> None:
-        self._zoomed().fit()
-        self._titles()
-
-    def action_lane_up(self) -> None:
-        self.lanes.lane_up()
-
-    def action_lane_down(self) -> None:
-        self.lanes.lane_down()
-
-    def action_next_span(self) -> None:
-        self._zoomed().next_span()
-        self._titles()
-
-    def action_previous_span(self) -> None:
-        self._zoomed().previous_span()
-        self._titles()
 
     # ------------------------------------------------------------------ display
 
@@ -366,16 +319,16 @@ class RunScreen(PenstockScreen):
             self.redraw_all()
 
     def action_log_scale(self) -> None:
-        self.loss.toggle_log()
-        self._titles()
+        self.loss.log_y = not self.loss.log_y
+        self.loss.redraw()
 
     def action_outliers(self) -> None:
-        self.loss.toggle_clip()
-        self._titles()
+        self.loss.clip = not self.loss.clip
+        self.loss.redraw()
 
     def action_axis(self) -> None:
-        self.loss.next_axis()
-        self._titles()
+        self.loss.x_kind = next_kind(self.loss.x_kind)
+        self.loss.redraw()
 
     def action_predicted(self) -> None:
         self.data.want_predicted = True
@@ -392,42 +345,16 @@ class RunScreen(PenstockScreen):
         field.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """The log follows what is typed."""
         self.log_pane.filter(event.value)
-        self._titles()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """The filter stays; its field goes."""
         event.input.display = False
         self.log_pane.focus()
 
     # ------------------------------------------------------------------ actions on the run
 
-    def action_save_checkpoint(self) -> None:
-        self._begin(self._save_checkpoint())
-
-    def action_pause(self) -> None:
-        text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
-        self._begin(self._ask_and_run("Pause the run?", text, "Pause", ["pause", str(self.data.path)]))
-
-    def action_stop(self) -> None:
-        text = "The run finishes its step, commits it and ends. It can be resumed from there."
-        self._begin(self._ask_and_run("Stop the run?", text, "Stop", ["stop", str(self.data.path)]))
-
-    def action_resume(self) -> None:
-        self._begin(self._resume())
-
-    def action_export(self) -> None:
-        self._begin(self._export())
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        self.run_worker(work, group="actions", exit_on_error=False)
-
-    async def _ask_and_run(self, title: str, text: str, yes: str, args: list[str]) -> None:
-        if await self.penstock.ask(title, text, yes):
-            await self._command(args)
-
-    async def _save_checkpoint(self) -> None:
+    @_asking
+    async def action_save_checkpoint(self) -> None:
         live = self.data.is_live
         step = self.data.step + 1 if live else self.data.committed_step or self.data.step
         text = "The state at the end of this step is kept under a name." if live else "The committed state gets a name."
@@ -436,21 +363,31 @@ class RunScreen(PenstockScreen):
             self.notify("the run keeps it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
             await self._command(["checkpoint", "--", str(self.data.path), name])
 
-    async def _export(self) -> None:
+    @_asking
+    async def action_pause(self) -> None:
+        text = "The run finishes its step, commits it and waits. Others who watch it see it paused."
+        if await self.penstock.ask("Pause the run?", text, "Pause"):
+            await self._command(["pause", str(self.data.path)])
+
+    @_asking
+    async def action_stop(self) -> None:
+        text = "The run finishes its step, commits it and ends. It can be resumed from there."
+        if await self.penstock.ask("Stop the run?", text, "Stop"):
+            await self._command(["stop", str(self.data.path)])
+
+    @_asking
+    async def action_export(self) -> None:
         text = "A folder to write in Hugging Face's format; it must not exist yet, or be empty."
         out = await self.penstock.ask_text("Export", text, str(self.data.path / "export"))
-        if out is not None:
-            try:
-                path = self.penstock.target(out)
-            except UserError as error:
-                self.notify(str(error), severity="error")
-                return
+        if out is not None and (path := self.penstock.target(out)) is not None:
             self.notify(f"writing {path}", title="Export")
             await self._command(["export", "--", str(self.data.path), str(path)])
 
-    async def _resume(self) -> None:
+    @_asking
+    async def action_resume(self) -> None:
         if self.data.state == "paused":
-            await self._ask_and_run("Go on?", "The paused run goes on.", "Resume", ["resume", str(self.data.path)])
+            if await self.penstock.ask("Go on?", "The paused run goes on.", "Resume"):
+                await self._command(["resume", str(self.data.path)])
             return
         committed = self.data.committed_step
         begin = "from its beginning" if committed is None else f"behind step {committed:,}"
@@ -480,7 +417,6 @@ def _command(args: list[str], root: Path) -> tuple[bool, str]:
 
 
 def _resume(path: Path) -> tuple[bool, str]:
-    """Start a process that trains on."""
     from app.launcher import resume
 
     try:

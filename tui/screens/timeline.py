@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.text import Text
+from textual import work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
 from app.ops import STEP_END
 from app.rows import Row
-from app.run_files import JsonLines, read_object
+from app.run_files import read_object
 from app.trace import write_trace
 from storage.errors import UserError
 from storage.units import seconds_text
 from storage.untrusted import printable
 from tui.data.critical import Blockers, StepAnalysis, analyse
 from tui.data.fields import number
+from tui.data.run_data import read_predicted
 from tui.data.spans import Ints, SpanStore
 from tui.data.steps import StepIndex, StepSpans
 from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
@@ -31,7 +34,6 @@ from tui.widgets.lines import LineWidget
 
 _LOOK_S = 0.5
 """How often a live run is asked for new steps."""
-_MAX_PREDICTED_BYTES = 1 << 28
 _MAX_PLAN_BYTES = 64 << 20
 
 
@@ -42,60 +44,19 @@ class LoadedStep(NamedTuple):
     analysis: StepAnalysis
 
 
-class IdlePane(LineWidget):
-    """The critical path, and why each lane was idle."""
+class _Pane(LineWidget):
+    """What `draw` makes of the step, in so many cells."""
 
-    def __init__(self, screen: TimelineScreen) -> None:
-        super().__init__(id="idle", classes="pane")
-        self._timeline = screen
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
-        step = self._timeline.step
-        if step is None:
-            return [[(self._timeline.said, "dim")]]
-        lane = self._timeline.lane_view.lane or "compute"
-        return idle_rows(step.spans.view, step.analysis, width, height, lane, self.glyphs)
-
-
-class OpsPane(LineWidget):
-    """The ops of the lane, or those that were searched for."""
-
-    def __init__(self, screen: TimelineScreen) -> None:
-        super().__init__(id="ops", classes="pane")
-        self._timeline = screen
+    def __init__(self, id: str, draw: Callable[[int, int], list[Row]]) -> None:
+        super().__init__(id=id, classes="pane")
+        self._draw = draw
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
-        step = self._timeline.step
-        if step is None:
-            return []
-        return op_rows(
-            step.spans.view,
-            self._timeline.listed_rows(),
-            self._timeline.lane_view.row_of_selected(),
-            set(step.analysis.path_rows),
-            step.spans.window.start_s,
-            width,
-            height,
-            self.glyphs,
-        )
+        return self._draw(width, height)
 
 
-class InspectorPane(LineWidget):
-    """The selected op in full."""
-
-    def __init__(self, screen: TimelineScreen) -> None:
-        super().__init__(id="inspector", classes="pane")
-        self._timeline = screen
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
-        step = self._timeline.step
-        if step is None:
-            return []
-        row = self._timeline.lane_view.row_of_selected()
-        return inspector_rows(step.spans.view, row, step.analysis, width)
+_asking = work(group="question", exclusive=True)
+"""An action that asks before it begins."""
 
 
 class TimelineScreen(LaneKeys, PenstockScreen):
@@ -135,10 +96,10 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield self.lane_view
-            yield IdlePane(self)
+            yield _Pane("idle", self._idle_rows)
             with Horizontal(id="below"):
-                yield OpsPane(self)
-                yield InspectorPane(self)
+                yield _Pane("ops", self._op_rows)
+                yield _Pane("inspector", self._inspector_rows)
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -147,8 +108,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._draw_titles()
         self.lane_view.focus()
         self.start_feed(self._look, self._take_bounds, every_s=_LOOK_S)
-
-    # ------------------------------------------------------------------ steps, found in threads
 
     def _look(self) -> tuple[tuple[int, int] | None] | None:
         bounds = self._index.bounds()
@@ -179,15 +138,11 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.run_worker(lambda: self._find(step), thread=True, group="step", exclusive=True, exit_on_error=False)
 
     def _find(self, step: int) -> None:
-        """In a thread."""
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
         note = predicted_note(self.run_path, predicted)
-        found = self._index_of_its_own().find(step)
+        found = StepIndex(self.run_path / "spans.jsonl").find(step)
         loaded = LoadedStep(found, analyse(found.view, found.window)) if found is not None else None
         self.penstock.from_thread(self._take_step, step, loaded, predicted, note)
-
-    def _index_of_its_own(self) -> StepIndex:
-        return StepIndex(self.run_path / "spans.jsonl")
 
     def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore, note: str) -> None:
         if step != self._loading:
@@ -206,8 +161,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             if not loaded.spans.whole:
                 self.notify("more ops than are kept: the beginning of the step is missing", severity="warning")
         self._redraw()
-
-    # ------------------------------------------------------------------ drawing
 
     def _redraw(self) -> None:
         self._draw_titles()
@@ -232,6 +185,27 @@ class TimelineScreen(LaneKeys, PenstockScreen):
                 else f"ops of {self.lane_view.lane or 'all lanes'} ({listed})"
             )
 
+    def _idle_rows(self, width: int, height: int) -> list[Row]:
+        """The critical path, and why each lane was idle."""
+        if self.step is None:
+            return [[(self.said, "dim")]]
+        lane = self.lane_view.lane or "compute"
+        return idle_rows(self.step.spans.view, self.step.analysis, width, height, lane, self.penstock.glyphs)
+
+    def _op_rows(self, width: int, height: int) -> list[Row]:
+        """The ops of the lane, or those that were searched for."""
+        if self.step is None:
+            return []
+        view, window = self.step.spans.view, self.step.spans.window
+        path, row = set(self.step.analysis.path_rows), self.lane_view.row_of_selected()
+        return op_rows(view, self.listed_rows(), row, path, window.start_s, width, height, self.penstock.glyphs)
+
+    def _inspector_rows(self, width: int, height: int) -> list[Row]:
+        """The selected op in full."""
+        if self.step is None:
+            return []
+        return inspector_rows(self.step.spans.view, self.lane_view.row_of_selected(), self.step.analysis, width)
+
     def listed_rows(self) -> Ints:
         """Rows of the list: those found, those of the selected lane, or all of the step."""
         if self.step is None:
@@ -246,10 +220,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def on_lane_view_selected(self) -> None:
         self._redraw()
 
-    # ------------------------------------------------------------------ actions
-
     def action_previous_step(self) -> None:
-        """The step before."""
         self._go(-1)
 
     def action_next_step(self) -> None:
@@ -265,11 +236,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         else:
             self.notify(f"the run has steps {self._bounds[0]} to {self._bounds[1]}")
 
-    def action_choose_step(self) -> None:
-        """Ask for a step's number."""
-        self.run_worker(self._choose_step(), group="question", exclusive=True)
-
-    async def _choose_step(self) -> None:
+    @_asking
+    async def action_choose_step(self) -> None:
         if self._bounds is None:
             return
         first, last = self._bounds
@@ -283,11 +251,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             return
         self._load(int(answer))
 
-    def action_search(self) -> None:
-        """Ask for words, and list the ops that have them."""
-        self.run_worker(self._ask_search(), group="question", exclusive=True)
-
-    async def _ask_search(self) -> None:
+    @_asking
+    async def action_search(self) -> None:
         if self.step is None:
             return
         text = await self.penstock.ask_text(
@@ -307,18 +272,16 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._redraw()
 
     def action_next_span(self) -> None:
-        """The next op found, or of the lane."""
         self._move_span(1)
 
     def action_previous_span(self) -> None:
-        """The op before among those found, or of the lane."""
         self._move_span(-1)
 
     def _move_span(self, by: int) -> None:
         if self.step is None:
             return
         if self.found is None or not len(self.found):
-            (self.lane_view.next_span if by > 0 else self.lane_view.previous_span)()
+            self.lane_view.action_move(by)
         else:
             self._select_among(self.found, by)
         self._redraw()
@@ -338,7 +301,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.lane_view.select(view.span(int(rows[min(max(place, 0), len(rows) - 1)])))
 
     def action_blocker(self) -> None:
-        """Select the op after which the selected one could begin."""
         row = self.lane_view.row_of_selected()
         if self.step is None or row is None:
             self.notify("select an op first:  .  and  ,")
@@ -354,7 +316,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self._redraw()
 
     def action_next_critical(self) -> None:
-        """Select the next op of the critical path."""
         rows = np.array(self.step.analysis.path_rows if self.step else [], dtype=np.int64)
         if len(rows):
             self._select_among(rows, 1)
@@ -362,18 +323,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         elif self.step is not None:
             self.notify("this run did not record what its ops waited for", severity="warning")
 
-    def action_lane_up(self) -> None:
-        """Select the lane above."""
-        super().action_lane_up()
-        self._redraw()
-
-    def action_lane_down(self) -> None:
-        """Select the lane below."""
-        super().action_lane_down()
-        self._redraw()
-
     def action_predicted(self) -> None:
-        """Show the forecast, or do not."""
         predicted = self.lane_view.predicted
         if predicted is None or not predicted.view.num_spans:
             self.notify("this run has no predicted.jsonl to compare with", severity="warning")
@@ -382,31 +332,27 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.set_class(self.lane_view.show_predicted, "-predicted")
 
     def action_export(self) -> None:
-        """Write the step's trace."""
         if self.step is not None:
-            self.run_worker(self._export(self.step.spans), group="question", exclusive=True)
+            self._export(self.step.spans)
 
     def action_export_run(self) -> None:
-        """Write the run's trace."""
-        self.run_worker(self._export(None), group="question", exclusive=True)
+        self._export(None)
 
+    @_asking
     async def _export(self, step: StepSpans | None) -> None:
         what = f"step-{step.window.step}" if step else "run"
         value = str(self.penstock.root / f"{self.run_path.name}-{what}.trace.json")
         answer = await self.penstock.ask_text("Export", f"Write {what.replace('-', ' ')} for ui.perfetto.dev to", value)
         if answer is None:
             return
-        try:
-            out = self.penstock.target(answer)
-        except UserError as error:
-            self.notify(str(error), severity="error")
+        out = self.penstock.target(answer)
+        if out is None:
             return
         if os.path.lexists(out) and not await self.penstock.ask("Replace", f"{out} exists", yes="Replace"):
             return
         self.run_worker(lambda: self._write(step, out), thread=True, group="export", exit_on_error=False)
 
     def _write(self, step: StepSpans | None, out: Path) -> None:
-        """In a thread."""
 
         def warn(text: str) -> None:
             self.penstock.from_thread(self.notify, text, severity="warning")
@@ -421,18 +367,6 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.penstock.from_thread(self.notify, str(error), severity="error")
             return
         self.penstock.from_thread(self.notify, f"{count:,} ops written to {out}; open it at https://ui.perfetto.dev")
-
-
-def read_predicted(run_path: Path) -> SpanStore:
-    """The forecast's spans; an empty store where the run has none."""
-    store = SpanStore(capacity=200_000)
-    lines = JsonLines(run_path / "predicted.jsonl", (0, _MAX_PREDICTED_BYTES))
-    try:
-        store.add(lines)
-    except UserError:
-        return SpanStore()
-    store.num_rejected += lines.damaged
-    return store
 
 
 def predicted_note(run_path: Path, predicted: SpanStore) -> str:

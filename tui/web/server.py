@@ -99,8 +99,6 @@ class WebServer:
                     connection.transport.abort()
             before = now
 
-    # ------------------------------------------------------------------ who is let in
-
     @web.middleware
     async def _let_in(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         try:
@@ -143,8 +141,6 @@ class WebServer:
         answer = web.Response(status=303, headers={"Location": "/" + (f"?{target.query_string}" * bool(target.query))})
         answer.set_cookie(self._access.cookie, self._access.token, httponly=True, samesite="Strict", path="/")
         return answer
-
-    # ------------------------------------------------------------------ what is given
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
         return _file(_PAGE / "index.html", "text/html")

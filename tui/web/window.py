@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import PurePath
@@ -40,7 +39,6 @@ class Window:
 
     def __init__(self, socket: web.WebSocketResponse, command: Sequence[str], name: str) -> None:
         self.name = name
-        """For the log."""
         self._socket = socket
         self._command = command
         self._downloads: dict[str, str] = {}
@@ -101,8 +99,6 @@ class Window:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._socket.close(code=1001, message=why.encode()), _CLOSE_S)
 
-    # ------------------------------------------------------------------ from the browser
-
     async def _from_browser(self) -> None:
         malformed = 0
         async for frame in self._socket:
@@ -133,8 +129,6 @@ class Window:
             await asyncio.wait_for(self._process.stdin.drain(), _TAKE_S)
         except TimeoutError:
             raise ConnectionError(f"the application has taken no input for {_TAKE_S:.0f} s") from None
-
-    # ------------------------------------------------------------------ from the application
 
     async def _from_application(self) -> None:
         assert self._process is not None
@@ -180,13 +174,10 @@ class Window:
             self._chunks[key].put_nowait(chunk.encode() if isinstance(chunk, str) else chunk)
 
     async def _listen(self) -> None:
-        """Keep the end of what the process says."""
         assert self._process is not None
         assert self._process.stderr is not None
         while data := await self._process.stderr.read(_CHUNK_BYTES):
             self._said = (self._said + data)[-_SAID_BYTES:]
-
-    # ------------------------------------------------------------------ files for the browser
 
     def take_download(self, key: str) -> str | None:
         """The name of a file that the application has for the browser, once; None where there is none."""
@@ -215,13 +206,3 @@ async def _read_all(process: asyncio.subprocess.Process) -> None:
 def _plain_name(path: str) -> str:
     """A file name that a header takes as it is."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", PurePath(path).name)[-100:] or "file"
-
-
-def environment(packages: str) -> dict[str, str]:
-    """Of the application's processes; `packages` is the folder that ours are in."""
-    paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "TEXTUAL_COLOR_SYSTEM": "truecolor",
-        "TERM_PROGRAM": "textual",
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from typing import Any, cast
 
 from rich.cells import cell_len, set_cell_size
@@ -14,6 +15,7 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.geometry import Size
 from textual.message import Message
+from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
@@ -21,6 +23,7 @@ from app.rows import Glyphs
 from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
 from tui.host import host_of
 from tui.theme import style
+from tui.widgets.lines import row_bindings
 
 MARK_CELLS = 2
 NAME_CELLS = 26
@@ -36,7 +39,6 @@ SECTIONS = {
 
 
 def section_of(key: str) -> str:
-    """The part of the recipe that a field belongs to."""
     return key.partition(".")[0] if "." in key else "recipe"
 
 
@@ -46,9 +48,7 @@ class ValueInput(Input):
     BINDINGS = [Binding("escape", "undo", "Undo", show=False)]
 
     def action_undo(self) -> None:
-        """The text as it was before."""
-        row = cast(FieldRow, self.parent)
-        row.end_edit(undo=True)
+        cast(FieldRow, self.parent).end_edit(undo=True)
 
 
 class FieldRow(Widget):
@@ -57,49 +57,37 @@ class FieldRow(Widget):
     The focus stays with the list of rows: moving it from row to row would style the whole form again for each key.
     """
 
+    is_current = reactive(False)
+    """Whether the cursor is here."""
+
+    @dataclass
     class Changed(Message):
         """The user gave the field another text."""
 
-        def __init__(self, row: FieldRow, text: str) -> None:
-            super().__init__()
-            self.row, self.text = row, text
+        row: FieldRow
+        text: str
 
+    @dataclass
     class Pointed(Message):
         """The user clicked on the row."""
 
-        def __init__(self, row: FieldRow) -> None:
-            super().__init__()
-            self.row = row
+        row: FieldRow
 
     def __init__(self, key: str) -> None:
         super().__init__(classes="field")
         self.key = key
         self.kind: Kind = kind_of(key)
         self._shown: tuple[str, str, bool, str] = ("", "", False, "")
-        self._is_current = False
         self._before = self._typed = ""
         """The text before the edit, and as it was last typed."""
         self._undone = False
 
     @property
-    def is_current(self) -> bool:
-        """Whether the cursor is here."""
-        return self._is_current
-
-    @is_current.setter
-    def is_current(self, value: bool) -> None:
-        if value != self._is_current:
-            self._is_current = value
-            self.refresh()
-
-    @property
     def value(self) -> str:
-        """The field's text."""
         return self._shown[0]
 
     @property
     def error(self) -> str:
-        """What is wrong with it; empty for nothing."""
         return self._shown[3]
 
     @property
@@ -137,7 +125,7 @@ class FieldRow(Widget):
         name = self.key.rpartition(".")[2]
         parts = [
             (f"{mark[0]} ", mark[1]),
-            (set_cell_size(name, NAME_CELLS), "bad" if error else "bold" if changed or self._is_current else "text"),
+            (set_cell_size(name, NAME_CELLS), "bad" if error else "bold" if changed or self.is_current else "text"),
         ]
         room = max(4, width - MARK_CELLS - NAME_CELLS)
         parts += self._value(text, room, glyphs)
@@ -148,7 +136,7 @@ class FieldRow(Widget):
         line = Text.assemble(*((part, style(token, dark)) for part, token in parts), no_wrap=True, overflow="ellipsis")
         for message in self._message(width):
             line.append("\n" + set_cell_size(" " * MARK_CELLS + message, width), style("bad", dark))
-        if self._is_current:
+        if self.is_current:
             first = line.split("\n")[0]
             line.pad_right(max(0, width - first.cell_len)) if "\n" not in line.plain else None
             line.stylize(Style(bgcolor=style("selected", dark).bgcolor))
@@ -164,7 +152,7 @@ class FieldRow(Widget):
         if self.kind == "choice":
             choices = choices_of(self.key)
             whole = sum(len(choice) + 4 for choice in choices) - 2
-            if self._is_current and whole <= room:
+            if self.is_current and whole <= room:
                 parts: list[tuple[str, str]] = []
                 for choice in choices:
                     mine = choice == text
@@ -232,19 +220,11 @@ class FieldRow(Widget):
 class FieldList(VerticalScroll, can_focus=True):
     """The rows, and the cursor among them."""
 
-    BINDINGS = [
-        Binding("down,j", "move(1)", show=False),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("pagedown", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
-        Binding("home", "move(-1000)", show=False),
-        Binding("end", "move(1000)", show=False),
-    ]
+    BINDINGS = [*row_bindings("move")]
 
     def action_move(self, by: int) -> None:
         """Up or down; leaving a row takes what was typed."""
-        form = cast(Form, self.parent)
-        form.move(by)
+        cast(Form, self.parent).move(by)
 
 
 class Form(Vertical):
@@ -269,12 +249,11 @@ class Form(Vertical):
     SCOPED_CSS = False
     """The rules ask for classes of the screen and of the application."""
 
+    @dataclass
     class Edited(Message):
         """The draft is another."""
 
-        def __init__(self, key: str) -> None:
-            super().__init__()
-            self.key = key
+        key: str
 
     def __init__(self, draft: Draft, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -314,7 +293,6 @@ class Form(Vertical):
 
     @property
     def current(self) -> FieldRow:
-        """The row with the cursor."""
         return self.rows[self._current]
 
     @property
@@ -361,7 +339,6 @@ class Form(Vertical):
         return [row for row in self.rows.values() if row.display]
 
     def move(self, by: int) -> None:
-        """Up or down by rows that are shown."""
         shown = self._visible()
         if shown:
             index = shown.index(self.current) if self.current in shown else 0
@@ -394,7 +371,6 @@ class Form(Vertical):
         self._hint()
 
     def focus_fields(self) -> None:
-        """The keys go to the rows."""
         self.query_one(FieldList).focus()
 
     def on_field_row_pointed(self, event: FieldRow.Pointed) -> None:
@@ -409,17 +385,14 @@ class Form(Vertical):
         self.set_text(event.row.key, event.text)
 
     def set_text(self, key: str, text: str) -> None:
-        """Give a field another text, as if it were typed."""
         self._edited(key, lambda: self.draft.set(key, text))
 
     def cycle(self, by: int) -> None:
-        """The next or previous value of the current choice or switch."""
         key = self._current
         if kind_of(key) != "text":
             self._edited(key, lambda: self.draft.cycle(key, by))
 
     def reset(self) -> None:
-        """The current field as in the base recipe."""
         key = self._current
         self._edited(key, lambda: self.draft.reset(key))
 
@@ -432,18 +405,15 @@ class Form(Vertical):
     # ------------------------------------------------------------------ filter
 
     def begin_filter(self) -> None:
-        """Ask for words."""
         entry = self.query_one("#filter", Input)
         entry.add_class("-shown")
         entry.focus()
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the filter is shown."""
         return self.query_one("#filter").has_class("-shown")
 
     def end_filter(self) -> None:
-        """All fields again."""
         entry = self.query_one("#filter", Input)
         entry.value = ""
         entry.remove_class("-shown")

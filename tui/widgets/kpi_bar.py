@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.rows import Row, exactly
 from storage.units import count_text, duration_text, figure
 from tui.data.alerts import Alert, alerts
 from tui.data.run_data import RunData
 from tui.render.kpi import Figure, kpi_row
 from tui.render.ticks import fit
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
 
 def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
@@ -43,32 +45,24 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
     return found
 
 
-class KpiBar(LineWidget):
+class KpiBar(RunPane):
     """State, step, loss, speed, time to the end."""
 
     DEFAULT_CSS = "KpiBar { height: 1; padding: 0 1; background: $panel; }"
-
-    def __init__(self, data: RunData, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._data = data
-        self.frozen = False
+    frozen = False
 
     def rows(self, width: int, height: int) -> list[Row]:
         found = figures(self._data, frozen=self.frozen)
         return [kpi_row(width, self._data.name, self._data.state, found, self.glyphs)]
 
 
-class AlertBar(LineWidget):
+class AlertBar(RunPane):
     """One alert a row, the gravest first; there only while there is one."""
 
     DEFAULT_CSS = "AlertBar { height: 1; padding: 0 1; display: none; }"
     MOST = 3
-
-    def __init__(self, data: RunData, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._data = data
-        self.alerts: list[Alert] = []
-        self.most = self.MOST
+    most = MOST
+    alerts: Sequence[Alert] = ()
 
     def update(self) -> None:
         """Look again at what is wrong."""

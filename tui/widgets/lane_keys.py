@@ -1,8 +1,9 @@
-"""The lane view's actions, for screens that have one."""
+"""Zoom, pan and selection: the actions of screens that have a lane view."""
 
 from __future__ import annotations
 
-from tui.widgets.lane_view import LaneView
+from tui.widgets.lane_view import PAN, ZOOM, LaneView
+from tui.widgets.loss_chart import LossChart
 
 
 class LaneKeys:
@@ -10,38 +11,33 @@ class LaneKeys:
 
     lane_view: LaneView
 
+    def zoomed(self) -> LaneView | LossChart:
+        """What zoom, pan and the steps along it are for."""
+        return self.lane_view
+
     def action_zoom_in(self) -> None:
-        """Half as long a time."""
-        self.lane_view.zoom_in()
+        self.zoomed().zoom(ZOOM)
 
     def action_zoom_out(self) -> None:
-        """Twice as long a time."""
-        self.lane_view.zoom_out()
+        self.zoomed().zoom(1 / ZOOM)
 
     def action_pan_left(self) -> None:
-        """Back in time."""
-        self.lane_view.pan_left()
+        self.zoomed().pan(-PAN)
 
     def action_pan_right(self) -> None:
-        """On in time."""
-        self.lane_view.pan_right()
+        self.zoomed().pan(PAN)
 
     def action_fit(self) -> None:
-        """The whole step."""
-        self.lane_view.fit()
+        self.zoomed().fit()
 
     def action_next_span(self) -> None:
-        """The lane's next op."""
-        self.lane_view.next_span()
+        self.zoomed().action_move(1)
 
     def action_previous_span(self) -> None:
-        """The lane's op before."""
-        self.lane_view.previous_span()
+        self.zoomed().action_move(-1)
 
     def action_lane_up(self) -> None:
-        """The lane above."""
-        self.lane_view.lane_up()
+        self.lane_view.move_lane(-1)
 
     def action_lane_down(self) -> None:
-        """The lane below."""
-        self.lane_view.lane_down()
+        self.lane_view.move_lane(1)

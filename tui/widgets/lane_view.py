@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ LAG_S = 1.0
 """Live, the right edge is so long ago: by then the spans of all lanes have arrived, and no cell changes any more."""
 
 _SHORTEST_S = 2e-5
-_ZOOM = 0.5
-_PAN = 0.25
+ZOOM = 0.5
+"""A key's zoom: how much of the time stays in view."""
+PAN = 0.25
+"""A key's way, as a share of what is in view."""
 _MARGIN = 0.02
 """How far before and behind a step one can look, as a share of it."""
 _NO_STEP_S = 5.0
@@ -32,17 +35,11 @@ _NO_STEP_S = 5.0
 class LaneView(LineWidget, can_focus=True):
     """Lanes of a SpanStore: `live` follows the run's last seconds, `step` fits a step, `free` holds what was chosen."""
 
+    @dataclass
     class Selected(Message):
-        """Another span, or none, is selected."""
+        """Another lane, span, or no span, is selected."""
 
-        def __init__(self, lane_view: LaneView, span: Span | None) -> None:
-            super().__init__()
-            self.lane_view = lane_view
-            self.span = span
-
-        @property
-        def control(self) -> LaneView:
-            return self.lane_view
+        span: Span | None
 
     def __init__(
         self,
@@ -63,19 +60,21 @@ class LaneView(LineWidget, can_focus=True):
         self.frozen = False
         """Holds the display while more arrives."""
         self.selected: Span | None = None
-        self._mode = "live" if live else "step"
+        self.mode = "live" if live else "step"
+        """`live`, `step` or `free`."""
         self._held: SpanView | None = None
         """What is shown instead of the store's newest: while frozen, or a step that was looked up."""
         self._step: StepWindow | None = None
         """A step that was looked up."""
-        self._analysis: StepAnalysis | None = None
         self._critical: dict[str, Busy] | None = None
-        self._lane: str | None = None
+        self.lane: str | None = None
+        """The one that is selected."""
         self._cursor_s: float | None = None
         self._live_s: float | None = None
         """Seconds in view while live; None: as long as a step takes."""
         self._auto_s = _NO_STEP_S
-        self._window = (0.0, 1.0)
+        self.window = (0.0, 1.0)
+        """Start and end of what is in view, in the spans' clock."""
         self._until_s = -math.inf
         self._running = False
         self._under_way: list[UnderWay] = []
@@ -87,23 +86,7 @@ class LaneView(LineWidget, can_focus=True):
 
     @property
     def view(self) -> SpanView:
-        """The spans on show."""
         return self._held if self._held is not None else self.store.view
-
-    @property
-    def mode(self) -> str:
-        """`live`, `step` or `free`."""
-        return self._mode
-
-    @property
-    def window(self) -> tuple[float, float]:
-        """Start and end of what is in view, in the spans' clock."""
-        return self._window
-
-    @property
-    def lane(self) -> str | None:
-        """The selected lane."""
-        return self._lane
 
     def update_live(self, clock_s: float | None, now: Any = None, running: bool = False) -> None:
         """Take `clock_s` and `now` of status.json; more spans may be there as well."""
@@ -127,9 +110,9 @@ class LaneView(LineWidget, can_focus=True):
 
     def show_step(self, view: SpanView, window: StepWindow, analysis: StepAnalysis | None) -> None:
         """Show a step that was looked up, with its critical path."""
-        self._held, self._step, self._analysis = view, window, analysis
+        self._held, self._step = view, window
         self._critical = path_busy(view, analysis) if analysis is not None and analysis.recorded else None
-        self._mode = "step"
+        self.mode = "step"
         self._running = False
         self._under_way = []
         self._until_s = math.inf
@@ -142,33 +125,16 @@ class LaneView(LineWidget, can_focus=True):
         self.redraw()
 
     def toggle_predicted(self) -> None:
-        """Show the forecast, or do not."""
         self.show_predicted = not self.show_predicted
         self.redraw()
 
     # ------------------------------------------------------------------ moving
 
-    def zoom_in(self) -> None:
-        """Half as long a time."""
-        self.zoom(_ZOOM)
-
-    def zoom_out(self) -> None:
-        """Twice as long a time."""
-        self.zoom(1 / _ZOOM)
-
-    def pan_left(self) -> None:
-        """Back by a quarter of what is in view."""
-        self.pan(-_PAN)
-
-    def pan_right(self) -> None:
-        """On by a quarter of what is in view."""
-        self.pan(_PAN)
-
     def zoom(self, factor: float, at_s: float | None = None) -> None:
         """Show `factor` times as long; `at_s` (the cursor, else the middle; live, the right edge) stays where it is."""
-        start_s, end_s = self._window
+        start_s, end_s = self.window
         length = min(max((end_s - start_s) * factor, _SHORTEST_S), self._longest_s())
-        if self._mode == "live" and at_s is None:
+        if self.mode == "live" and at_s is None:
             self._live_s = length
             self.redraw()
             return
@@ -180,11 +146,11 @@ class LaneView(LineWidget, can_focus=True):
 
     def pan(self, share: float) -> None:
         """Move by a share of what is in view; live, past the right edge, it follows again."""
-        start_s, end_s = self._window
+        start_s, end_s = self.window
         moved = (end_s - start_s) * share
-        if self._mode == "live" and share > 0:
+        if self.mode == "live" and share > 0:
             return
-        if self._follows and share > 0 and end_s + moved >= self._known_s:
+        if self._step is None and share > 0 and end_s + moved >= self._known_s:
             self._live_s = end_s - start_s
             self._set_mode("live")
             return
@@ -193,35 +159,18 @@ class LaneView(LineWidget, can_focus=True):
     def fit(self) -> None:
         """Fit the step; once more: follow the run again."""
         self._live_s = None
-        self._set_mode("live" if self._mode == "step" and self._follows else "step")
-
-    def lane_up(self) -> None:
-        """Select the lane above."""
-        self._move_lane(-1)
-
-    def lane_down(self) -> None:
-        """Select the lane below."""
-        self._move_lane(1)
-
-    def next_span(self) -> None:
-        """Select the lane's next span."""
-        self._move_span(1)
-
-    def previous_span(self) -> None:
-        """Select the lane's span before."""
-        self._move_span(-1)
+        self._set_mode("live" if self.mode == "step" and self._step is None else "step")
 
     def clear_selection(self) -> None:
-        """Select nothing."""
         self._cursor_s = None
         self._select(None)
 
     def select(self, span: Span) -> None:
         """Select a span, and bring it into view."""
-        self._lane = span.lane
-        start_s, end_s = self._window
+        self.lane = span.lane
+        start_s, end_s = self.window
         self._cursor_s = max(span.start_s, start_s) if span.end_s > start_s else span.start_s
-        if self._mode == "live" or span.end_s <= start_s or span.start_s >= end_s:
+        if self.mode == "live" or span.end_s <= start_s or span.start_s >= end_s:
             length = end_s - start_s
             inside = span.end_s > start_s and span.start_s < end_s
             begin = start_s if inside else (span.start_s + span.end_s - length) / 2
@@ -245,7 +194,6 @@ class LaneView(LineWidget, can_focus=True):
     # ------------------------------------------------------------------ drawing
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """LineWidget's hook."""
         view = self.view
         scene = self._scene(view, width, height)
         return lanes_rows(width, height, scene, self.glyphs)
@@ -253,7 +201,7 @@ class LaneView(LineWidget, can_focus=True):
     def _scene(self, view: SpanView, width: int, height: int) -> LaneScene:
         steps = [self._step] if self._step is not None else view.steps()
         self._place_window(view, steps, width, height)
-        start_s, end_s = self._window
+        start_s, end_s = self.window
         step = self._step or (steps[-1] if steps else None)
         row = self.row_of_selected()
         return LaneScene(
@@ -267,7 +215,7 @@ class LaneView(LineWidget, can_focus=True):
             now=self._now(view),
             predicted=self._predicted_view(),
             critical=self._critical,
-            lane=self._lane if self.has_focus or self.selected is not None else None,
+            lane=self.lane if self.has_focus or self.selected is not None else None,
             row=row,
             cursor_s=self._cursor_s,
             title=self._title(step),
@@ -277,11 +225,11 @@ class LaneView(LineWidget, can_focus=True):
 
     def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
         """Where the mode puts the window now."""
-        if self._mode == "free":
+        if self.mode == "free":
             return
         step = self._step or (steps[-1] if steps else None)
-        if step is not None and (self._mode == "step" or (not self._running and self._live_s is None)):
-            self._window = (step.start_s, step.end_s)
+        if step is not None and (self.mode == "step" or (not self._running and self._live_s is None)):
+            self.window = (step.start_s, step.end_s)
             return
         if step is not None and not 0.7 < (step.end_s - step.start_s) / self._auto_s < 1.2:
             self._auto_s = step.end_s - step.start_s
@@ -298,11 +246,11 @@ class LaneView(LineWidget, can_focus=True):
         place = layout(width, height, scene)
         cell_s = length / place.num_cells
         end_s = math.ceil(known_s / cell_s) * cell_s
-        self._window = (end_s - length, end_s)
+        self.window = (end_s - length, end_s)
 
     def _now(self, view: SpanView) -> list[UnderWay] | None:
         """What runs at the right edge, while that moves."""
-        if self._mode != "live" or not self._running:
+        if self.mode != "live" or not self._running:
             return None
         if self._edge is None or self._edge[:2] != (view.num_spans, self._known_s):
             self._edge = (view.num_spans, self._known_s, ops_at(view, self._under_way, self._known_s))
@@ -318,10 +266,6 @@ class LaneView(LineWidget, can_focus=True):
         """Up to where anything is known."""
         return self._until_s if math.isfinite(self._until_s) else self.view.last_end_s
 
-    @property
-    def _follows(self) -> bool:
-        return self._step is None
-
     def _longest_s(self) -> float:
         if self._step is not None:
             return (1 + 2 * _MARGIN) * (self._step.end_s - self._step.start_s)
@@ -333,7 +277,7 @@ class LaneView(LineWidget, can_focus=True):
         first_s, last_s = self._limits()
         length = end_s - start_s
         start_s = max(min(start_s, last_s - length), first_s)
-        self._window = (start_s, start_s + length)
+        self.window = (start_s, start_s + length)
         self._set_mode("free")
 
     def _limits(self) -> tuple[float, float]:
@@ -344,7 +288,7 @@ class LaneView(LineWidget, can_focus=True):
         return max(view.complete_from_s, view.first_start_s), max(self._known_s, view.last_end_s)
 
     def _set_mode(self, mode: str) -> None:
-        self._mode = mode
+        self.mode = mode
         self.redraw()
 
     def _title(self, step: StepWindow | None) -> str:
@@ -356,7 +300,7 @@ class LaneView(LineWidget, can_focus=True):
         return f"lanes  {which} {seconds_text(step.end_s - step.start_s)}{validating}"
 
     def _status(self, length_s: float) -> str:
-        how = "held, " if self.frozen else "live, " if self._mode == "live" and self._running else ""
+        how = "held, " if self.frozen else "live, " if self.mode == "live" and self._running else ""
         note = f"{self.predicted_note}   " if self._predicted_view() is not None and self.predicted_note else ""
         return f"{note}{how}{seconds_text(length_s)} in view"
 
@@ -373,7 +317,7 @@ class LaneView(LineWidget, can_focus=True):
         if not self.view.num_spans:
             return [("no spans yet: the first step's ops show here as they end", "dim")]
         if self._cursor_s is not None:
-            return [(f"nothing under way on {self._lane} at {self._cursor_s:.6f} s", "dim")]
+            return [(f"nothing under way on {self.lane} at {self._cursor_s:.6f} s", "dim")]
         running = self._now(self.view)
         if running:
             return now_row(running)
@@ -383,24 +327,25 @@ class LaneView(LineWidget, can_focus=True):
 
     # ------------------------------------------------------------------ selecting
 
-    def _select(self, span: Span | None) -> None:
-        changed = span != self.selected
+    def _select(self, span: Span | None, *, of_lane: bool = False) -> None:
+        """`of_lane`: another lane is selected as well."""
+        changed = of_lane or span != self.selected
         self.selected = span
         self.redraw()
         if changed and self.is_mounted:
-            self.post_message(self.Selected(self, span))
+            self.post_message(self.Selected(span))
 
-    def _move_lane(self, by: int) -> None:
+    def move_lane(self, by: int) -> None:
+        """Select the lane above (-1) or below (1)."""
         lanes = self.view.lanes
-        index = lanes.index(self._lane) + by if self._lane in lanes else 0 if by > 0 else len(lanes) - 1
-        self._lane = lanes[min(max(index, 0), len(lanes) - 1)]
-        if self._cursor_s is not None:
-            self._select(self._span_near(self._lane, self._cursor_s))
-        self.redraw()
+        index = lanes.index(self.lane) + by if self.lane in lanes else 0 if by > 0 else len(lanes) - 1
+        self.lane = lanes[min(max(index, 0), len(lanes) - 1)]
+        selected = self.selected if self._cursor_s is None else self._span_near(self.lane, self._cursor_s)
+        self._select(selected, of_lane=True)
 
     def _busiest(self) -> str:
         view = self.view
-        return max(view.lanes, key=lambda lane: view.busy_s(lane, *self._window))
+        return max(view.lanes, key=lambda lane: view.busy_s(lane, *self.window))
 
     def _span_near(self, lane: str, time_s: float, by: int = 0) -> Span | None:
         """The lane's span at a moment, or else the next one (`by` 1), the one before (-1), or the nearest."""
@@ -419,18 +364,19 @@ class LaneView(LineWidget, can_focus=True):
             following -= 1
         return view.span(int(rows[min(max(following, 0), len(rows) - 1)]))
 
-    def _move_span(self, by: int) -> None:
+    def action_move(self, by: int) -> None:
+        """Select the lane's next span (1), or the one before (-1)."""
         view = self.view
-        if self._lane not in view.lanes:
-            self._lane = self._busiest()
-        rows = view.rows_of(self._lane)
+        if self.lane not in view.lanes:
+            self.lane = self._busiest()
+        rows = view.rows_of(self.lane)
         if not len(rows):
             self._cursor_s = None
             self._select(None)
             return
         row = self.row_of_selected()
-        if row is None or self.selected is None or self.selected.lane != self._lane:
-            span = self._span_near(self._lane, self._entry_s(by) if self._cursor_s is None else self._cursor_s, by)
+        if row is None or self.selected is None or self.selected.lane != self.lane:
+            span = self._span_near(self.lane, self._entry_s(by) if self._cursor_s is None else self._cursor_s, by)
             assert span is not None
             self.select(span)
             return
@@ -440,8 +386,8 @@ class LaneView(LineWidget, can_focus=True):
 
     def _entry_s(self, by: int) -> float:
         """Where selecting begins: live, with what ended last; else at the edge of what is in view."""
-        start_s, end_s = self._window
-        if self._mode == "live":
+        start_s, end_s = self.window
+        if self.mode == "live":
             return min(end_s, self._known_s)
         inside_s = (end_s - start_s) / 1e4
         return start_s + inside_s if by > 0 else end_s - inside_s
@@ -450,7 +396,7 @@ class LaneView(LineWidget, can_focus=True):
 
     def _time_at(self, x: int) -> float:
         place = self._place()
-        start_s, end_s = self._window
+        start_s, end_s = self.window
         cell = min(max(x - place.label_cells, 0), place.num_cells - 1)
         return start_s + (cell + 0.5) * (end_s - start_s) / place.num_cells
 
@@ -460,36 +406,32 @@ class LaneView(LineWidget, can_focus=True):
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Zoom in where the pointer is; with shift or ctrl, back."""
-        self._wheel(event, _ZOOM, -_PAN / 2)
+        self._wheel(event, ZOOM, -PAN / 2)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         """Zoom out; with shift or ctrl, on."""
-        self._wheel(event, 1 / _ZOOM, _PAN / 2)
+        self._wheel(event, 1 / ZOOM, PAN / 2)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
-        """Go back."""
         event.stop()
-        self.pan(-_PAN / 2)
+        self.pan(-PAN / 2)
 
     def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
-        """Go on."""
         event.stop()
-        self.pan(_PAN / 2)
+        self.pan(PAN / 2)
 
     def _wheel(self, event: events.MouseEvent, factor: float, share: float) -> None:
         event.stop()
         if event.shift or event.ctrl:
             self.pan(share)
         else:
-            self.zoom(factor, None if self._mode == "live" else self._time_at(event.x))
+            self.zoom(factor, None if self.mode == "live" else self._time_at(event.x))
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        """Begin a click or a drag."""
         self.capture_mouse()
-        self._drag = (event.x, *self._window)
+        self._drag = (event.x, *self.window)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        """Drag what is in view."""
         if self._drag is None or event.x == self._drag[0]:
             return
         x, start_s, end_s = self._drag
@@ -504,9 +446,9 @@ class LaneView(LineWidget, can_focus=True):
         lane = place.lane_at(event.y)
         if drag is None or drag[0] != event.x or lane is None or place.cell_at(event.x) is None:
             return
-        self._lane = lane
+        self.lane = lane
         time_s = self._time_at(event.x)
-        half = (self._window[1] - self._window[0]) / place.num_cells / 2
+        half = (self.window[1] - self.window[0]) / place.num_cells / 2
         rows = [int(row) for row in self.view.rows_between(time_s - half, time_s + half)]
         rows = [row for row in rows if self.view.lanes[self.view.lane[row]] == lane]
         if not rows:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from rich.segment import Segment
+from textual.binding import Binding
 from textual.strip import Strip
 from textual.widget import Widget
 
 from app.rows import Glyphs, Row
+from tui.data.run_data import RunData
 from tui.host import host_of
 from tui.theme import style
+
+
+def row_bindings(action: str) -> list[Binding]:
+    """Keys that go down by rows, or up where `action` is given a negative number."""
+    keys = {"down,j": 1, "up,k": -1, "pagedown": 10, "pageup": -10, "home": -1_000_000, "end": 1_000_000}
+    return [Binding(key, f"{action}({by})", show=False) for key, by in keys.items()]
 
 
 class LineWidget(Widget):
@@ -28,16 +36,20 @@ class LineWidget(Widget):
 
     @property
     def glyphs(self) -> Glyphs:
-        """The characters of this terminal."""
         return host_of(self).glyphs
+
+    def headline(self) -> str | None:
+        """What stands in the lower border; None: it is no business of this widget's."""
+        return None
 
     def redraw(self) -> None:
         """What is shown has changed."""
         self._drawn_for = None
+        if (headline := self.headline()) is not None:
+            self.border_subtitle = headline.replace("[", "(").replace("]", ")")
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """Textual's line API."""
         width, height = self.size
         dark = self.app.current_theme.dark
         if self._drawn_for != (width, height, dark):
@@ -55,3 +67,11 @@ class LineWidget(Widget):
         """Textual's hook: the background may be another."""
         self._drawn_for = None
         super().notify_style_update()
+
+
+class RunPane(LineWidget):
+    """Draws what is known of a run."""
+
+    def __init__(self, data: RunData, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._data = data

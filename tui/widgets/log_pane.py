@@ -6,12 +6,11 @@ from textual import events
 from textual.binding import Binding
 
 from app.rows import Row, exactly
-from tui.data.run_data import RunData
 from tui.render.log import log_rows, matches
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
 
-class LogPane(LineWidget, can_focus=True):
+class LogPane(RunPane, can_focus=True):
     """Messages of log.jsonl; of a run without one, nothing."""
 
     BINDINGS = [
@@ -23,13 +22,10 @@ class LogPane(LineWidget, can_focus=True):
         Binding("end", "scroll_by(-1000000)", show=False),
     ]
 
-    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._data = data
-        self.words = ""
-        """What lines must have to be shown; see tui.render.log.matches."""
-        self._held: int | None = None
-        """Lines ever logged up to the one at the bottom; None: the newest."""
+    words = ""
+    """What lines must have to be shown; see tui.render.log.matches."""
+    _held: int | None = None
+    """Lines ever logged up to the one at the bottom; None: the newest."""
 
     @property
     def follows(self) -> bool:
@@ -37,7 +33,6 @@ class LogPane(LineWidget, can_focus=True):
         return self._held is None
 
     def filter(self, words: str) -> None:
-        """Show the lines with these words only."""
         self.words = words
         self._held = None
         self.redraw()
@@ -50,12 +45,10 @@ class LogPane(LineWidget, can_focus=True):
         self.redraw()
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Towards older lines."""
         event.stop()
         self.action_scroll_by(3)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Towards newer lines."""
         event.stop()
         self.action_scroll_by(-3)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any
 
 import numpy as np
 from textual import events
@@ -10,12 +10,11 @@ from textual.binding import Binding
 
 from app.rows import Row, exactly
 from storage.units import count_text, figure
-from tui.data.run_data import RunData
+from tui.data.metrics import X_COLUMNS
 from tui.render.chart import Curve, XKind, chart, sparkline
 from tui.render.checklist import checklist_rows
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
-_COLUMNS: dict[str, str] = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
 _SIGNAL_LABEL = 22
 _LABEL_CELLS = 4
 
@@ -25,23 +24,18 @@ def learning_rate(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.3g}".replace("e-0", "e-")
 
 
-class LossChart(LineWidget, can_focus=True):
+class LossChart(RunPane, can_focus=True):
     """Zoom, pan and a cursor that goes from step to step; without a zoom it follows the run."""
 
     BINDINGS = [Binding("left", "move(-1)", show=False), Binding("right", "move(1)", show=False)]
 
-    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._data = data
-        self.log_y = False
-        self.clip = True
-        self.x_kind: XKind = "step"
-        self.window: tuple[float, float] | None = None
-        """Shares of the x axis that are shown; None: all."""
-        self.cursor: int | None = None
-        """Row under the cursor."""
-
-    # ------------------------------------------------------------------ drawing
+    log_y = False
+    clip = True
+    x_kind: XKind = "step"
+    window: tuple[float, float] | None = None
+    """Shares of the x axis that are shown; None: all."""
+    cursor: int | None = None
+    """Row under the cursor."""
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The chart; signals where there is room for them. Before the first step the checklist of what it takes."""
@@ -63,14 +57,18 @@ class LossChart(LineWidget, can_focus=True):
     def _chart(self, width: int, height: int) -> list[Row]:
         metrics = self._data.metrics
         num_rows = metrics.rows
-        x = metrics.column(_COLUMNS[self.x_kind], num_rows)
+        x = metrics.column(X_COLUMNS[self.x_kind], num_rows)
         steps, losses = metrics.validation
-        where = steps if self.x_kind == "step" else metrics.validation_at(_COLUMNS[self.x_kind])
+        where = steps if self.x_kind == "step" else metrics.validation_at(X_COLUMNS[self.x_kind])
         curves = [
             Curve(x, metrics.column("loss", num_rows), "raw", joined=False),
             Curve(x, metrics.column("ema", num_rows), "ema"),
             Curve(where, losses, "validation", points=True),
         ]
+        cursor = None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor])
+        return self._drawn(width, height, curves, marks=self._marks(), cursor=cursor)
+
+    def _drawn(self, width: int, height: int, curves: list[Curve], **more: Any) -> list[Row]:
         return chart(
             width,
             height,
@@ -80,9 +78,8 @@ class LossChart(LineWidget, can_focus=True):
             x_range=self._range(),
             log_y=self.log_y,
             clip=self.clip,
-            marks=self._marks(),
             label_cells=_LABEL_CELLS,
-            cursor=None if self.cursor is None or self.cursor >= num_rows else float(x[self.cursor]),
+            **more,
         )
 
     def _marks(self) -> list[float]:
@@ -91,13 +88,13 @@ class LossChart(LineWidget, can_focus=True):
         steps = [float(checkpoint.step) for checkpoint in self._data.checkpoints]
         if self.x_kind == "step" or not metrics.rows:
             return steps
-        return list(np.interp(steps, metrics.column("step"), metrics.column(_COLUMNS[self.x_kind])))
+        return list(np.interp(steps, metrics.column("step"), metrics.column(X_COLUMNS[self.x_kind])))
 
     def _bounds(self) -> tuple[float, float] | None:
         metrics = self._data.metrics
         if metrics.rows < 2:
             return None
-        x = metrics.column(_COLUMNS[self.x_kind])
+        x = metrics.column(X_COLUMNS[self.x_kind])
         return float(x[0]), float(x[-1])
 
     def _range(self) -> tuple[float, float] | None:
@@ -125,27 +122,14 @@ class LossChart(LineWidget, can_focus=True):
     def _second_chart(self, width: int, height: int) -> list[Row]:
         metrics = self._data.metrics
         num_rows = metrics.rows
-        x = metrics.column(_COLUMNS[self.x_kind], num_rows)
+        x = metrics.column(X_COLUMNS[self.x_kind], num_rows)
         title = f"gradient norm {figure(metrics.last('grad_norm'))}"
         lr = f"   learning rate {learning_rate(metrics.last('lr'))} "
         cells = width - len(title) - len(lr)
         head: Row = [(title, "title"), (lr, "dim")]
         head.append((sparkline(metrics.column("lr"), min(40, max(0, cells)), self.glyphs), "raw"))
         curve = Curve(x, metrics.column("grad_norm", num_rows), "lane.d2h")
-        below = chart(
-            width,
-            height - 1,
-            [curve],
-            self.glyphs,
-            x_kind=self.x_kind,
-            x_range=self._range(),
-            log_y=self.log_y,
-            clip=self.clip,
-            label_cells=_LABEL_CELLS,
-        )
-        return [exactly(head, width), *below]
-
-    # ------------------------------------------------------------------ what it says
+        return [exactly(head, width), *self._drawn(width, height - 1, [curve])]
 
     def headline(self) -> str:
         """The step under the cursor in figures, else how the loss is drawn."""
@@ -162,33 +146,18 @@ class LossChart(LineWidget, can_focus=True):
         parts += ["log"] * self.log_y + ["outliers clipped"] * self.clip + ["zoomed"] * (self.window is not None)
         return ", ".join(parts)
 
-    # ------------------------------------------------------------------ keys
-
     def cursor_step(self) -> int | None:
-        """The step under the cursor."""
         metrics = self._data.metrics
         return None if self.cursor is None or self.cursor >= metrics.rows else int(metrics.column("step")[self.cursor])
 
-    def action_move(self, by: int) -> None:
-        """The cursor goes on, or back."""
-        self._move_cursor(by)
-
-    def zoom_in(self) -> None:
-        """Half of what is shown, around the cursor, or its end."""
-        self._zoom(0.5)
-
-    def zoom_out(self) -> None:
-        """Twice of what is shown."""
-        self._zoom(2.0)
-
-    def _zoom(self, factor: float, centre: float | None = None) -> None:
+    def zoom(self, factor: float) -> None:
+        """Show `factor` times as much, around the cursor, or its end."""
         low, high = self.window or (0.0, 1.0)
         length = (high - low) * factor
         if length >= 1:
             self.window = None
         elif length > 1e-5:
-            if centre is None:
-                centre = self._cursor_share()
+            centre = self._cursor_share()
             centre = high if centre is None or not low <= centre <= high else centre
             start = centre - (centre - low) * factor
             self._set_window(start, length)
@@ -198,22 +167,15 @@ class LossChart(LineWidget, can_focus=True):
         bounds = self._bounds()
         if self.cursor is None or bounds is None or self.cursor >= self._data.metrics.rows or bounds[1] <= bounds[0]:
             return None
-        x = float(self._data.metrics.column(_COLUMNS[self.x_kind])[self.cursor])
+        x = float(self._data.metrics.column(X_COLUMNS[self.x_kind])[self.cursor])
         return (x - bounds[0]) / (bounds[1] - bounds[0])
 
     def _set_window(self, start: float, length: float) -> None:
         start = min(max(0.0, start), 1.0 - length)
         self.window = (start, start + length)
 
-    def pan_left(self) -> None:
-        """A quarter of what is shown to the left."""
-        self._pan(-0.25)
-
-    def pan_right(self) -> None:
-        """A quarter of what is shown to the right."""
-        self._pan(0.25)
-
-    def _pan(self, share: float) -> None:
+    def pan(self, share: float) -> None:
+        """Move by a share of what is shown."""
         if self.window is not None:
             low, high = self.window
             self._set_window(low + share * (high - low), high - low)
@@ -224,15 +186,8 @@ class LossChart(LineWidget, can_focus=True):
         self.window = self.cursor = None
         self.redraw()
 
-    def next_span(self) -> None:
-        """The cursor goes to the next step."""
-        self._move_cursor(1)
-
-    def previous_span(self) -> None:
-        """The cursor goes to the step before."""
-        self._move_cursor(-1)
-
-    def _move_cursor(self, by: int) -> None:
+    def action_move(self, by: int) -> None:
+        """The cursor goes on, or back."""
         rows = self._data.metrics.rows
         if rows:
             # At least a dot of the chart at a time.
@@ -240,24 +195,6 @@ class LossChart(LineWidget, can_focus=True):
             by *= max(1, round(rows * (high - low) / max(1, self.size.width * 2)))
             self.cursor = rows - 1 if self.cursor is None else min(rows - 1, max(0, self.cursor + by))
             self.redraw()
-
-    def toggle_log(self) -> None:
-        """A logarithmic or a linear axis."""
-        self.log_y = not self.log_y
-        self.redraw()
-
-    def toggle_clip(self) -> None:
-        """Clip outliers, or show them."""
-        self.clip = not self.clip
-        self.redraw()
-
-    def next_axis(self) -> None:
-        """Over steps, tokens, time."""
-        kinds: tuple[XKind, ...] = get_args(XKind)
-        self.x_kind = kinds[(kinds.index(self.x_kind) + 1) % len(kinds)]
-        self.redraw()
-
-    # ------------------------------------------------------------------ mouse
 
     def on_click(self, event: events.Click) -> None:
         """The cursor goes to the step under the mouse."""
@@ -267,16 +204,14 @@ class LossChart(LineWidget, can_focus=True):
             return
         gutter = _LABEL_CELLS + 2
         share = (offset.x - gutter) / max(1, self.size.width - gutter)
-        x = self._data.metrics.column(_COLUMNS[self.x_kind])
+        x = self._data.metrics.column(X_COLUMNS[self.x_kind])
         self.cursor = int(np.searchsorted(x, low + share * (high - low)).clip(0, len(x) - 1))
         self.redraw()
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Zoom in."""
         event.stop()
-        self._zoom(0.8)
+        self.zoom(0.8)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Zoom out."""
         event.stop()
-        self._zoom(1.25)
+        self.zoom(1.25)

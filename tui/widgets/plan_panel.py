@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 from textual import events
-from textual.binding import Binding
 
 from app.rows import Row
 from tui.data.plan_client import PlanState
 from tui.render.plan import state_rows, summary_row
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import LineWidget, row_bindings
 
 
 class PlanPanel(LineWidget, can_focus=True):
     """The whole plan."""
 
-    BINDINGS = [
-        Binding("down,j", "scroll(1)", show=False),
-        Binding("up,k", "scroll(-1)", show=False),
-        Binding("pagedown", "scroll(10)", show=False),
-        Binding("pageup", "scroll(-10)", show=False),
-        Binding("home", "scroll(-10000)", show=False),
-        Binding("end", "scroll(10000)", show=False),
-    ]
-
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._state = PlanState()
-        self._machine = ""
-        self._top = 0
-        self._num_rows = 0
-
-    @property
-    def state(self) -> PlanState:
-        """What is shown."""
-        return self._state
+    BINDINGS = [*row_bindings("scroll")]
+    state = PlanState()
+    _machine = ""
+    _top = 0
+    _num_rows = 0
 
     def show(self, state: PlanState, machine: str) -> None:
-        """Draw another state; `machine` is what is planned for."""
-        if (state, machine) == (self._state, self._machine):
+        if (state, machine) == (self.state, self._machine):
             return
-        if state.forecast is not None and self._state.forecast is None:
+        if state.forecast is not None and self.state.forecast is None:
             self._top = 0
-        self._state, self._machine = state, machine
+        self.state, self._machine = state, machine
         self.redraw()
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The part of the page that is scrolled to."""
-        found = state_rows(self._state, self._machine, width, self.glyphs)
+        found = state_rows(self.state, self._machine, width, self.glyphs)
         self._num_rows = len(found)
         self._top = max(0, min(self._top, len(found) - height))
         below = len(found) - self._top - height
@@ -56,7 +39,6 @@ class PlanPanel(LineWidget, can_focus=True):
         return found[self._top : self._top + height]
 
     def action_scroll(self, by: int) -> None:
-        """Up or down by rows."""
         self._top = max(0, min(self._top + by, self._num_rows - self.size.height))
         self.redraw()
 
@@ -70,13 +52,10 @@ class PlanPanel(LineWidget, can_focus=True):
 class PlanSummary(LineWidget):
     """The plan in one row."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self._state = PlanState()
-        self._machine = ""
+    _state = PlanState()
+    _machine = ""
 
     def show(self, state: PlanState, machine: str) -> None:
-        """Draw another state."""
         self._state, self._machine = state, machine
         self.redraw()
 

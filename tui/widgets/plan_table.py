@@ -7,7 +7,7 @@ from app.rows import Row
 from tui.data.fields import number, text
 from tui.data.run_data import RunData
 from tui.render.plan_table import StepFigures, plan_rows
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
 
 def planned_step(data: RunData) -> StepFigures:
@@ -34,13 +34,8 @@ def real_step(data: RunData) -> StepFigures:
     return StepFigures(step_s, speed, data.mfu, bound_by, shares)
 
 
-class PlanTable(LineWidget, can_focus=True):
+class PlanTable(RunPane, can_focus=True):
     """Redrawn as steps end."""
 
-    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._data = data
-
     def rows(self, width: int, height: int) -> list[Row]:
-        """The table."""
         return plan_rows(planned_step(self._data), real_step(self._data), LANES, width, height, self.glyphs)

@@ -11,7 +11,7 @@ from tui.data.run_data import RunData
 from tui.data.tiers import tiers
 from tui.render.bars import tier_rows
 from tui.render.ticks import fit
-from tui.widgets.lines import LineWidget
+from tui.widgets.lines import RunPane
 
 RATE_S = 5.0
 """Drive rates are those of the last so many seconds."""
@@ -58,12 +58,8 @@ def drives(data: RunData) -> list[Drive]:
     return found
 
 
-class TierGauges(LineWidget, can_focus=True):
+class TierGauges(RunPane, can_focus=True):
     """Bars against budgets, drive rates, temperature, bytes written against endurance."""
-
-    def __init__(self, data: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._data = data
 
     def rows(self, width: int, height: int) -> list[Row]:
         """Gauges in two rows each where there is room, then the drives."""
