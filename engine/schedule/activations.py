@@ -88,7 +88,7 @@ class ActivationSchedule:
             slots = {a.SLOT: slot}
             if mode in ("recompute", "backward") and kind == "x" and (layer, chunk.index) in self._plan.spilled:
                 slots[a.STAGE] = self._unspill("x", layer, chunk, keep=not last_use)
-                source: Resource = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+                source: Resource = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
                 source = self._hidden_region(kind, layer, chunk)
             self._move(a.LOAD[kind], layer, chunk, [source], [r.hidden(slot)], slots)
@@ -110,7 +110,7 @@ class ActivationSchedule:
         saved = kind == "x" and self._plan.blocks[layer].role == "layer"
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
             return r.record("x", *key)
-        return r.boundary(chunk.index)
+        return r.place(r.RAM_BOUNDARY, chunk.index)
 
     # ------------------------------------------------------------------ NVMe
 
@@ -126,7 +126,7 @@ class ActivationSchedule:
         """
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
-        self._emit_unspill(kind, layer, chunk, r.stage(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
+        self._emit_unspill(kind, layer, chunk, r.place(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
         return stage
 
     def _emit_unspill(
@@ -159,7 +159,7 @@ class ActivationSchedule:
         slot = self.saved.take(content)
         region = r.record("saved", layer, chunk.index)
         if layer in self._plan.recomputed:
-            region = r.window(r.RAM_WINDOW_SAVED, chunk.local)
+            region = r.place(r.RAM_WINDOW_SAVED, chunk.local)
         self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SAVED: slot})
         return slot
 
@@ -168,7 +168,7 @@ class ActivationSchedule:
         key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
         if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
-        region = r.window(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
+        region = r.place(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
         self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
     def _load_part(
@@ -176,7 +176,7 @@ class ActivationSchedule:
     ) -> None:
         if (kind, layer, chunk.index) in self._on_nvme:
             slots[a.STAGE] = self._unspill(kind, layer, chunk)
-            region = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+            region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._move(a.LOAD[kind], layer, chunk, [region], [target], slots)
 
     def _store_part(
@@ -189,7 +189,7 @@ class ActivationSchedule:
         staged = spilled and region[0] != r.RAM_WINDOW_KV
         if staged:
             slots[a.STAGE] = self._stages.take((kind, layer, chunk.index))
-            region = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+            region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
         self._move(a.STORE[kind], layer, chunk, [source], [region], slots)
         if spilled:
             self._spill(kind, layer, chunk, region, {k: v for k, v in slots.items() if k != a.KV})
@@ -258,7 +258,7 @@ class ActivationSchedule:
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
         if layer in self._plan.recomputed or (layer, chunk.index) in self._plan.spilled:
-            return r.window(r.RAM_WINDOW_KV, chunk.local)
+            return r.place(r.RAM_WINDOW_KV, chunk.local)
         return r.record("kv", layer, chunk.index)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
@@ -289,7 +289,7 @@ class ActivationSchedule:
                 self._discard("kv", layer, other)
                 continue
             self._window[other.local] = self.content(layer, other)
-            self._emit_unspill("kv", layer, other, r.window(r.RAM_WINDOW_KV, other.local), {}, False)
+            self._emit_unspill("kv", layer, other, r.place(r.RAM_WINDOW_KV, other.local), {}, False)
 
     def load_dkv(self, layer: int, chunk: Chunk) -> tuple[int, bool]:
         """Slot with the gradients of a chunk's keys and values summed so far, pinned; True where there are none yet."""
@@ -299,12 +299,12 @@ class ActivationSchedule:
         if slot is None:
             slot = self.dkv.take(content)
             if not new:
-                there = r.window(r.RAM_WINDOW_DKV, chunk.local)
+                there = r.place(r.RAM_WINDOW_DKV, chunk.local)
                 self._move(a.LOAD["dkv"], layer, chunk, [there], [r.dkv(slot)], {a.DKV: slot})
         return slot, new
 
     def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
         """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
-        there = r.window(r.RAM_WINDOW_DKV, chunk.local)
+        there = r.place(r.RAM_WINDOW_DKV, chunk.local)
         self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.DKV: slot})
         self.dkv.release(slot, keep=True)
