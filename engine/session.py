@@ -148,7 +148,6 @@ class Session:
         self._traffic = self._traffic_before = store.traffic()
 
     def _ram_bytes(self) -> int:
-        """Ordinary memory that the plan takes."""
         tiers = self.plan.tiers
         return tiers["ram"].peak_bytes + (tiers["gpu"].peak_bytes if self.device.type == "cpu" else 0)
 
@@ -170,7 +169,6 @@ class Session:
     # ------------------------------------------------------------------ batches
 
     def fetch(self) -> StepData:
-        """The batch of the next step, on the compute device."""
         micro_batches = self.loader.next_step()
         return StepData(
             micro_batches=micro_batches,
@@ -180,7 +178,6 @@ class Session:
         )
 
     def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
-        """The tokens of one pass of a validation, on the compute device."""
         return EvaluationData(
             micro_batches=micro_batches,
             chunks=self._carrier.carry(micro_batches),
@@ -213,7 +210,6 @@ class Session:
         return step > 0 and (step % self.recipe.storage.checkpoint_every == 0 or step in self._requested)
 
     def begin_step(self, data: StepData) -> None:
-        """Count a step that is about to run."""
         self.step += 1
         self.tokens += data.num_targets
         self._records[self.step] = run_meta(self.step, self.tokens, data.cursor, self._identity)

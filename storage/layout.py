@@ -25,7 +25,6 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
 
@@ -87,7 +86,6 @@ class FlatLayout:
         return FlatLayout(ordered, offsets, numel, decay_numel)
 
     def offset(self, name: str) -> int:
-        """First element of parameter `name`."""
         return self.offsets[name]
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

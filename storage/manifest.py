@@ -58,7 +58,6 @@ class ArraySpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return _ITEM_BYTES[self.dtype]
 
     def parts(self) -> list[tuple[int, int]]:
@@ -149,7 +148,6 @@ class Manifest:
                 os.replace(temporary, folder / BACKUP_NAME)
 
     def encode(self) -> bytes:
-        """The file's content."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,

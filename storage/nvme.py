@@ -234,7 +234,6 @@ class NvmeStore:
         return self._drives.folders
 
     def arrays(self) -> list[ArraySpec]:
-        """All arrays but scratch."""
         return [array.spec for array in self._arrays.values() if not array.scratch]
 
     def traffic(self) -> dict[Path, Traffic]:
@@ -243,12 +242,10 @@ class NvmeStore:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from all drives since the store was opened."""
         return sum(traffic.bytes_read for traffic in self.traffic().values())
 
     @property
     def bytes_written(self) -> int:
-        """Bytes written to all drives since the store was opened."""
         return sum(traffic.bytes_written for traffic in self.traffic().values())
 
     def read(self, buffer: str, kind: str, part: int, out: torch.Tensor) -> Future[None]:

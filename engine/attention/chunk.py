@@ -137,7 +137,6 @@ class Counts:
     backward_flops: int = 0
 
     def reset(self) -> None:
-        """Back to zero."""
         self.forward_flops = self.backward_flops = 0
 
 

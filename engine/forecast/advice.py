@@ -30,7 +30,6 @@ class Change:
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """For a forecast."""
         return {"set": [f"{name}={_word(value)}" for name, value in self.values.items()], "text": self.text}
 
 
@@ -52,7 +51,6 @@ def applied(task: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
 
 
 def fits(task: PlanRequest) -> bool:
-    """Whether any plan does."""
     return task.refusal() is None
 
 

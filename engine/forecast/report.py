@@ -133,12 +133,10 @@ def rows(task: PlanRequest) -> list[int]:
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
-    """Which machine, and where its figures come from."""
     return {"name": machine.name, "source": machine.source, "gpu": machine.gpu}
 
 
 def model_json(task: PlanRequest) -> dict[str, Any]:
-    """What is trained."""
     spec = task.spec
     return {
         "type": spec.model_type,
@@ -220,7 +218,6 @@ def reasons(found: SearchResult) -> dict[str, str]:
 
 
 def _reason(found: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
-    """Empty where there was no alternative."""
     best: dict[Any, float] = {}
     for c in found.tried:
         value = value_of(c.chunk_tokens, c.choice)

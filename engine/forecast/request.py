@@ -35,7 +35,6 @@ class PlanRequest:
     """Calibration.graph_bytes_per_token, once there is one."""
 
     def problem(self, chunk_tokens: int) -> PlanInput:
-        """What the planner has to solve with chunks of that length."""
         return make_problem(
             self.spec,
             self.recipe,
@@ -49,7 +48,6 @@ class PlanRequest:
 
     @property
     def chunks(self) -> list[int]:
-        """Chunk lengths among which the plan may choose."""
         data, train = self.recipe.data, self.recipe.train
         if self.spec.recurrent:
             return [data.sequence_length]

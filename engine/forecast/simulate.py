@@ -39,8 +39,6 @@ class Deadlock(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one step came to."""
-
     step_s: float
     """From the end of the step before, when its loss is known, to this one's."""
     busy_s: dict[str, float]
@@ -52,7 +50,6 @@ class Simulation:
 
     @property
     def bound_by(self) -> str:
-        """The lane that is busy longest."""
         return max(self.busy_s, key=lambda lane: self.busy_s[lane])
 
 

@@ -50,7 +50,6 @@ def resolve_device(config: TrainConfig) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Why torch finds no CUDA device."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA, install one that is built with it"
     try:
@@ -89,7 +88,6 @@ class DeviceSettings:
         """What of the GPU the run may use, in words."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute for the run."""
         self.call(lambda new: setattr(owner, name, new), getattr(owner, name), value)
 
     def call(self, setter: Callable[[Any], Any], before: Any, value: Any) -> None:

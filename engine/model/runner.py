@@ -55,7 +55,6 @@ class ModelRunner:
         self._logits_cost: loss_terms.LogitsCost | None = None
 
     def compile(self, compiled: bool) -> None:
-        """Compute through torch.compile from now on, or eagerly."""
         self.compiled = compiled
         self.layers.compile(compiled)
         self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)

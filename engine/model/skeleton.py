@@ -300,7 +300,6 @@ class _LengthState:
 
 
 def outer_modules(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[str, nn.Module]]:
-    """All modules that are not inside a layer."""
     inner = {id(m) for m in layers.modules()}
     return [(n, m) for n, m in model.named_modules() if id(m) not in inner]
 
@@ -324,7 +323,6 @@ def first_parameter(layer: nn.Module) -> str:
 
 
 def site_parameter(sites: list[tuple[nn.Module, str]]) -> Tensor:
-    """The parameter found at `sites`."""
     module, key = sites[0]
     parameter = module._parameters[key]
     assert parameter is not None

@@ -41,8 +41,6 @@ ACTIVATION_STAGES = {2: 2, 4: 9}
 
 @dataclass(slots=True)
 class _RamPlacement:
-    """What place_ram decides."""
-
     tiers: dict[str, dict[str, Tier]]
     """Buffer -> kind -> tier, for buffers not on the GPU."""
     parts: dict[str, int]

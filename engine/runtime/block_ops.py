@@ -1,4 +1,4 @@
-"""The compute ops of embedding and head, the copies and spills of activations, and what is found out once a step."""
+"""The compute ops of embedding and head, the spills of activations, and what is found out once a step."""
 
 from __future__ import annotations
 
@@ -82,16 +82,6 @@ class BlockOps:
 
     # ------------------------------------------------------------------ activations on their way
 
-    @handles(a.LOAD["x"], a.LOAD["dy"])
-    def _load_hidden(self, op: Op) -> None:
-        slot = self._views.hidden(op.slots[a.SLOT], self._views.chunk(op))
-        slot.copy_(self._views.aside(op).view(slot.dtype).view(slot.shape), non_blocking=True)
-
-    @handles(a.STORE["x"], a.STORE["dy"])
-    def _store_hidden(self, op: Op) -> None:
-        slot = self._views.hidden(op.slots[a.SLOT], self._views.chunk(op))
-        self._views.aside(op).view(slot.dtype).view(slot.shape).copy_(slot, non_blocking=True)
-
     @property
     def _nvme(self) -> NvmeStore:
         assert self._store is not None
@@ -157,5 +147,4 @@ class BlockOps:
 
 
 def _file(op: Op) -> str:
-    """Name of the file of a spilled activation."""
     return f"{op.action.kind}.{op.block}.{op.index}"

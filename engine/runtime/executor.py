@@ -150,7 +150,6 @@ class Executor:
     # ------------------------------------------------------------------ the main thread's side
 
     def attach(self, perform: Perform) -> None:
-        """Carry out ops with `perform`, from the next one on."""
         self._perform = perform
 
     def call(self, lane: str, work: Callable[[], T]) -> T:

@@ -124,7 +124,6 @@ class _Loading:
             self._read(buffer, part, {kind: rows}, then, len(self._stages))
 
     def finish(self) -> None:
-        """Wait for all of it."""
         while self._reading:
             self._end_oldest()
         wait_for_copies(self._device)

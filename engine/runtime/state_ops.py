@@ -42,7 +42,6 @@ class StateOps:
         return self._buffer(op).part(op.index)
 
     def _staged(self, op: Op, dtype: torch.dtype, stage: str = a.STAGE) -> Tensor:
-        """The op's part in its stage."""
         start, end = self._part(op)
         return self._views.part_stage(op.slots[stage], end - start, dtype)
 

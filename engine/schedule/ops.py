@@ -36,7 +36,6 @@ class Op(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def lane(self) -> Lane:
-        """The lane of its action."""
         return self.action.lane
 
 
@@ -101,7 +100,6 @@ class Emitter:
         self._ops.append(op)
 
     def take(self) -> list[Op]:
-        """The ops emitted since the last call."""
         ops, self._ops = self._ops, []
         return ops
 
