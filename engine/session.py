@@ -21,6 +21,7 @@ from engine.forecast.problem import LOGITS_BYTES
 from engine.machine.device import compute_dtype
 from engine.machine.reservations import Reservation
 from engine.model.spec import ModelSpec, layouts
+from engine.model.tokens import ChunkTokens
 from engine.plan.plan import Plan
 from engine.plan.problem import LAST_GOOD, PlanOptions
 from engine.preparing import Checklist
@@ -170,19 +171,14 @@ class Session:
 
     def fetch(self) -> StepData:
         micro_batches = self.loader.next_step()
-        return StepData(
-            micro_batches=micro_batches,
-            chunks=self._carrier.carry(micro_batches),
-            num_targets=sum(m.num_targets for m in micro_batches),
-            cursor=self.loader.cursor,
-        )
+        return StepData(*self._carried(micro_batches), cursor=self.loader.cursor)
 
     def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
-        return EvaluationData(
-            micro_batches=micro_batches,
-            chunks=self._carrier.carry(micro_batches),
-            num_targets=sum(m.num_targets for m in micro_batches),
-        )
+        return EvaluationData(*self._carried(micro_batches))
+
+    def _carried(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[MicroBatch], list[ChunkTokens], int]:
+        """The first fields of a Batch, its tokens on the compute device."""
+        return micro_batches, self._carrier.carry(micro_batches), sum(m.num_targets for m in micro_batches)
 
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""

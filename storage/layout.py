@@ -95,7 +95,3 @@ class FlatLayout:
             param.name: flat[self.offsets[param.name] : self.offsets[param.name] + param.numel].view(param.shape)
             for param in self.params
         }
-
-    def parts(self, part_numel: int) -> list[tuple[int, int]]:
-        """The buffer's parts of at most `part_numel` elements, as (start, stop); see part_ranges."""
-        return part_ranges(self.numel, part_numel)

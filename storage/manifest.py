@@ -61,7 +61,7 @@ class ArraySpec:
         return _ITEM_BYTES[self.dtype]
 
     def parts(self) -> list[tuple[int, int]]:
-        """The parts as (start, stop) in elements, the same as FlatLayout.parts(part_numel)."""
+        """The parts as (start, stop) in elements."""
         return part_ranges(self.numel, self.part_numel)
 
 

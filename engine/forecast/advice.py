@@ -30,11 +30,8 @@ class Change:
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"set": [f"{name}={_word(value)}" for name, value in self.values.items()], "text": self.text}
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value)
+        values = {name: "none" if value is None else value for name, value in self.values.items()}
+        return {"set": [f"{name}={value}" for name, value in values.items()], "text": self.text}
 
 
 def applied(task: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:

@@ -119,22 +119,16 @@ def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:
     """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found."""
     shapes, item = [], DTYPE_BYTES[dtype]
     for i, block in enumerate(spec.blocks):
-        matmul = 0 if block.role == "embed" else block_matmul(spec, block)
-        if block.role != "layer":
-            shapes.append(
-                BlockShape(name=block.name, role=block.role, buffers=block.buffers, matmul_flops_per_token=matmul)
-            )
-            continue
-        shape, graph = spec.attention[i - 1], spec.graph_bytes[dtype][i - 1]
-        unread = unread_matmul(spec, block, spec.unread[i - 1])
         plain = BlockShape(
             name=block.name,
             role=block.role,
             buffers=block.buffers,
-            graph_bytes_per_token=graph,
-            matmul_flops_per_token=matmul,
-            unread_flops_per_token=unread,
+            matmul_flops_per_token=0 if block.role == "embed" else block_matmul(spec, block),
         )
+        if block.role == "layer":
+            graph, unread = spec.graph_bytes[dtype][i - 1], unread_matmul(spec, block, spec.unread[i - 1])
+            plain = replace(plain, graph_bytes_per_token=graph, unread_flops_per_token=unread)
+        shape = spec.attention[i - 1] if block.role == "layer" else None
         if shape is None:
             shapes.append(plain)
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.config import Recipe
 from engine.forecast.costs import Calibration
@@ -68,20 +69,7 @@ class PlanRequest:
         machine: Machine,
         calibration: Calibration | None = None,
         documents: Sequence[Sequence[int]] | None = None,
-        known: tuple[int, PlanOptions] | None = None,
-        only: tuple[int, PlanOptions] | None = None,
-        before: SearchResult | None = None,
-        rough: bool = False,
+        **options: Any,
     ) -> SearchResult:
-        """The best plan: see engine.forecast.search.search. Raises BudgetError where none fits."""
-        return search(
-            self.problem,
-            self.chunks,
-            machine,
-            calibration,
-            documents,
-            known=known,
-            only=only,
-            before=before,
-            rough=rough,
-        )
+        """The best plan, with `options` of engine.forecast.search.search. Raises BudgetError where none fits."""
+        return search(self.problem, self.chunks, machine, calibration, documents, **options)

@@ -11,6 +11,7 @@ import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from msgspec import structs
@@ -200,12 +201,9 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
     alike: dict[tuple[str, ...], list[_Unit]] = {}
     for unit in units:
         alike.setdefault(unit.kinds, []).append(unit)
-    ends = ({min(found, key=_pairs), max(found, key=_pairs)} for found in alike.values())
-    return [unit for pair in ends for unit in sorted(pair, key=_pairs)]
-
-
-def _pairs(unit: _Unit) -> int:
-    return unit.pairs
+    pairs = attrgetter("pairs")
+    ends = ({min(found, key=pairs), max(found, key=pairs)} for found in alike.values())
+    return [unit for pair in ends for unit in sorted(pair, key=pairs)]
 
 
 def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
