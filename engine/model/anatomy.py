@@ -196,7 +196,7 @@ def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
     Raises UserError naming a constant that only a checkpoint can give.
     """
     model = _build(spec.config)
-    skeleton.materialise_buffers(model, model, torch.device("cpu"))
+    skeleton.materialise_buffers(model, model.named_modules(), torch.device("cpu"))
     constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
     for name, tensor in constants.items():
         if tensor.is_floating_point() and tensor.isnan().any():

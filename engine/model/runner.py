@@ -46,7 +46,7 @@ class ModelRunner:
         self.compiled = compile
         model = skeleton.build(spec.config)
         prefix, layers = skeleton.find_layers(model)
-        skeleton.materialise_buffers(model, model, self.device)
+        skeleton.materialise_buffers(model, model.named_modules(), self.device)
         for name, tensor in (constants or {}).items():
             model.get_buffer(name).data = tensor.to(self.device)
         self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)

@@ -373,9 +373,7 @@ class _Planner:
                 numel=shape.numel,
                 part_numel=shape.part_numel,
                 pool=self.pool[shape.name],
-                weights=kinds["weights"],
-                state=kinds["state"],
-                gradient=kinds["gradient"],
+                **kinds,
             )
         weights, gradients, numel = self.slots(self.resident)
         gpu = self.gpu_parts(self.resident)

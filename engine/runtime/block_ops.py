@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class BlockOps:
     def __init__(
         self, views: Views, optimizer: Optimizer, store: NvmeStore | None, train: TrainConfig, logits_bytes: int
     ) -> None:
-        self._views, self._optimizer, self._store, self._train = views, optimizer, store, train
+        self._views, self._optimizer, self._nvme, self._train = views, optimizer, cast(NvmeStore, store), train
         self._runner, self._device, self._logits_bytes = views.runner, views.device, logits_bytes
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
@@ -81,11 +81,6 @@ class BlockOps:
         self._marks[int(backward), views.block_index(op.block), op.index].copy_(result.sum(dtype=torch.float32))
 
     # ------------------------------------------------------------------ activations on their way
-
-    @property
-    def _nvme(self) -> NvmeStore:
-        assert self._store is not None
-        return self._store
 
     @handles(*a.SPILL.values())
     def _spill(self, op: Op) -> Future[Any]:

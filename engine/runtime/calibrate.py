@@ -156,7 +156,7 @@ def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
     """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with."""
     tile = (torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     flats = [slot for pool in POOLS for slot in gpu.weights[pool]] + [slot.view(-1) for slot in gpu.hidden]
-    flats += [b.weights for b in gpu.buffers.values() if b.weights is not None]
+    flats += [b["weights"] for b in gpu.buffers.values() if "weights" in b]
     for flat in flats:
         source = tile.to(flat.device)
         for piece in flat.split(_TILE):

@@ -63,8 +63,7 @@ class Views:
     def flat(self, kind: str, name: str, slot: int) -> Tensor:
         """The flat tensor of a buffer on the compute device: resident, or in its slot."""
         buffer = self.plan.buffers[name]
-        memory = self.gpu.buffers[name]
-        resident = memory.weights if kind == "weights" else memory.gradient
+        resident = self.gpu.buffers[name].get(kind)
         if resident is not None:
             return resident
         pools = self.gpu.weights if kind == "weights" else self.gpu.gradients

@@ -296,11 +296,7 @@ def live_digest(session: Session) -> str:
         tier = session.plan.buffers[array.buffer].state
         memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
         for part, (start, end) in enumerate(array.parts()):
-            if memory is None:
-                rows = _stored(session.store, array, part)
-            else:
-                assert memory.state is not None
-                rows = memory.state[array.kind][start:end]
+            rows = _stored(session.store, array, part) if memory is None else memory[array.kind][start:end]
             total.update(rows.numpy().tobytes())
     return total.hexdigest()
 
