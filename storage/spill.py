@@ -50,10 +50,7 @@ class Spill:
         return {drive.folder / SCRATCH / _FOLDER for drive in tuple(self._drives)}
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
-        """Write `src`, uint8 [n] on the CPU, which must not change until the future is done.
-
-        The future raises UserError when the disk is full or fails.
-        """
+        """See NvmeStore.spill."""
         assert key not in ("", ".", ".."), key
         assert not set(key) & {"/", "\0"}, key
         _require_bytes(src)
@@ -76,10 +73,7 @@ class Spill:
         return drive.writers.submit(work)
 
     def read(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
-        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it unless `keep`.
-
-        The future raises UserError when the file is damaged or the disk fails.
-        """
+        """See NvmeStore.unspill."""
         _require_bytes(out)
         with self._lock:
             entry = self._entries[key] if keep else self._entries.pop(key)
@@ -105,7 +99,6 @@ class Spill:
         return entry.drive.readers.submit(work)
 
     def discard(self, key: str) -> Future[None]:
-        """Remove what was spilled as `key`, unread."""
         with self._lock:
             entry = self._entries.pop(key)
             self._live_bytes -= _padded(entry.num_bytes)

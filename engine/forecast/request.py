@@ -36,16 +36,7 @@ class PlanRequest:
     """Calibration.graph_bytes_per_token, once there is one."""
 
     def problem(self, chunk_tokens: int) -> PlanInput:
-        return make_problem(
-            self.spec,
-            self.recipe,
-            self.device_type,
-            (self.budgets.gpu, self.budgets.ram, self.budgets.nvme),
-            chunk_tokens,
-            device_reads=self.device_reads,
-            reader_bytes=self.reader_bytes,
-            graph_bytes=self.graph_bytes,
-        )
+        return make_problem(self, chunk_tokens)
 
     @property
     def chunks(self) -> list[int]:
