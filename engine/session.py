@@ -21,6 +21,7 @@ from engine.forecast.problem import LOGITS_BYTES
 from engine.machine.device import compute_dtype
 from engine.machine.reservations import Reservation
 from engine.model.spec import ModelSpec, layouts
+from engine.model.tokens import ChunkTokens
 from engine.plan.plan import Plan
 from engine.plan.problem import LAST_GOOD, PlanOptions
 from engine.preparing import Checklist
@@ -148,7 +149,6 @@ class Session:
         self._traffic = self._traffic_before = store.traffic()
 
     def _ram_bytes(self) -> int:
-        """Ordinary memory that the plan takes."""
         tiers = self.plan.tiers
         return tiers["ram"].peak_bytes + (tiers["gpu"].peak_bytes if self.device.type == "cpu" else 0)
 
@@ -170,22 +170,15 @@ class Session:
     # ------------------------------------------------------------------ batches
 
     def fetch(self) -> StepData:
-        """The batch of the next step, on the compute device."""
         micro_batches = self.loader.next_step()
-        return StepData(
-            micro_batches=micro_batches,
-            chunks=self._carrier.carry(micro_batches),
-            num_targets=sum(m.num_targets for m in micro_batches),
-            cursor=self.loader.cursor,
-        )
+        return StepData(*self._carried(micro_batches), cursor=self.loader.cursor)
 
     def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
-        """The tokens of one pass of a validation, on the compute device."""
-        return EvaluationData(
-            micro_batches=micro_batches,
-            chunks=self._carrier.carry(micro_batches),
-            num_targets=sum(m.num_targets for m in micro_batches),
-        )
+        return EvaluationData(*self._carried(micro_batches))
+
+    def _carried(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[MicroBatch], list[ChunkTokens], int]:
+        """The first fields of a Batch, its tokens on the compute device."""
+        return micro_batches, self._carrier.carry(micro_batches), sum(m.num_targets for m in micro_batches)
 
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""
@@ -213,7 +206,6 @@ class Session:
         return step > 0 and (step % self.recipe.storage.checkpoint_every == 0 or step in self._requested)
 
     def begin_step(self, data: StepData) -> None:
-        """Count a step that is about to run."""
         self.step += 1
         self.tokens += data.num_targets
         self._records[self.step] = run_meta(self.step, self.tokens, data.cursor, self._identity)

@@ -235,7 +235,6 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
 
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:
-    """Budget and peak of each tier."""
     plan, peaks, nvme = session.plan, memory_peaks(session), session.recipe.budgets.nvme
     nvme_peak = session.store.peak_disk_bytes()
     nvme_budget = nvme_peak if nvme is None else parse_bytes(nvme, "budgets.nvme")

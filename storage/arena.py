@@ -44,8 +44,6 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """cudaHostRegister."""
-
     def register(self, address: int, nbytes: int) -> int:
         return int(_cudart().cudaHostRegister(address, nbytes, 0))
 
@@ -84,7 +82,6 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether the arena is registered with the GPU's driver."""
         return bool(self._registered)
 
     @property

@@ -52,7 +52,6 @@ class Array:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"{self.spec.buffer}/{self.spec.kind}"
 
     def next_slot(self) -> int:
@@ -85,7 +84,6 @@ class Array:
         return self._file(*self.next(part), part, self.written[part])
 
     def committed_file(self, part: int) -> ChunkFile:
-        """The chunk file of a committed part."""
         return self._file(*self.committed(part), part, self.crcs[part])
 
     def _file(self, drive: Drive, path: Path, part: int, crc: int) -> ChunkFile:

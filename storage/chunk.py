@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.crc import checksum
+from storage.disk import read_all, write_all
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -82,13 +83,13 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
         block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
         if direct and data.size + BLOCK_BYTES == form.file_bytes:
             # A whole part, in one request: a small second one would wait behind the large ones of other threads.
-            _pwrite(fd, [data.data, block], 0)
+            write_all(fd, [data.data, block], 0)
         elif direct:
-            _pwrite(fd, [data.data], 0)
-            _pwrite(fd, [block], form.file_bytes - BLOCK_BYTES)
+            write_all(fd, [data.data], 0)
+            write_all(fd, [block], form.file_bytes - BLOCK_BYTES)
         else:
-            _pwrite(fd, [data.data], 0)
-            _pwrite(fd, [block[-_CRC_BYTES:]], form.stored_bytes)
+            write_all(fd, [data.data], 0)
+            write_all(fd, [block[-_CRC_BYTES:]], form.stored_bytes)
     finally:
         os.close(fd)
     return crc
@@ -217,28 +218,6 @@ def _is_aligned(data: Bytes) -> bool:
     return data.ctypes.data % BLOCK_BYTES == 0 and data.size % BLOCK_BYTES == 0
 
 
-def _pwrite(fd: int, data: list[memoryview], offset: int) -> None:
-    """Write the views of `data` one behind the other to the file at `offset`."""
-    while data := [view for view in data if view]:
-        count = os.pwritev(fd, data, offset)
-        if count == 0:
-            raise OSError(errno.EIO, "the drive took no byte")
-        data, offset = _behind(data, count), offset + count
-
-
 def _pread(fd: int, out: list[memoryview], offset: int) -> None:
-    """Fill the views of `out` one behind the other from the file's bytes at `offset`."""
-    while out := [view for view in out if view]:
-        count = os.preadv(fd, out, offset)
-        if count == 0:
-            raise ChunkError("the file ended while it was read")
-        out, offset = _behind(out, count), offset + count
-
-
-def _behind(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the views behind their first `count` bytes."""
-    left = []
-    for view in views:
-        left.append(view[count:])
-        count -= min(count, len(view))
-    return left
+    if not read_all(fd, out, offset):
+        raise ChunkError("the file ended while it was read")

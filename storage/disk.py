@@ -152,6 +152,34 @@ def write_file(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
+def write_all(fd: int, data: list[memoryview], offset: int) -> None:
+    """Write the views of `data` one behind the other to the file at `offset`. OSError."""
+    while data := [view for view in data if view]:
+        count = os.pwritev(fd, data, offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the drive took no byte")
+        data, offset = _behind(data, count), offset + count
+
+
+def read_all(fd: int, out: list[memoryview], offset: int) -> bool:
+    """Fill the views of `out` one behind the other from the file's bytes at `offset`; False where it ends before."""
+    while out := [view for view in out if view]:
+        count = os.preadv(fd, out, offset)
+        if count == 0:
+            return False
+        out, offset = _behind(out, count), offset + count
+    return True
+
+
+def _behind(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views behind their first `count` bytes."""
+    left = []
+    for view in views:
+        left.append(view[count:])
+        count -= min(count, len(view))
+    return left
+
+
 def _write(fd: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:

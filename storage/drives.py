@@ -72,7 +72,6 @@ class Traffic:
     bytes_written: int = 0
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        """What was moved since `earlier`."""
         return Traffic(self.bytes_read - earlier.bytes_read, self.bytes_written - earlier.bytes_written)
 
 
@@ -80,7 +79,6 @@ class Drive:
     """One folder of chunk files, with its own threads: a slow drive never keeps another one waiting."""
 
     def __init__(self, id: str, folder: Path, *, writable: bool, on_thread_start: OnThreadStart | None = None):
-        """Use existing `folder`."""
         self.id = id
         self.folder = folder
         self.direct = writable and chunk.supports_direct(folder)
@@ -91,17 +89,14 @@ class Drive:
 
     @property
     def traffic(self) -> Traffic:
-        """What was moved so far."""
         return self._traffic
 
     def count(self, *, read: int = 0, written: int = 0) -> None:
-        """Add bytes to the traffic."""
         with self._lock:
             old = self._traffic
             self._traffic = Traffic(old.bytes_read + read, old.bytes_written + written)
 
     def close(self) -> None:
-        """Wait for operations in flight."""
         self.readers.shutdown()
         self.writers.shutdown()
 
@@ -133,7 +128,6 @@ class Locks:
 
     @classmethod
     def held_here(cls, folder: Path) -> bool:
-        """Whether this process holds `folder`."""
         return folder.resolve() in cls._here
 
     def take(self, folder: Path) -> None:
@@ -147,7 +141,6 @@ class Locks:
             self._here.add(folder)
 
     def release(self) -> None:
-        """Let all folders go."""
         while self._held:
             folder, fd = self._held.popitem()
             self._here.discard(folder)
@@ -277,7 +270,6 @@ class DriveSet:
 
     @property
     def folders(self) -> list[Path]:
-        """Folders of the active drives."""
         return [drive.folder for drive in self.active]
 
     def warnings(self) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -23,6 +25,17 @@ class BudgetError(UserError):
     def __init__(self, message: str, *, tier: str | None = None, need_bytes: int = 0, budget_bytes: int = 0) -> None:
         super().__init__(message)
         self.tier, self.need_bytes, self.budget_bytes = tier, need_bytes, budget_bytes
+
+
+@contextmanager
+def refused(what: str, *, with_type: bool = True) -> Iterator[None]:
+    """What fails inside the block (of a library, say) is a UserError: `what`, its type and why. UserError passes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {type(error).__name__}: {error}" if with_type else f"{what}: {error}") from error
 
 
 _NO_MEMORY = re.compile(r"an't allocate memory|annot allocate memory|failed to map segment|std::bad_alloc")

@@ -84,7 +84,7 @@ def check_folder(folder: Path) -> list[str]:
             "give a folder on a drive"
         ]
     warnings = []
-    if _is_network(kind):
+    if kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
         warnings.append(
             f"{folder}: {kind} is a network file system: locks and durability are the server's word, and the "
             "network's speed is the limit; a local drive is safer and faster"
@@ -94,7 +94,7 @@ def check_folder(folder: Path) -> list[str]:
             f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
             "drive under it; mount a folder of the host and give that"
         )
-    if not _has_direct(_existing(folder)):
+    if not supports_direct(_existing(folder)):
         warnings.append(
             f"{folder}: no direct I/O on this {kind}: reads and writes go through the page cache, which takes memory "
             "that budgets.ram does not count, and are slower"
@@ -153,17 +153,6 @@ def _find_mount(folder: Path, mountinfo: str) -> Mount:
 def _unescape(text: str) -> str:
     """Undo mountinfo's octal escapes of space, tab, newline and backslash."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _is_network(kind: str) -> bool:
-    return kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
-
-
-def _has_direct(folder: Path) -> bool:
-    try:
-        return supports_direct(folder)
-    except OSError:
-        return True  # not writable: reported by whoever wants to write there, with the reason
 
 
 def _block_folder(number: int) -> Path | None:

@@ -25,7 +25,6 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
 
@@ -87,7 +86,6 @@ class FlatLayout:
         return FlatLayout(ordered, offsets, numel, decay_numel)
 
     def offset(self, name: str) -> int:
-        """First element of parameter `name`."""
         return self.offsets[name]
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -97,7 +95,3 @@ class FlatLayout:
             param.name: flat[self.offsets[param.name] : self.offsets[param.name] + param.numel].view(param.shape)
             for param in self.params
         }
-
-    def parts(self, part_numel: int) -> list[tuple[int, int]]:
-        """The buffer's parts of at most `part_numel` elements, as (start, stop); see part_ranges."""
-        return part_ranges(self.numel, part_numel)

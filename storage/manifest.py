@@ -58,11 +58,10 @@ class ArraySpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return _ITEM_BYTES[self.dtype]
 
     def parts(self) -> list[tuple[int, int]]:
-        """The parts as (start, stop) in elements, the same as FlatLayout.parts(part_numel)."""
+        """The parts as (start, stop) in elements."""
         return part_ranges(self.numel, self.part_numel)
 
 
@@ -149,7 +148,6 @@ class Manifest:
                 os.replace(temporary, folder / BACKUP_NAME)
 
     def encode(self) -> bytes:
-        """The file's content."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,

@@ -23,10 +23,20 @@ from typing import Any
 
 import torch
 
-from storage import checkpoints, chunk, drives, manifest, ownership
+from storage import checkpoints, chunk, manifest, ownership
 from storage.arrays import Array, make_folders, remove_arrays
 from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable
-from storage.drives import READ_THREADS, SCRATCH, Drive, DriveSet, Locks, OnThreadStart, Traffic
+from storage.drives import (
+    READ_THREADS,
+    SCRATCH,
+    Drive,
+    DriveSet,
+    Locks,
+    OnThreadStart,
+    Traffic,
+    distinct,
+    read_identity,
+)
 from storage.errors import UserError
 from storage.manifest import ArraySpec, Manifest
 from storage.readers import DirectReader, Readers
@@ -103,7 +113,7 @@ class NvmeStore:
         that moves chunk files, before its first one.
         """
         root = Path(root).expanduser().absolute()
-        folders = _distinct(drives or [root])
+        folders = distinct(drives or [root])
         require_writable(root)
         locks = Locks()
         try:
@@ -124,7 +134,7 @@ class NvmeStore:
             assert len(store._arrays) == len(arrays), "an array is listed twice"
             store._room.require_new(added, [], "two generations of the state")
             for folder in folders:
-                if _read_identity(folder) is not None:  # an aborted start
+                if read_identity(folder) is not None:  # an aborted start
                     remove_arrays(folder)
                     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
             store._settle()
@@ -153,7 +163,7 @@ class NvmeStore:
         process has the store open.
         """
         root = Path(root).expanduser().absolute()
-        given = _distinct(drives or [])
+        given = distinct(drives or [])
         read_only = Manifest.read(root).checkpoint is not None or read_only
         locks = Locks()
         try:
@@ -234,7 +244,6 @@ class NvmeStore:
         return self._drives.folders
 
     def arrays(self) -> list[ArraySpec]:
-        """All arrays but scratch."""
         return [array.spec for array in self._arrays.values() if not array.scratch]
 
     def traffic(self) -> dict[Path, Traffic]:
@@ -243,12 +252,10 @@ class NvmeStore:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from all drives since the store was opened."""
         return sum(traffic.bytes_read for traffic in self.traffic().values())
 
     @property
     def bytes_written(self) -> int:
-        """Bytes written to all drives since the store was opened."""
         return sum(traffic.bytes_written for traffic in self.traffic().values())
 
     def read(self, buffer: str, kind: str, part: int, out: torch.Tensor) -> Future[None]:
@@ -482,11 +489,6 @@ class NvmeStore:
         successor.back_up({self.root, *(drive.folder for drive in self._drives)})
         if moved:
             tidy(self.root, self._drives, self._arrays.values(), moved)
-
-
-# The parameter `drives` of create and open hides the module.
-_distinct = drives.distinct
-_read_identity = drives.read_identity
 
 
 def _payload(array: Array, part: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from storage.disk import atomic_write, disk_error, fsync_dir, fsync_file, require_free, require_writable
+from storage.disk import (
+    atomic_write,
+    disk_error,
+    fsync_dir,
+    fsync_file,
+    read_all,
+    require_free,
+    require_writable,
+    write_all,
+)
 from storage.errors import UserError
 from storage.model_folder import has_model_file, is_plain_name, open_model_file, read_model_file
 from storage.untrusted import is_whole, one_line, parse_object
@@ -68,7 +77,6 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path):
-        """Read the headers of all shards in `folder`."""
         self.folder = Path(folder)
         weight_map = self._weight_map()
         shards = sorted(set(weight_map.values())) if weight_map else [SINGLE_NAME]
@@ -107,15 +115,11 @@ class CheckpointReader:
         entry = self._entries[name]
         assert out.dtype == entry.dtype, (name, out.dtype, entry.dtype)
         assert out.numel() == math.prod(entry.shape), (name, tuple(out.shape), entry.shape)
-        data, offset = _bytes_of(out), entry.start
         try:
             fd = open_model_file(self.folder, entry.path.name)
             try:
-                while data:
-                    count = os.preadv(fd, [data], offset)
-                    if count == 0:
-                        raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
-                    data, offset = data[count:], offset + count
+                if not read_all(fd, [_bytes_of(out)], entry.start):
+                    raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
             finally:
                 os.close(fd)
         except OSError as error:
@@ -187,13 +191,11 @@ class CheckpointWriter:
         entry = self._entries[name]
         assert tensor.dtype == entry.dtype, (name, tensor.dtype, entry.dtype)
         assert tuple(tensor.shape) == entry.shape, (name, tuple(tensor.shape), entry.shape)
-        data, offset = _bytes_of(tensor.detach().cpu().contiguous()), entry.start
+        data = _bytes_of(tensor.detach().cpu().contiguous())
         try:
             fd = os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                while data:
-                    count = os.pwrite(fd, data, offset)
-                    data, offset = data[count:], offset + count
+                write_all(fd, [data], entry.start)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -219,7 +221,6 @@ class CheckpointWriter:
             atomic_write(self.folder / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def abort(self) -> None:
-        """Remove what was written."""
         for name in self._names:
             self._temporary(name).unlink(missing_ok=True)
 

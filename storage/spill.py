@@ -7,7 +7,6 @@ The checksum stays in memory: a file that outlives its process is of no use to a
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import threading
@@ -19,7 +18,7 @@ import torch
 
 from storage.chunk import BLOCK_BYTES, own_page
 from storage.crc import checksum
-from storage.disk import disk_error
+from storage.disk import disk_error, read_all, write_all
 from storage.drives import SCRATCH, Drive, DriveSet
 from storage.errors import UserError
 
@@ -39,7 +38,6 @@ class Spill:
     """Byte strings by key on the drives, round robin. Every method may be called from any thread."""
 
     def __init__(self, drives: DriveSet) -> None:
-        """Nothing is written before the first spill."""
         self._drives = drives
         self._entries: dict[str, _Entry] = {}
         self._count = itertools.count()
@@ -49,14 +47,10 @@ class Spill:
         """Most that was on the drives at once."""
 
     def folders(self) -> set[Path]:
-        """Where the files are."""
         return {drive.folder / SCRATCH / _FOLDER for drive in tuple(self._drives)}
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
-        """Write `src`, uint8 [n] on the CPU, which must not change until the future is done.
-
-        The future raises UserError when the disk is full or fails.
-        """
+        """See NvmeStore.spill."""
         assert key not in ("", ".", ".."), key
         assert not set(key) & {"/", "\0"}, key
         _require_bytes(src)
@@ -79,10 +73,7 @@ class Spill:
         return drive.writers.submit(work)
 
     def read(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
-        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it unless `keep`.
-
-        The future raises UserError when the file is damaged or the disk fails.
-        """
+        """See NvmeStore.unspill."""
         _require_bytes(out)
         with self._lock:
             entry = self._entries[key] if keep else self._entries.pop(key)
@@ -108,7 +99,6 @@ class Spill:
         return entry.drive.readers.submit(work)
 
     def discard(self, key: str) -> Future[None]:
-        """Remove what was spilled as `key`, unread."""
         with self._lock:
             entry = self._entries.pop(key)
             self._live_bytes -= _padded(entry.num_bytes)
@@ -161,13 +151,7 @@ def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
             page[: len(tail)] = tail
             page[len(tail) :] = bytes(BLOCK_BYTES - len(tail))
             views.append(page)
-        offset = 0
-        for view in views:
-            while view:
-                count = os.pwrite(fd, view, offset)
-                if count == 0:
-                    raise OSError(errno.EIO, "the drive took no byte")
-                view, offset = view[count:], offset + count
+        write_all(fd, views, 0)
     finally:
         os.close(fd)
     return checksum(src.detach().numpy().data, 0)
@@ -178,13 +162,8 @@ def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
     blocks, tail = _split(out)
     fd = _open(path, os.O_RDONLY, out, direct=direct)
     try:
-        offset = 0
-        for view in [blocks, own_page()] if tail else [blocks]:
-            while view:
-                count = os.preadv(fd, [view], offset)
-                if count == 0:
-                    return None
-                view, offset = view[count:], offset + count
+        if not read_all(fd, [blocks, own_page()] if tail else [blocks], 0):
+            return None
         if tail:
             tail[:] = own_page()[: len(tail)]
     finally:

@@ -52,7 +52,6 @@ class Operands:
     """Sorted starts of the stream's documents, the first is 0; queries see only keys of their own document."""
 
     def rows(self, call: Call) -> slice:
-        """The call's rows of q."""
         return slice(call.q0 - self.start, call.q1 - self.start)
 
     def keys(self, call: Call) -> slice:
@@ -74,7 +73,6 @@ class Gradients:
     lse: Tensor
 
     def of(self, rows: slice) -> Gradients:
-        """Those of some of the queries."""
         return Gradients(self.dout[rows], self.out[rows], self.lse[:, rows])
 
 
@@ -101,7 +99,6 @@ class Problem:
 
     @staticmethod
     def of(x: Operands, geometry: Geometry, *, backward: bool) -> Problem:
-        """The problem of some operands."""
         return Problem(
             device=x.q.device,
             dtype=x.q.dtype,

@@ -56,6 +56,13 @@ class AttentionState:
     dk: Tensor | None = None
     dv: Tensor | None = None
 
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """`dk` and `dv`, which backward has."""
+        assert self.dk is not None
+        assert self.dv is not None
+        return self.dk, self.dv
+
     def write(self, k: Tensor, v: Tensor) -> None:
         """Put the chunk's own keys and values into the windows."""
         self.k[self.start : self.end].copy_(k)
@@ -137,7 +144,6 @@ class Counts:
     backward_flops: int = 0
 
     def reset(self) -> None:
-        """Back to zero."""
         self.forward_flops = self.backward_flops = 0
 
 
@@ -225,17 +231,15 @@ def _chunk_backward(
     state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv of the chunk itself (q's dtype) and of the sinks, for dout [n, heads, v_dim]; adds to the windows."""
-    assert state.dk is not None, "backward needs the dk window"
-    assert state.dv is not None, "backward needs the dv window"
-    given = Gradients(dout, state.out, state.lse)
+    given, (dk, dv) = Gradients(dout, state.out, state.lse), state.sums
     dq = torch.empty_like(q)
-    for rows, parts in _backward(state.operands(q, call), given, state.dk[: state.end], state.dv[: state.end]):
+    for rows, parts in _backward(state.operands(q, call), given, dk[: state.end], dv[: state.end]):
         total = next(parts)
         for part in parts:
-            total = total.to(state.dk.dtype).add_(part)
+            total = total.to(dk.dtype).add_(part)
         dq[rows] = total
     own = slice(state.start, state.end)
-    return dq, state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), sink_gradient(given, call)
+    return dq, dk[own].to(q.dtype), dv[own].to(q.dtype), sink_gradient(given, call)
 
 
 def forward_in_pieces(state: AttentionState, q: Tensor, call: AttentionCall, pieces: Ranges) -> None:
@@ -252,15 +256,13 @@ def backward_in_pieces(
     state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall, pieces: Ranges
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What `backward_handler` computes for dout, from the keys of one of `pieces` of the stream at a time."""
-    assert state.dk is not None, "backward needs the dk window"
-    assert state.dv is not None, "backward needs the dv window"
-    given = Gradients(dout, state.out, state.lse)
-    dq = torch.zeros_like(q, dtype=state.dk.dtype)
+    given, (dk, dv) = Gradients(dout, state.out, state.lse), state.sums
+    dq = torch.zeros_like(q, dtype=dk.dtype)
     for first, end in (piece for piece in pieces if piece[0] < state.end):
         keys = slice(first, end)
-        attend_backward(state.operands(q, call, keys), given, dq, state.dk[keys], state.dv[keys])
+        attend_backward(state.operands(q, call, keys), given, dq, dk[keys], dv[keys])
     own = slice(state.start, state.end)
-    return dq.to(q.dtype), state.dk[own].to(q.dtype), state.dv[own].to(q.dtype), sink_gradient(given, call)
+    return dq.to(q.dtype), dk[own].to(q.dtype), dv[own].to(q.dtype), sink_gradient(given, call)
 
 
 class _SavedAttention(torch.autograd.Function):

@@ -160,25 +160,17 @@ class FlashAttention2(FlashKernel):
 
     def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         module = _module("flash_attn.flash_attn_interface")
-        options = {**_flash2_arguments(x, geometry), "return_softmax": False}
-        if geometry.cu_q:
-            lengths = segment_lengths(geometry, x.q.device)
-            out, lse, *_ = module._wrapped_flash_attn_varlen_forward(x.q, x.k, x.v, **lengths, **options)
-        else:
-            out, lse, *_ = module._wrapped_flash_attn_forward(x.q, x.k, x.v, **options)
+        forward = module._wrapped_flash_attn_varlen_forward if geometry.cu_q else module._wrapped_flash_attn_forward
+        out, lse, *_ = forward(x.q, x.k, x.v, **_flash2_arguments(x, geometry), return_softmax=False)
         return out, lse
 
     def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         module = _module("flash_attn.flash_attn_interface")
         tensors = (given.dout, x.q, x.k, x.v, given.out, given.lse)
         grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
+        backward = module._wrapped_flash_attn_varlen_backward if geometry.cu_q else module._wrapped_flash_attn_backward
         deterministic = torch.are_deterministic_algorithms_enabled()
-        options = {**_flash2_arguments(x, geometry), "deterministic": deterministic}
-        if geometry.cu_q:
-            lengths = segment_lengths(geometry, x.q.device)
-            module._wrapped_flash_attn_varlen_backward(*tensors, *grads, **lengths, **options)
-        else:
-            module._wrapped_flash_attn_backward(*tensors, *grads, **options)
+        backward(*tensors, *grads, **_flash2_arguments(x, geometry), deterministic=deterministic)
         return grads[0], grads[1], grads[2]
 
 
@@ -197,13 +189,5 @@ def _flash_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
 
 
 def _flash2_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
-    left, right = window_limits(geometry)
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": x.call.softmax_scale,
-        "causal": geometry.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": x.call.softcap or 0.0,
-        "alibi_slopes": None,
-    }
+    options = _flash_arguments(x, geometry)
+    return {**options, "causal": options.pop("is_causal"), "dropout_p": 0.0, "alibi_slopes": None}

@@ -66,7 +66,6 @@ class Strategy:
     keys_per_call: int | None
 
     def groups(self, parts: Sequence[Span]) -> list[list[Call]]:
-        """The kernel calls for `parts`."""
         return cut(parts, self.cut, segments=self.segments, keys_per_call=self.keys_per_call)
 
     def computed_pairs(self, call: Call) -> int:

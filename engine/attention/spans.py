@@ -96,7 +96,6 @@ class Span:
         return self.k1 == self.q1
 
     def call(self) -> Call:
-        """All of it as one kernel call."""
         return _call(self.q0, self.q1, self.k0, self.k1, self.window)
 
 

@@ -21,7 +21,6 @@ from engine.attention.workspace import KEYS_PER_CALL
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -220,7 +219,6 @@ class TorchCudnn(CudaKernel):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
@@ -234,7 +232,6 @@ def _rows(tensor: Tensor, width: int) -> Tensor:
 
 
 def _batched(x: Operands) -> Operands:
-    """With a leading dimension of one."""
     return replace(x, q=x.q[None], k=x.k[None], v=x.v[None])
 
 

@@ -164,15 +164,12 @@ class DataLoader:
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to give out."""
         return not self._endless and self._index == len(self._order)
 
     def next_step(self) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step."""
         return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
     def next_micro_batch(self) -> MicroBatch:
-        """The next rows."""
         length = self._sequence_length
         ids = np.full(self._rows * length, self._corpus.info.eos_id, dtype=np.int64)
         labels = np.full(self._rows * length, IGNORE_LABEL, dtype=np.int64)

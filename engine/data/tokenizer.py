@@ -84,7 +84,6 @@ class TextTokenizer:
             return [list(ids) for ids in batch["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
         return str(self._tokenizer.decode(list(ids)))
 
 
@@ -230,7 +229,6 @@ def require_intact(folder: Path) -> int:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Names of the files that make up the tokenizer of a folder."""
     return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 

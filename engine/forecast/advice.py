@@ -30,12 +30,8 @@ class Change:
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """For a forecast."""
-        return {"set": [f"{name}={_word(value)}" for name, value in self.values.items()], "text": self.text}
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value)
+        values = {name: "none" if value is None else value for name, value in self.values.items()}
+        return {"set": [f"{name}={value}" for name, value in values.items()], "text": self.text}
 
 
 def applied(task: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
@@ -52,7 +48,6 @@ def applied(task: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
 
 
 def fits(task: PlanRequest) -> bool:
-    """Whether any plan does."""
     return task.refusal() is None
 
 

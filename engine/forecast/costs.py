@@ -63,7 +63,6 @@ class Calibration:
     d2h_bytes_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For calibration.json."""
         samples = {
             kind: [{"tokens": s.tokens, "pairs": s.pairs, "seconds": s.seconds} for s in found]
             for kind, found in self.samples.items()
@@ -144,7 +143,6 @@ class Costs:
     # ------------------------------------------------------------------ every lane
 
     def seconds(self, op: Op) -> float:
-        """Seconds of `op` on its lane."""
         return self._by_cost[op.action.cost](op)
 
     def _copy(self, op: Op) -> float:
@@ -174,11 +172,9 @@ class Costs:
     # ------------------------------------------------------------------ compute
 
     def representative(self, block: str) -> str:
-        """The first block that computes the same."""
         return self._same[block]
 
     def tokens(self, op: Op) -> int:
-        """Tokens of the op's chunk."""
         chunk = self._plan.chunks[op.index]
         return chunk.end - chunk.start
 

@@ -83,7 +83,6 @@ class StepFlops:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.layer_matmul + self.head_matmul + self.attention_forward + self.attention_backward
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine.attention import workspace
 from engine.config import Recipe, parse_bytes
@@ -22,6 +23,9 @@ from engine.plan.problem import (
 )
 from storage.layout import part_numel_even
 
+if TYPE_CHECKING:
+    from engine.forecast.request import PlanRequest
+
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
 
@@ -35,37 +39,22 @@ HOLES_BYTES = 5 * 20 * 2**20
 shrink by pages of 20 MiB, and blocks of about that size leave some of them half empty."""
 
 
-def make_problem(
-    spec: ModelSpec,
-    recipe: Recipe,
-    device_type: str,
-    tiers: tuple[int, int, int | None],
-    chunk_tokens: int,
-    *,
-    device_reads: bool = True,
-    reader_bytes: int = 0,
-    graph_bytes: Mapping[str, int] | None = None,
-) -> PlanInput:
-    """What a plan has to solve when chunks have `chunk_tokens` tokens.
-
-    `tiers`: bytes of gpu, ram and nvme, of which the last may be None. `device_reads`: NVMe reads reach the compute
-    device's memory without a stage in RAM. `reader_bytes`: pinned RAM that the reader takes for itself. `graph_bytes`:
-    first layer of a kind -> bytes that a saved graph of it takes per token, where that has been measured.
-    """
+def make_problem(task: PlanRequest, chunk_tokens: int) -> PlanInput:
+    """What a plan has to solve when chunks have `chunk_tokens` tokens."""
+    spec, recipe, budgets = task.spec, task.recipe, task.budgets
     data, train, storage = recipe.data, recipe.train, recipe.storage
     flat = layouts(spec)
     part_bytes = parse_bytes(storage.part_bytes, "storage.part_bytes")
-    gpu_budget, ram_budget, nvme_budget = tiers
     optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
     tokens = data.sequence_length if spec.recurrent else chunk_tokens
-    temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[device_type])
-    if device_type == "cuda":
+    temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[task.device_type])
+    if task.device_type == "cuda":
         stream_tokens = train.micro_batch_size * data.sequence_length
         temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
         temporaries += min(temporaries // 8, HOLES_BYTES)
-        temporaries += overhead_bytes(train.global_batch_size * data.sequence_length) + gpu_budget // ALLOCATOR_SHARE
+        temporaries += overhead_bytes(train.global_batch_size * data.sequence_length) + budgets.gpu // ALLOCATOR_SHARE
     return PlanInput(
-        blocks=_learned(block_shapes(spec, train.compute_dtype), graph_bytes or {}),
+        blocks=_learned(block_shapes(spec, train.compute_dtype), task.graph_bytes or {}),
         buffers=tuple(
             BufferShape(
                 name=name,
@@ -85,13 +74,13 @@ def make_problem(
         chunk_tokens=chunk_tokens,
         chunk_per_row=spec.recurrent,
         workspace_bytes=temporaries,
-        gpu_budget=gpu_budget,
-        ram_budget=ram_budget,
-        device_reads=device_reads,
-        reader_bytes=reader_bytes,
+        gpu_budget=budgets.gpu,
+        ram_budget=budgets.ram,
+        device_reads=task.device_reads,
+        reader_bytes=task.reader_bytes,
         activation_checkpointing=train.activation_checkpointing,
         kv_window=train.kv_window,
-        nvme_budget=nvme_budget,
+        nvme_budget=budgets.nvme,
         state_kinds=optimizer.state_kinds,
         kept_generations=kept_generations(recipe),
         last_good=storage.keep_good is not None,
@@ -119,22 +108,16 @@ def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:
     """The blocks as the planner sees them, computing in `dtype`, for which spec.graph_bytes has been found."""
     shapes, item = [], DTYPE_BYTES[dtype]
     for i, block in enumerate(spec.blocks):
-        matmul = 0 if block.role == "embed" else block_matmul(spec, block)
-        if block.role != "layer":
-            shapes.append(
-                BlockShape(name=block.name, role=block.role, buffers=block.buffers, matmul_flops_per_token=matmul)
-            )
-            continue
-        shape, graph = spec.attention[i - 1], spec.graph_bytes[dtype][i - 1]
-        unread = unread_matmul(spec, block, spec.unread[i - 1])
         plain = BlockShape(
             name=block.name,
             role=block.role,
             buffers=block.buffers,
-            graph_bytes_per_token=graph,
-            matmul_flops_per_token=matmul,
-            unread_flops_per_token=unread,
+            matmul_flops_per_token=0 if block.role == "embed" else block_matmul(spec, block),
         )
+        if block.role == "layer":
+            graph, unread = spec.graph_bytes[dtype][i - 1], unread_matmul(spec, block, spec.unread[i - 1])
+            plain = replace(plain, graph_bytes_per_token=graph, unread_flops_per_token=unread)
+        shape = spec.attention[i - 1] if block.role == "layer" else None
         if shape is None:
             shapes.append(plain)
             continue

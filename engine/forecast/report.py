@@ -40,7 +40,7 @@ def forecast(
 
     `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
     """
-    plan, train = found.plan, task.recipe.train
+    plan = found.plan
     documents = None if batch is None else [m.documents for m in batch]
     if simulation is None:
         simulation = predict(plan, machine, calibration, documents)
@@ -52,11 +52,7 @@ def forecast(
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
     return plan.to_json() | {
         "fits": True,
-        "machine": machine_json(machine),
-        "model": model_json(task),
-        "context": task.recipe.data.sequence_length,
-        "tokens_per_step": tokens,
-        "steps": train.steps,
+        **_task_json(task, machine, tokens),
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
         "bound_by": simulation.bound_by,
@@ -74,7 +70,6 @@ def forecast(
         "mfu": mfu(wanted, step_s, peak),
         "hfu": hfu(done, step_s, peak),
         "run": whole_run(task, machine, plan, simulation, validation_s),
-        "budgets": task.budgets.why,
         "reasons": reasons(found),
         "calibrated": calibration is not None,
     }
@@ -109,11 +104,7 @@ def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str
     """The forecast of what does not fit, without the changes that would make it fit (engine/forecast/advice.py)."""
     return {
         "fits": False,
-        "machine": machine_json(machine),
-        "model": model_json(task),
-        "context": task.recipe.data.sequence_length,
-        "tokens_per_step": sum(rows(task)),
-        "steps": task.recipe.train.steps,
+        **_task_json(task, machine, sum(rows(task))),
         "refusal": {
             "tier": error.tier,
             "short_bytes": error.need_bytes - error.budget_bytes,
@@ -123,7 +114,6 @@ def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str
         "tiers": {
             str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}},
         },
-        "budgets": task.budgets.why,
     }
 
 
@@ -132,19 +122,21 @@ def rows(task: PlanRequest) -> list[int]:
     return [task.recipe.data.sequence_length] * task.recipe.train.global_batch_size
 
 
-def machine_json(machine: Machine) -> dict[str, Any]:
-    """Which machine, and where its figures come from."""
-    return {"name": machine.name, "source": machine.source, "gpu": machine.gpu}
-
-
-def model_json(task: PlanRequest) -> dict[str, Any]:
-    """What is trained."""
+def _task_json(task: PlanRequest, machine: Machine, tokens_per_step: int) -> dict[str, Any]:
+    """What is trained on which machine, and where the figures of both come from."""
     spec = task.spec
     return {
-        "type": spec.model_type,
-        "params": spec.num_params,
-        "active_params": active_params(spec),
-        "layers": len(spec.attention),
+        "machine": {"name": machine.name, "source": machine.source, "gpu": machine.gpu},
+        "model": {
+            "type": spec.model_type,
+            "params": spec.num_params,
+            "active_params": active_params(spec),
+            "layers": len(spec.attention),
+        },
+        "context": task.recipe.data.sequence_length,
+        "tokens_per_step": tokens_per_step,
+        "steps": task.recipe.train.steps,
+        "budgets": task.budgets.why,
     }
 
 
@@ -220,7 +212,6 @@ def reasons(found: SearchResult) -> dict[str, str]:
 
 
 def _reason(found: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
-    """Empty where there was no alternative."""
     best: dict[Any, float] = {}
     for c in found.tried:
         value = value_of(c.chunk_tokens, c.choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.config import Recipe
 from engine.forecast.costs import Calibration
@@ -35,21 +36,10 @@ class PlanRequest:
     """Calibration.graph_bytes_per_token, once there is one."""
 
     def problem(self, chunk_tokens: int) -> PlanInput:
-        """What the planner has to solve with chunks of that length."""
-        return make_problem(
-            self.spec,
-            self.recipe,
-            self.device_type,
-            (self.budgets.gpu, self.budgets.ram, self.budgets.nvme),
-            chunk_tokens,
-            device_reads=self.device_reads,
-            reader_bytes=self.reader_bytes,
-            graph_bytes=self.graph_bytes,
-        )
+        return make_problem(self, chunk_tokens)
 
     @property
     def chunks(self) -> list[int]:
-        """Chunk lengths among which the plan may choose."""
         data, train = self.recipe.data, self.recipe.train
         if self.spec.recurrent:
             return [data.sequence_length]
@@ -70,20 +60,7 @@ class PlanRequest:
         machine: Machine,
         calibration: Calibration | None = None,
         documents: Sequence[Sequence[int]] | None = None,
-        known: tuple[int, PlanOptions] | None = None,
-        only: tuple[int, PlanOptions] | None = None,
-        before: SearchResult | None = None,
-        rough: bool = False,
+        **options: Any,
     ) -> SearchResult:
-        """The best plan: see engine.forecast.search.search. Raises BudgetError where none fits."""
-        return search(
-            self.problem,
-            self.chunks,
-            machine,
-            calibration,
-            documents,
-            known=known,
-            only=only,
-            before=before,
-            rough=rough,
-        )
+        """The best plan, with `options` of engine.forecast.search.search. Raises BudgetError where none fits."""
+        return search(self.problem, self.chunks, machine, calibration, documents, **options)

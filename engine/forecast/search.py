@@ -46,7 +46,6 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Simulated seconds of a step."""
         return self.simulation.step_s
 
 
@@ -61,7 +60,6 @@ class SearchResult:
 
     @property
     def plan(self) -> Plan:
-        """The best one's."""
         return self.best.plan
 
     def far(self) -> set[tuple[int, PlanOptions]]:

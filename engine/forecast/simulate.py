@@ -18,7 +18,7 @@ from engine.machine.profile import Machine
 from engine.plan.plan import Plan
 from engine.schedule.actions import LANES, Lane
 from engine.schedule.builder import ScheduleBuilder, stays_aside
-from engine.schedule.ops import Op
+from engine.schedule.ops import Op, span_of
 
 BUILD_S = 1.6e-5
 """The main thread's time to build one op: docs/results/dispatch.md."""
@@ -39,8 +39,6 @@ class Deadlock(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one step came to."""
-
     step_s: float
     """From the end of the step before, when its loss is known, to this one's."""
     busy_s: dict[str, float]
@@ -52,7 +50,6 @@ class Simulation:
 
     @property
     def bound_by(self) -> str:
-        """The lane that is busy longest."""
         return max(self.busy_s, key=lambda lane: self.busy_s[lane])
 
 
@@ -186,12 +183,7 @@ class Clocks:
                 waited: tuple[int, ...] = ()
                 if begin > lane_end[op.lane] + DISPATCH_S:
                     waited = tuple(dep for dep in op.deps if self.done_at[dep] > lane_end[op.lane])
-                found.append(
-                    Span(
-                        op.lane, op.action.name, op.block, op.index, begin - start, end - start, op.nbytes, op.step,
-                        op.id, waited,
-                    )
-                )  # fmt: skip
+                found.append(span_of(op, begin - start, end - start, waited))
             lane_end[op.lane] = end
         return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import load, save
@@ -30,27 +31,26 @@ def read_constants_file(path: Path, crc: str | None, shapes: Mapping[str, tuple[
     `crc` is what `write_constants` gave; None where the generation was made before there were checksums.
     Raises UserError naming the file when it is missing, damaged, or another model's.
     """
-    try:
+    with _damaged(path):
         tensors = load(_checked(path, crc))
         if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}).items() - shapes.items():
             raise ValueError(f"it holds {_words(found)}, and the model has {_words(shapes)}")
         return tensors
-    except FileNotFoundError:
-        why = "the file is missing"
-    except Exception as error:  # safetensors raises what it likes
-        why = str(error)
-    raise _damage(path, why)
 
 
 def verify_constants(path: Path, crc: str | None) -> int:
     """Read the file and check it against its checksum; its bytes. Raises UserError naming it."""
-    try:
+    with _damaged(path):
         return len(_checked(path, crc))
-    except FileNotFoundError:
-        why = "the file is missing"
-    except (OSError, ValueError) as error:
-        why = str(error)
-    raise _damage(path, why)
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # safetensors raises what it likes
+        why = "the file is missing" if isinstance(error, FileNotFoundError) else str(error)
+        raise UserError(f"{path}: damaged: {why}; restore the file, or start a new run") from None
 
 
 def _checked(path: Path, crc: object) -> bytes:
@@ -62,7 +62,3 @@ def _checked(path: Path, crc: object) -> bytes:
 
 def _words(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return printable(", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "nothing")
-
-
-def _damage(path: Path, why: str) -> UserError:
-    return UserError(f"{path}: damaged: {why}; restore the file, or start a new run")

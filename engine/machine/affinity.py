@@ -57,10 +57,6 @@ class Placement:
         """Inside the block the calling thread runs on the GPU's node: pages it touches first lie there."""
         return _bound(self.lanes | self.drives | self.optimizer)
 
-    def as_lane(self) -> AbstractContextManager[None]:
-        """Inside the block the calling thread runs where the lanes do, and so do the threads that it makes."""
-        return _bound(self.lanes)
-
 
 @contextmanager
 def _bound(cpus: frozenset[int]) -> Iterator[None]:

@@ -182,11 +182,7 @@ def _compiles(compiler: str, name: str, source: str, options: Sequence[str], inc
         return Verdict(False, f"Python.h is missing: install Python's headers (package python{version}-dev or -devel)")
     if any(name in done.stderr for name in ("omp.h", "lomp", "lgomp")):
         return Verdict(False, f"{compiler} has no OpenMP (package libomp-dev for clang)")
-    return Verdict(False, f"{compiler} cannot compile a few lines: {_complaint(done)}")
-
-
-def _complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The line of a compiler's output that says what is wrong."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
-    return next(iter([*errors, *lines]), f"it ended with {done.returncode} and said nothing")
+    complaint = next(iter([*errors, *lines]), f"it ended with {done.returncode} and said nothing")
+    return Verdict(False, f"{compiler} cannot compile a few lines: {complaint}")

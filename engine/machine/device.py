@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,6 @@ def resolve_device(config: TrainConfig) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Why torch finds no CUDA device."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA, install one that is built with it"
     try:
@@ -66,18 +66,18 @@ def too_old(name: str, capability: tuple[int, int], arch_list: Sequence[str], co
     arch_list: what torch was compiled for, for example sm_80 and compute_90 (torch.cuda.get_arch_list).
     """
     is_at = f"{name} has compute capability {capability[0]}.{capability[1]}"
-    built = [(int(digits[:-1]), int(digits[-1])) for arch in arch_list if (digits := _digits(arch))]
+    # Of sm_80, sm_90a or compute_120 the number.
+    built = [
+        (int(digits[:-1]), int(digits[-1]))
+        for arch in arch_list
+        if (digits := re.sub(r"\D", "", arch.partition("_")[2]))
+    ]
     if built and capability < min(built):
         oldest = ".".join(map(str, min(built)))
         return f"{is_at}, and this torch ({torch.__version__}) is built for {oldest} and newer; use train.device=cpu"
     if compute_dtype == "bfloat16" and capability < _BFLOAT16_CAPABILITY:
         return f"{is_at}, and bfloat16 needs 8.0 (Ampere) or newer; use train.compute_dtype=float32"
     return None
-
-
-def _digits(arch: str) -> str:
-    """The number in sm_80, sm_90a or compute_120."""
-    return "".join(c for c in arch.partition("_")[2] if c.isdigit())
 
 
 class DeviceSettings:
@@ -89,7 +89,6 @@ class DeviceSettings:
         """What of the GPU the run may use, in words."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute for the run."""
         self.call(lambda new: setattr(owner, name, new), getattr(owner, name), value)
 
     def call(self, setter: Callable[[Any], Any], before: Any, value: Any) -> None:
@@ -139,7 +138,8 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
             "and by CUDA itself; lower budgets.gpu, or end what else runs on this GPU (nvidia-smi)"
         )
     if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOC_CONF):
-        _allocator_setting("expandable_segments:True")
+        setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch >= 2.10
+        (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     limit = max(budget_bytes, LEAST_LIMIT_BYTES) / total
     settings.call(lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, min(limit, 1.0))
     torch.cuda.reset_peak_memory_stats(device)
@@ -148,12 +148,6 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
         f"{bytes_text(others)} are taken by other "
         "processes and by CUDA itself"
     )
-
-
-def _allocator_setting(text: str) -> None:
-    """Change the caching allocator's settings of a running process."""
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch >= 2.10
-    (setter or torch.cuda.memory._set_allocator_settings)(text)
 
 
 def _be_deterministic(settings: DeviceSettings) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -54,40 +54,42 @@ OPTIMIZER_BYTES = 30
 
 _WARRANTY_DAYS = 5 * 365
 
-SAMSUNG_990_PRO = Drive(
-    path=None,
-    size_bytes=int(4 * TB * DRIVE_FILL_SHARE),
-    read_bytes_per_s=7.45 * GB * DRIVE_SHARE,
-    write_bytes_per_s=1.6 * GB * DRIVE_SHARE,
-    endurance_bytes=2400 * TB,
-)
+
+def _drive(terabytes: float, read_gb_per_s: float, write_gb_per_s: float, endurance_bytes: int | None = None) -> Drive:
+    return Drive(
+        path=None,
+        size_bytes=int(terabytes * TB * DRIVE_FILL_SHARE),
+        read_bytes_per_s=read_gb_per_s * GB * DRIVE_SHARE,
+        write_bytes_per_s=write_gb_per_s * GB * DRIVE_SHARE,
+        endurance_bytes=endurance_bytes,
+    )
+
+
+SAMSUNG_990_PRO = _drive(4, 7.45, 1.6, 2400 * TB)
 """4 TB, PCIe 4. Writes at 6.9 GB/s only until its cache is full; a run writes more, so the rate behind it counts."""
-SAMSUNG_PM9A3 = Drive(
-    path=None,
-    size_bytes=int(7.68 * TB * DRIVE_FILL_SHARE),
-    read_bytes_per_s=6.5 * GB * DRIVE_SHARE,
-    write_bytes_per_s=3.5 * GB * DRIVE_SHARE,
-    endurance_bytes=int(7.68 * TB) * _WARRANTY_DAYS,
-)
+SAMSUNG_PM9A3 = _drive(7.68, 6.5, 3.5, int(7.68 * TB) * _WARRANTY_DAYS)
 """7.68 TB U.2, PCIe 4, data centre: one drive write a day for five years."""
-SAMSUNG_PM1743 = Drive(
-    path=None,
-    size_bytes=int(15.36 * TB * DRIVE_FILL_SHARE),
-    read_bytes_per_s=13.0 * GB * DRIVE_SHARE,
-    write_bytes_per_s=6.6 * GB * DRIVE_SHARE,
-    endurance_bytes=int(15.36 * TB) * _WARRANTY_DAYS,
-)
+SAMSUNG_PM1743 = _drive(15.36, 13.0, 6.6, int(15.36 * TB) * _WARRANTY_DAYS)
 """15.36 TB, PCIe 5, data centre: one drive write a day for five years."""
-UNNAMED_4TB = Drive(
-    path=None,
-    size_bytes=SAMSUNG_990_PRO.size_bytes,
-    read_bytes_per_s=SAMSUNG_990_PRO.read_bytes_per_s,
-    write_bytes_per_s=SAMSUNG_990_PRO.write_bytes_per_s,
-)
+UNNAMED_4TB = structs.replace(SAMSUNG_990_PRO, endurance_bytes=None)
 """4 TB NVMe whose model its seller leaves open: rates of SAMSUNG_990_PRO assumed, endurance unknown."""
 
 PCIE4, PCIE5 = 31.5, 63.0
 """GB/s each way of 16 lanes."""
+
+
+def _gpu_rates(peak: float) -> dict[str, Any]:
+    """Rates of a GPU's kernels, by fields of Machine, where its data sheet gives `peak` FLOP/s."""
+    rates = [
+        AttentionRate(
+            head_dim=head_dim,
+            chunk_tokens=ATTENTION_CHUNK_TOKENS,
+            forward_flops=peak * forward,
+            backward_flops=peak * backward,
+        )
+        for head_dim, (forward, backward) in ATTENTION_SHARES.items()
+    ]
+    return {"matmul_flops": peak * MATMUL_SHARE, "attention": tuple(rates)}
 
 
 def _preset(
@@ -122,16 +124,7 @@ def _preset(
         ram_bytes=ram_bytes,
         cores=cores,
         numa_nodes=numa_nodes,
-        matmul_flops=peak * MATMUL_SHARE,
-        attention=tuple(
-            AttentionRate(
-                head_dim=head_dim,
-                chunk_tokens=ATTENTION_CHUNK_TOKENS,
-                forward_flops=peak * forward,
-                backward_flops=peak * backward,
-            )
-            for head_dim, (forward, backward) in ATTENTION_SHARES.items()
-        ),
+        **_gpu_rates(peak),
         h2d_bytes_per_s=link * GB * LINK_SHARE,
         d2h_bytes_per_s=link * GB * LINK_SHARE,
         duplex_share=duplex,
@@ -291,18 +284,9 @@ def generic_gpu(name: str) -> Machine:
         name="generic-gpu",
         source=f"assumed: {name} behind PCIe 4; run `penstock probe` for this machine's own rates",
         gpu=name,
-        matmul_flops=peak * MATMUL_SHARE,
-        attention=tuple(
-            AttentionRate(
-                head_dim=head_dim,
-                chunk_tokens=ATTENTION_CHUNK_TOKENS,
-                forward_flops=peak * forward,
-                backward_flops=peak * backward,
-            )
-            for head_dim, (forward, backward) in ATTENTION_SHARES.items()
-        ),
-        h2d_bytes_per_s=31.5 * GB * LINK_SHARE,
-        d2h_bytes_per_s=31.5 * GB * LINK_SHARE,
+        **_gpu_rates(peak),
+        h2d_bytes_per_s=PCIE4 * GB * LINK_SHARE,
+        d2h_bytes_per_s=PCIE4 * GB * LINK_SHARE,
         duplex_share=PCIE_DUPLEX_SHARE,
         gpu_copy_bytes_per_s=TERA * MEMORY_SHARE,
     )

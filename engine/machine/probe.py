@@ -106,7 +106,6 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _require_memory(device: torch.device, sizes: Sizes) -> None:
-    """UserError where less is free than measuring takes."""
     needs = [("RAM", sizes.ram_bytes, free_memory().free_bytes)]
     if device.type == "cuda":
         needs.append(("GPU memory", sizes.gpu_bytes, torch.cuda.mem_get_info(device)[0]))

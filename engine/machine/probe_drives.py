@@ -157,8 +157,6 @@ def probe_drives(
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """Bytes/s of one drive."""
-
     raw_write: float
     synced_write: float
     read: float
@@ -195,7 +193,6 @@ class _Bench:
         self._stop = threading.Event()
 
     def close(self) -> None:
-        """Give the memory back."""
         self._slots.clear()
         self._arena.close()
 

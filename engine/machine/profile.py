@@ -87,11 +87,9 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def nvme_write_bytes_per_s(self) -> float:
-        """All drives together."""
         return len(self.drives) * min(drive.write_bytes_per_s for drive in self.drives) * self.drives_share
 
     def to_json(self) -> dict[str, Any]:
-        """For the profile file."""
         return {"version": VERSION, **to_builtins(self)}
 
 

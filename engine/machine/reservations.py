@@ -128,7 +128,6 @@ class Reservation:
             ) from error
 
     def release(self) -> None:
-        """Take the reservation back."""
         if self._name:
             with contextlib.suppress(OSError):
                 os.unlink(self._name, dir_fd=self._folder)

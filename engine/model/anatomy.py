@@ -23,7 +23,7 @@ from engine.model.graph_size import find_graph_bytes
 from engine.model.shrink import shrink
 from engine.model.spec import EMBED, HEAD, AttentionShape, BlockSpec, ModelSpec
 from engine.model.trace import Trial, attention_shapes, run_trial
-from storage.errors import UserError
+from storage.errors import UserError, refused
 from storage.layout import ParamSpec
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -38,8 +38,11 @@ def take_apart(config: PretrainedConfig) -> ModelSpec:
     refuse_unsupported(config)
     model = _build(config)
     prefix, layers = skeleton.find_layers(model)
-    small, stand_ins = _shrunk(config)
-    trial = _tried(small)
+    kind = f"model type '{config.model_type}'"
+    with refused(f"{kind}: no small copy could be made for the self-check", with_type=False):
+        small, stand_ins = shrink(config)
+    with refused(f"{kind}: a small copy does not run with Penstock's attention"):
+        trial = run_trial(small)
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
     structures = _structures(layers)
@@ -194,7 +197,7 @@ def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
     Raises UserError naming a constant that only a checkpoint can give.
     """
     model = _build(spec.config)
-    skeleton.materialise_buffers(model, model, torch.device("cpu"))
+    skeleton.materialise_buffers(model, model.named_modules(), torch.device("cpu"))
     constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
     for name, tensor in constants.items():
         if tensor.is_floating_point() and tensor.isnan().any():
@@ -207,36 +210,9 @@ def _structures(layers: nn.ModuleList) -> list[int]:
     return [first.setdefault(skeleton.structure_key(layer), i) for i, layer in enumerate(layers)]
 
 
-def _shrunk(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
-    try:
-        return shrink(config)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"model type '{config.model_type}': no small copy could be made for the self-check: {error}"
-        ) from error
-
-
-def _tried(small: PretrainedConfig) -> Trial:
-    try:
-        return run_trial(small)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"model type '{small.model_type}': a small copy does not run with Penstock's attention: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
 def _build(config: PretrainedConfig) -> PreTrainedModel:
-    try:
+    with refused(f"model type '{config.model_type}': transformers cannot build the model", with_type=False):
         return skeleton.build(config)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"model type '{config.model_type}': transformers cannot build the model: {error}") from error
 
 
 def _buffers(

@@ -20,7 +20,7 @@ from engine.model.shrink import shrink
 from engine.model.spec import ModelSpec
 from engine.model.tokens import IGNORE_LABEL
 from engine.model.trace import random_model
-from storage.errors import UserError
+from storage.errors import UserError, refused
 
 TOLERANCE = 1e-5
 """Largest relative error of the loss and of any parameter's gradient that passes."""
@@ -102,13 +102,9 @@ def check_model(
 
 def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
-    try:
+    with refused("could not be shrunk"):
         small, _ = shrink(config)
         return small, take_apart(small)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"could not be shrunk: {type(error).__name__}: {error}") from error
 
 
 def _compare(
@@ -127,23 +123,17 @@ def _compare(
         small._experts_implementation = "eager"  # the others compute in at most float32
         spec = replace(spec, config=small)
     source = random_model(small, seed)
-    try:
+    with refused("transformers' own forward fails"):
         reference_loss, reference = reference_gradients(small, source, documents, dtype)
-    except Exception as error:
-        raise UserError(f"transformers' own forward fails: {type(error).__name__}: {error}") from error
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
     weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
-    try:
+    with refused("streaming fails"):
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants)
         grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         streams = [TokenStream.of(documents)]
         loss = forward_backward(runner, weights, grads, streams, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"streaming fails: {type(error).__name__}: {error}") from error
     errors = relative_errors(grads, reference)
     errors["loss"] = abs(loss - reference_loss) / abs(reference_loss)
     errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}

@@ -91,7 +91,6 @@ class _Template:
                 setattr(part, key, value)
 
     def unbind(self) -> None:
-        """Point at no weights any more."""
         for name, parameter in self.parameters.items():
             parameter.data = self._placeholders[name]
 
@@ -258,7 +257,6 @@ class LayerRunner:
         }
 
     def compile(self, compiled: bool) -> None:
-        """Run layers through torch.compile from now on, or eagerly."""
         for template in self._templates.values():
             template.compile(compiled)
 

@@ -46,7 +46,7 @@ class ModelRunner:
         self.compiled = compile
         model = skeleton.build(spec.config)
         prefix, layers = skeleton.find_layers(model)
-        skeleton.materialise_buffers(model, model, self.device)
+        skeleton.materialise_buffers(model, model.named_modules(), self.device)
         for name, tensor in (constants or {}).items():
             model.get_buffer(name).data = tensor.to(self.device)
         self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)
@@ -55,7 +55,6 @@ class ModelRunner:
         self._logits_cost: loss_terms.LogitsCost | None = None
 
     def compile(self, compiled: bool) -> None:
-        """Compute through torch.compile from now on, or eagerly."""
         self.compiled = compiled
         self.layers.compile(compiled)
         self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)

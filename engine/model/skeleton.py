@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,13 +131,13 @@ def layer_index(template: nn.Module, layer: nn.Module) -> list[tuple[nn.Module, 
     ]
 
 
-def materialise_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
-    """Give the meta buffers of `module` their initial values on `device`, by the model's own initialiser.
+def materialise_buffers(model: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+    """Give the meta buffers of `modules`, by name, their initial values on `device`, by the model's own initialiser.
 
     A persistent float buffer that it does not set is NaN, to be given by a checkpoint. Raises UserError naming any
     other float buffer that it does not set.
     """
-    for name, part in module.named_modules():
+    for name, part in modules:
         buffers = {key: b for key, b in part.named_buffers(recurse=False) if b.is_meta}
         if not buffers:
             continue
@@ -178,8 +178,7 @@ class Skeleton:
         self._placeholders = {
             name: placeholder(site_parameter(sites), device, dtype) for name, sites in self._sites.items()
         }
-        for _, module in outer_modules(model, self.layers):
-            _materialise_own_buffers(model, module, device)
+        materialise_buffers(model, outer_modules(model, self.layers), device)
         self._install(self._placeholders)
         for index, layer in enumerate(self.layers):
             layer.forward = self._pass_through(index, first_parameter(layer))
@@ -300,7 +299,6 @@ class _LengthState:
 
 
 def outer_modules(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[str, nn.Module]]:
-    """All modules that are not inside a layer."""
     inner = {id(m) for m in layers.modules()}
     return [(n, m) for n, m in model.named_modules() if id(m) not in inner]
 
@@ -324,17 +322,7 @@ def first_parameter(layer: nn.Module) -> str:
 
 
 def site_parameter(sites: list[tuple[nn.Module, str]]) -> Tensor:
-    """The parameter found at `sites`."""
     module, key = sites[0]
     parameter = module._parameters[key]
     assert parameter is not None
     return parameter
-
-
-def _materialise_own_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
-    if any(b is not None and b.is_meta for b in module._buffers.values()):
-        children, module._modules = module._modules, {}
-        try:
-            materialise_buffers(model, module, device)
-        finally:
-            module._modules = children

@@ -75,5 +75,4 @@ class ModelSpec:
 
 
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
-    """Flat layout of every buffer."""
     return {name: FlatLayout.build(params) for name, params in spec.buffers.items()}

@@ -49,7 +49,6 @@ class ChunkTokens:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in the order of the fields."""
         return [getattr(self, f.name) for f in fields(self)]
 
     def to(self, device: torch.device) -> ChunkTokens:

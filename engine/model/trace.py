@@ -22,8 +22,6 @@ _TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What running the shrunk model showed."""
-
     embed_parameters: frozenset[str]
     """Parameters outside the layers that the first layer's input depends on."""
     head_parameters: frozenset[str]
@@ -40,8 +38,6 @@ class Trial:
 
 @dataclass(slots=True)
 class _Seen:
-    """One layer's call."""
-
     hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

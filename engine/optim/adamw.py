@@ -117,7 +117,6 @@ class AdamW:
     def step(
         self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, scalars: Scalars
     ) -> None:
-        """Update one range of a buffer in place; see Optimizer."""
         numel, device = weights.numel(), weights.device.type
         operands = (state["master"], state["exp_avg"], state["exp_avg_sq"], gradient, weights)
         decayed = where.decay_numel

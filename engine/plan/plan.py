@@ -41,11 +41,9 @@ class BufferPlan:
 
     @property
     def num_parts(self) -> int:
-        """Parts of the buffer; the last may be shorter."""
         return -(-self.numel // self.part_numel)
 
     def part(self, index: int) -> tuple[int, int]:
-        """First element and end of part `index`."""
         return index * self.part_numel, min(self.numel, (index + 1) * self.part_numel)
 
     def piece(self, index: int, pieces: int) -> tuple[int, int]:
@@ -123,7 +121,6 @@ class Plan:
 
     @property
     def blocks(self) -> tuple[BlockShape, ...]:
-        """embed, layers, head."""
         return self.problem.blocks
 
     @property
@@ -138,7 +135,6 @@ class Plan:
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Tokens of the longest chunk."""
         return max(chunk.end - chunk.start for chunk in self.chunks)
 
     @property
@@ -148,7 +144,6 @@ class Plan:
 
     @property
     def window_chunks(self) -> int:
-        """Chunks of one micro-batch."""
         return max(chunk.local for chunk in self.chunks) + 1
 
     def record(self, block: int, chunk: int) -> dict[str, int]:
@@ -164,7 +159,6 @@ class Plan:
 
     @property
     def part_numel(self) -> int:
-        """Elements of the largest part of any buffer."""
         return max(buffer.part_numel for buffer in self.buffers.values())
 
     def _saved(self) -> dict[str, dict[str, Any]]:
@@ -230,7 +224,6 @@ def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes in whole pages."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -249,7 +242,6 @@ def record(problem: PlanInput, block: int, tokens: int, recomputed: bool, has_gr
 
 
 def gib(nbytes: int) -> str:
-    """`nbytes` for people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 

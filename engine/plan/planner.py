@@ -41,8 +41,6 @@ ACTIVATION_STAGES = {2: 2, 4: 9}
 
 @dataclass(slots=True)
 class _RamPlacement:
-    """What place_ram decides."""
-
     tiers: dict[str, dict[str, Tier]]
     """Buffer -> kind -> tier, for buffers not on the GPU."""
     parts: dict[str, int]
@@ -375,9 +373,7 @@ class _Planner:
                 numel=shape.numel,
                 part_numel=shape.part_numel,
                 pool=self.pool[shape.name],
-                weights=kinds["weights"],
-                state=kinds["state"],
-                gradient=kinds["gradient"],
+                **kinds,
             )
         weights, gradients, numel = self.slots(self.resident)
         gpu = self.gpu_parts(self.resident)

@@ -94,12 +94,10 @@ class BlockShape:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has attention."""
         return self.kv_bytes_per_token > 0
 
     @property
     def saved_bytes_per_token(self) -> int:
-        """Attention output and log-sum-exp of one token."""
         return self.out_bytes_per_token + self.lse_bytes_per_token
 
 

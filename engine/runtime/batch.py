@@ -30,8 +30,6 @@ class Batch:
 
 @dataclass(slots=True)
 class EvaluationData(Batch):
-    """What the ops of one pass of a validation need besides the weights."""
-
     total_loss: float = math.nan
     """Sum of the negative log-likelihood of the targets, nats."""
 

@@ -1,10 +1,10 @@
-"""The compute ops of embedding and head, the copies and spills of activations, and what is found out once a step."""
+"""The compute ops of embedding and head, the spills of activations, and what is found out once a step."""
 
 from __future__ import annotations
 
 import math
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class BlockOps:
     def __init__(
         self, views: Views, optimizer: Optimizer, store: NvmeStore | None, train: TrainConfig, logits_bytes: int
     ) -> None:
-        self._views, self._optimizer, self._store, self._train = views, optimizer, store, train
+        self._views, self._optimizer, self._nvme, self._train = views, optimizer, cast(NvmeStore, store), train
         self._runner, self._device, self._logits_bytes = views.runner, views.device, logits_bytes
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
@@ -81,21 +81,6 @@ class BlockOps:
         self._marks[int(backward), views.block_index(op.block), op.index].copy_(result.sum(dtype=torch.float32))
 
     # ------------------------------------------------------------------ activations on their way
-
-    @handles(a.LOAD["x"], a.LOAD["dy"])
-    def _load_hidden(self, op: Op) -> None:
-        slot = self._views.hidden(op.slots[a.SLOT], self._views.chunk(op))
-        slot.copy_(self._views.aside(op).view(slot.dtype).view(slot.shape), non_blocking=True)
-
-    @handles(a.STORE["x"], a.STORE["dy"])
-    def _store_hidden(self, op: Op) -> None:
-        slot = self._views.hidden(op.slots[a.SLOT], self._views.chunk(op))
-        self._views.aside(op).view(slot.dtype).view(slot.shape).copy_(slot, non_blocking=True)
-
-    @property
-    def _nvme(self) -> NvmeStore:
-        assert self._store is not None
-        return self._store
 
     @handles(*a.SPILL.values())
     def _spill(self, op: Op) -> Future[Any]:
@@ -157,5 +142,4 @@ class BlockOps:
 
 
 def _file(op: Op) -> str:
-    """Name of the file of a spilled activation."""
     return f"{op.action.kind}.{op.block}.{op.index}"

@@ -11,6 +11,7 @@ import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from msgspec import structs
@@ -155,7 +156,7 @@ def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
     """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with."""
     tile = (torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     flats = [slot for pool in POOLS for slot in gpu.weights[pool]] + [slot.view(-1) for slot in gpu.hidden]
-    flats += [b.weights for b in gpu.buffers.values() if b.weights is not None]
+    flats += [b["weights"] for b in gpu.buffers.values() if "weights" in b]
     for flat in flats:
         source = tile.to(flat.device)
         for piece in flat.split(_TILE):
@@ -200,12 +201,9 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
     alike: dict[tuple[str, ...], list[_Unit]] = {}
     for unit in units:
         alike.setdefault(unit.kinds, []).append(unit)
-    ends = ({min(found, key=_pairs), max(found, key=_pairs)} for found in alike.values())
-    return [unit for pair in ends for unit in sorted(pair, key=_pairs)]
-
-
-def _pairs(unit: _Unit) -> int:
-    return unit.pairs
+    pairs = attrgetter("pairs")
+    ends = ({min(found, key=pairs), max(found, key=pairs)} for found in alike.values())
+    return [unit for pair in ends for unit in sorted(pair, key=pairs)]
 
 
 def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:

@@ -39,7 +39,6 @@ class Compute:
 
     @property
     def compiled(self) -> bool:
-        """Whether layers are compiled."""
         return self.runner.compiled
 
     def with_fused_optimizer(self, train: TrainConfig) -> Compute:

@@ -20,7 +20,7 @@ import torch
 
 from engine.events import Span, UnderWay
 from engine.schedule.actions import LANES
-from engine.schedule.ops import Op
+from engine.schedule.ops import Op, span_of
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 
@@ -150,7 +150,6 @@ class Executor:
     # ------------------------------------------------------------------ the main thread's side
 
     def attach(self, perform: Perform) -> None:
-        """Carry out ops with `perform`, from the next one on."""
         self._perform = perform
 
     def call(self, lane: str, work: Callable[[], T]) -> T:
@@ -414,7 +413,7 @@ class Executor:
             while issued and issued[0].last.query():
                 op, waited, first, last = issued.popleft()
                 start_s, end_s = self._gpu_time(first), self._gpu_time(last)
-                self._spans.append(_span(op, start_s, end_s, waited))
+                self._spans.append(span_of(op, start_s, end_s, waited))
                 free = [first]
                 if not self._tickets.pop(op.id).readers:
                     free.append(last)
@@ -431,7 +430,7 @@ class Executor:
         if error is None:
             end = time.perf_counter()
             with self._lock:
-                self._spans.append(_span(op, start - self.epoch, end - self.epoch, waited))
+                self._spans.append(span_of(op, start - self.epoch, end - self.epoch, waited))
         self._settle(op, error)
 
     def _settle(self, op: Op, error: BaseException | None) -> None:
@@ -466,10 +465,6 @@ def _settle_stream(stream: torch.cuda.Stream, deadline: float) -> None:
     with contextlib.suppress(RuntimeError):
         while not stream.query() and time.monotonic() < deadline:
             time.sleep(0.001)
-
-
-def _span(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
-    return Span(op.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
 
 
 def _under_way(op: Op, start_s: float) -> UnderWay:

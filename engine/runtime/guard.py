@@ -63,7 +63,7 @@ class MemoryGuard:
             raise UserError(self._message(op, memory, reserve))
 
     def _message(self, op: Op, memory: FreeMemory, reserve: int) -> str:
-        own = _resident_bytes()
+        own = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         return (
             f"budgets.ram: memory is nearly used up before op {describe(op, self._plan)}: {memory.free_bytes:,} bytes "
             f"are free of {memory.total_bytes:,} ({memory.where}), and a run stops below {reserve:,}, before it is "
@@ -76,8 +76,3 @@ class MemoryGuard:
 def _reader() -> Callable[[], FreeMemory]:
     groups = memory_groups()
     return lambda: free_memory(groups=groups, enough_bytes=4 * GIB)
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()

@@ -16,8 +16,6 @@ _ATTRIBUTE = "_penstock_actions"
 
 
 def handles(*actions: Action) -> Callable[[_Method], _Method]:
-    """Register a method for these actions."""
-
     def register(method: _Method) -> _Method:
         setattr(method, _ATTRIBUTE, actions)
         return method

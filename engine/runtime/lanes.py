@@ -32,7 +32,6 @@ class Lanes:
     """The executor of a run, with the process's settings for as long as it lives. Close it."""
 
     def __init__(self, settings: DeviceSettings, executor: Executor, placement: Placement | None) -> None:
-        """Use `open`."""
         self.settings, self.executor, self.placement = settings, executor, placement
         self.fallbacks = EagerFallbacks()
         self.fallbacks.begin()
@@ -72,7 +71,6 @@ class Lanes:
             raise
 
     def close(self) -> None:
-        """End the threads and undo the settings."""
         self.executor.close()
         self.fallbacks.end()
         self.settings.restore()
@@ -107,11 +105,9 @@ class EagerFallbacks(logging.Handler):
         self._noted, self._told = deque[str](), set[str]()
 
     def begin(self) -> None:
-        """Listen to torch."""
         logging.getLogger(self._LOGGER).addHandler(self)
 
     def end(self) -> None:
-        """Listen no more."""
         logging.getLogger(self._LOGGER).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

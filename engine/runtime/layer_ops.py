@@ -1,8 +1,9 @@
-"""The compute ops of decoder layers, and the copies of what their attention saves."""
+"""The compute ops of decoder layers, and the copies of activations."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class LayerOps:
 
     def __init__(self, views: Views) -> None:
         self._views = views
-        self._plan, self._gpu, self._ram = views.plan, views.gpu, views.ram
+        self._plan, self._gpu = views.plan, views.gpu
         self._layers, self._dtype = views.runner.layers, views.dtype
         self._shapes = views.runner.spec.attention
         self._graphs: dict[tuple[int, int], tuple[LayerGraph, KeptAttention | None, int]] = {}
@@ -280,50 +281,28 @@ class LayerOps:
 
     # ------------------------------------------------------------------ links
 
-    @handles(a.LOAD["saved"])
-    def _load_saved(self, op: Op) -> None:
-        region = self._views.aside(op)
-        self._gpu.saved[op.slots[a.SAVED]][: op.nbytes].copy_(region, non_blocking=True)
-
-    @handles(a.STORE["saved"])
-    def _store_saved(self, op: Op) -> None:
-        region = self._views.aside(op)
-        region.copy_(self._gpu.saved[op.slots[a.SAVED]][: op.nbytes], non_blocking=True)
-
-    def _kv_regions(self, op: Op) -> list[tuple[Tensor, Tensor]]:
-        """(on the compute device, copy in RAM) of a chunk's keys and of its values."""
-        layer, chunk = self._layer(op)
-        shape = self._shape(layer)
-        if self._plan.streamed:
-            here = self._slot("kv", op, shape)
+    def _places(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
+        """(on the compute device, in RAM or aside) of what a copy is about; keys and values are two."""
+        (layer, chunk), kind, aside = self._layer(op), op.action.kind, self._views.aside(op)
+        if kind in ("x", "dy"):
+            hidden = self._views.hidden(op.slots[a.SLOT], chunk)
+            yield hidden, aside.view(hidden.dtype).view(hidden.shape)
+        elif kind == "kv":
+            shape = self._shape(layer)
+            if self._plan.streamed:
+                here = self._slot("kv", op, shape)
+            else:
+                here = [window[chunk.start : chunk.end] for window in self._window("kv", shape)]
+            yield from zip(here, self._keys_and_values(aside, _tokens(chunk), shape, self._dtype), strict=True)
         else:
-            here = [window[chunk.start : chunk.end] for window in self._window("kv", shape)]
-        raw = self._views.aside(op)
-        return list(zip(here, self._keys_and_values(raw, _tokens(chunk), shape, self._dtype), strict=True))
+            slots = self._gpu.saved if kind == "saved" else self._gpu.window[kind]
+            yield slots[op.slots[kind]][: op.nbytes], aside
 
-    @handles(a.STORE["kv"])
-    def _store_kv(self, op: Op) -> None:
-        for window, copy in self._kv_regions(op):
-            copy.copy_(window, non_blocking=True)
-
-    @handles(a.LOAD["kv"])
-    def _load_kv(self, op: Op) -> None:
-        for window, copy in self._kv_regions(op):
-            window.copy_(copy, non_blocking=True)
-
-    def _dkv_pair(self, op: Op) -> tuple[Tensor, Tensor]:
-        there = self._ram.window["dkv"][self._plan.chunks[op.index].local][: op.nbytes]
-        return self._gpu.window["dkv"][op.slots[a.DKV]][: op.nbytes], there
-
-    @handles(a.LOAD["dkv"])
-    def _load_dkv(self, op: Op) -> None:
-        here, there = self._dkv_pair(op)
-        here.copy_(there, non_blocking=True)
-
-    @handles(a.STORE["dkv"])
-    def _store_dkv(self, op: Op) -> None:
-        here, there = self._dkv_pair(op)
-        there.copy_(here, non_blocking=True)
+    @handles(*a.LOAD.values(), *a.STORE.values())
+    def _copy(self, op: Op) -> None:
+        for here, there in self._places(op):
+            target, source = (here, there) if op.lane == "h2d" else (there, here)
+            target.copy_(source, non_blocking=True)
 
 
 def _tokens(chunk: Chunk) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.plan.plan import Plan, attention_regions, window_bytes
-from engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool
+from engine.plan.plan import BufferPlan, Plan, attention_regions, window_bytes
+from engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
 from storage.arena import HostArena, empty_aligned
 
 
@@ -40,14 +40,8 @@ class DeviceArena:
         return whole[skipped : skipped + nbytes]
 
 
-@dataclass(slots=True)
-class BufferMemory:
-    """Resident kinds of one buffer: flat tensors [numel], None where the kind lives elsewhere."""
-
-    weights: Tensor | None = None
-    gradient: Tensor | None = None
-    state: dict[str, Tensor] | None = None
-    """Kind -> float32."""
+Resident = dict[str, Tensor]
+"""What lives here of one buffer: weights, gradient or kind of state -> flat tensor [numel]."""
 
 
 @dataclass(slots=True)
@@ -55,7 +49,7 @@ class GpuMemory:
     """Everything on the compute device except saved graphs and the temporaries of a running op."""
 
     arena: DeviceArena
-    buffers: dict[str, BufferMemory] = field(default_factory=dict)
+    buffers: dict[str, Resident] = field(default_factory=dict)
     weights: dict[Pool, list[Tensor]] = field(default_factory=dict)
     """Weight slots, compute dtype [numel of the pool's largest buffer]."""
     gradients: dict[Pool, list[Tensor]] = field(default_factory=dict)
@@ -75,7 +69,7 @@ class RamMemory:
     """Everything in the host arena."""
 
     arena: HostArena
-    buffers: dict[str, BufferMemory] = field(default_factory=dict)
+    buffers: dict[str, Resident] = field(default_factory=dict)
     records: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, chunk) -> kind -> what is put aside for its backward, uint8: see engine.plan.plan.record."""
     boundary: dict[int, Tensor] = field(default_factory=dict)
@@ -91,6 +85,15 @@ class RamMemory:
     """One saved activation on its way to or from NVMe, uint8."""
 
 
+def _dtypes(
+    plan: Plan, buffer: BufferPlan, tier: Tier, weights: torch.dtype, gradient: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Kind -> dtype of what lives on `tier` of a buffer."""
+    found = {"weights": weights} if buffer.weights == tier else {}
+    found |= {"gradient": gradient} if buffer.gradient == tier else {}
+    return found | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
+
+
 def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -> GpuMemory:
     """Carve the compute device's memory; temporaries are not part of it."""
     problem = plan.problem
@@ -101,13 +104,8 @@ def allocate_gpu(plan: Plan, device: torch.device, compute_dtype: torch.dtype) -
         return gpu.arena.slot(numel * dtype.itemsize).view(dtype)
 
     for buffer in plan.buffers.values():
-        memory = gpu.buffers[buffer.name] = BufferMemory()
-        if buffer.weights == "gpu":
-            memory.weights = typed(buffer.numel, compute_dtype)
-        if buffer.gradient == "gpu":
-            memory.gradient = typed(buffer.numel, torch.float32)
-        if buffer.state == "gpu":
-            memory.state = {kind: typed(buffer.numel, torch.float32) for kind in problem.state_kinds}
+        dtypes = _dtypes(plan, buffer, "gpu", compute_dtype, torch.float32)
+        gpu.buffers[buffer.name] = {kind: typed(buffer.numel, dtype) for kind, dtype in dtypes.items()}
     for pool in POOLS:
         numel = plan.weight_slot_numel[pool]
         gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
@@ -133,15 +131,8 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
 
     for buffer in plan.buffers.values():
-        memory = ram.buffers[buffer.name] = BufferMemory()
-        if buffer.weights == "ram":
-            memory.weights = typed(f"{buffer.name}.weights", buffer.numel, compute_dtype)
-        if buffer.gradient == "ram":
-            memory.gradient = typed(f"{buffer.name}.gradient", buffer.numel, gradient_dtype)
-        if buffer.state == "ram":
-            memory.state = {
-                kind: typed(f"{buffer.name}.{kind}", buffer.numel, torch.float32) for kind in problem.state_kinds
-            }
+        name, dtypes = buffer.name, _dtypes(plan, buffer, "ram", compute_dtype, gradient_dtype)
+        ram.buffers[name] = {kind: typed(f"{name}.{kind}", buffer.numel, dtype) for kind, dtype in dtypes.items()}
     for chunk in plan.chunks:
         tokens = chunk.end - chunk.start
         shape = (tokens, problem.hidden_size)

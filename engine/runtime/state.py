@@ -93,7 +93,7 @@ class _Loading:
         self, store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype
     ) -> None:
         self._store, self._gpu, self._ram = store, gpu, ram
-        self._device = gpu.hidden[0].device
+        self._device, self._kinds = gpu.hidden[0].device, plan.problem.state_kinds
         self._stages = [stage.view(torch.float32) for stage in ram.part_stages]
         self._turn = itertools.cycle(self._stages)
         self._rounded = empty_aligned(plan.part_numel, compute_dtype)
@@ -102,21 +102,20 @@ class _Loading:
     def in_place(self, buffer: BufferPlan, part: int) -> None:
         """State in RAM, and the weights that follow from it."""
         start, end = buffer.part(part)
-        state = self._ram.buffers[buffer.name].state
-        assert state is not None
-        targets = {kind: tensor[start:end] for kind, tensor in state.items()}
+        memory = self._ram.buffers[buffer.name]
+        targets = {kind: memory[kind][start:end] for kind in self._kinds}
         self._read(buffer, part, targets, lambda: self._weights(buffer, part, targets[MASTER]), _PARTS_AT_ONCE)
 
     def through_stages(self, buffer: BufferPlan, part: int) -> None:
         """State on the compute device, or on NVMe, of which only the weights are wanted here."""
         start, end = buffer.part(part)
-        state = self._gpu.buffers[buffer.name].state
-        for kind in [MASTER] if state is None else state:
+        memory, resident = self._gpu.buffers[buffer.name], buffer.state == "gpu"
+        for kind in self._kinds if resident else (MASTER,):
             rows = next(self._turn)[: end - start]
 
             def then(kind: str = kind, rows: Tensor = rows) -> None:
-                if state is not None:
-                    state[kind][start:end].copy_(rows, non_blocking=True)
+                if resident:
+                    memory[kind][start:end].copy_(rows, non_blocking=True)
                 if kind == MASTER:
                     self._weights(buffer, part, rows)
                 wait_for_copies(self._device)  # the stage is another part's next
@@ -124,7 +123,6 @@ class _Loading:
             self._read(buffer, part, {kind: rows}, then, len(self._stages))
 
     def finish(self) -> None:
-        """Wait for all of it."""
         while self._reading:
             self._end_oldest()
         wait_for_copies(self._device)
@@ -147,9 +145,9 @@ class _Loading:
         """A part's weights are its rounded master weights."""
         start, end = buffer.part(part)
         memory = self._gpu if buffer.weights == "gpu" else self._ram
-        weights = memory.buffers[buffer.name].weights
-        if weights is not None:
-            weights[start:end].copy_(master, non_blocking=True)
+        resident = memory.buffers[buffer.name]
+        if "weights" in resident:
+            resident["weights"][start:end].copy_(master, non_blocking=True)
         else:
             rounded = self._rounded[: end - start].copy_(master)
             self._store.write(buffer.name, "weights", part, rounded).result()

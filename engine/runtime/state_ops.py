@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,13 +27,8 @@ class StateOps:
     def __init__(
         self, views: Views, optimizer: Optimizer, store: NvmeStore | None, commit: Callable[[int], None]
     ) -> None:
-        self._views, self._optimizer, self._store, self._commit = views, optimizer, store, commit
+        self._views, self._optimizer, self._nvme, self._commit = views, optimizer, cast(NvmeStore, store), commit
         self._gpu, self._ram, self._kinds = views.gpu, views.ram, views.plan.problem.state_kinds
-
-    @property
-    def _nvme(self) -> NvmeStore:
-        assert self._store is not None
-        return self._store
 
     def _buffer(self, op: Op) -> BufferPlan:
         return self._views.plan.buffers[op.block]
@@ -42,7 +37,6 @@ class StateOps:
         return self._buffer(op).part(op.index)
 
     def _staged(self, op: Op, dtype: torch.dtype, stage: str = a.STAGE) -> Tensor:
-        """The op's part in its stage."""
         start, end = self._part(op)
         return self._views.part_stage(op.slots[stage], end - start, dtype)
 
@@ -50,8 +44,7 @@ class StateOps:
 
     @handles(a.LOAD_WEIGHTS)
     def _load_weights(self, op: Op) -> None:
-        weights = self._ram.buffers[op.block].weights
-        assert weights is not None
+        weights = self._ram.buffers[op.block]["weights"]
         start, end = self._buffer(op).piece(op.index, op.slots[a.PIECES])
         flat = self._views.flat("weights", op.block, op.slots[op.block])
         flat[start:end].copy_(weights[start:end], non_blocking=True)
@@ -81,8 +74,7 @@ class StateOps:
 
     @handles(a.STORE_GRADIENT)
     def _store_gradient(self, op: Op) -> None:
-        waiting = self._ram.buffers[op.block].gradient
-        assert waiting is not None
+        waiting = self._ram.buffers[op.block]["gradient"]
         buffer = self._buffer(op)
         flat = self._views.flat("gradient", op.block, op.slots[op.block])
         for part in range(buffer.num_parts):
@@ -108,13 +100,13 @@ class StateOps:
         start, end = self._buffer(op).update(op.index)
         staged = self._ram.state_stages[op.slots[a.STAGE]] if a.STAGE in op.slots else {}
 
-        def of(resident: Tensor | None, kind: str) -> Tensor:
-            return staged[kind][: end - start] if resident is None else resident[start:end]
+        def of(kind: str) -> Tensor:
+            return memory[kind][start:end] if kind in memory else staged[kind][: end - start]
 
-        state = {kind: of(None if memory.state is None else memory.state[kind], kind) for kind in self._kinds}
-        gradient = of(memory.gradient, "gradient")
-        if memory.weights is not None:
-            weights = memory.weights[start:end]
+        state = {kind: of(kind) for kind in self._kinds}
+        gradient = of("gradient")
+        if "weights" in memory:
+            weights = of("weights")
         else:
             weights = views.part_stage(op.slots[a.WEIGHTS_STAGE], end - start, views.dtype)
         where = UpdateRange(views.layouts[op.block], start, end)
@@ -123,12 +115,10 @@ class StateOps:
     @handles(a.UPDATE_ON_GPU)
     def _update_on_gpu(self, op: Op) -> None:
         memory, layout = self._gpu.buffers[op.block], self._views.layouts[op.block]
-        assert memory.state is not None
-        assert memory.gradient is not None
-        assert memory.weights is not None
         values = self._views.steps[op.step].scalars[self._views.device.type]
         where = UpdateRange(layout, 0, layout.numel)
-        self._optimizer.step(memory.state, memory.gradient, memory.weights, where, values)
+        state = {kind: memory[kind] for kind in self._kinds}
+        self._optimizer.step(state, memory["gradient"], memory["weights"], where, values)
 
     # ------------------------------------------------------------------ state
 
@@ -148,17 +138,13 @@ class StateOps:
 
     @handles(a.CHECKPOINT_STATE)
     def _checkpoint_state(self, op: Op) -> Future[Any]:
-        state = self._ram.buffers[op.block].state
-        assert state is not None
-        start, end = self._part(op)
-        return gather([self._write(kind, op, tensor[start:end]) for kind, tensor in state.items()])
+        memory, (start, end) = self._ram.buffers[op.block], self._part(op)
+        return gather([self._write(kind, op, memory[kind][start:end]) for kind in self._kinds])
 
     @handles(a.STAGE_STATE)
     def _stage_state(self, op: Op) -> None:
-        state = self._gpu.buffers[op.block].state
-        assert state is not None
         start, end = self._part(op)
-        resident = state[self._kinds[op.slots[a.KIND]]]
+        resident = self._gpu.buffers[op.block][self._kinds[op.slots[a.KIND]]]
         self._staged(op, torch.float32).copy_(resident[start:end], non_blocking=True)
 
     @handles(a.CHECKPOINT_STAGED)

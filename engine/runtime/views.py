@@ -36,11 +36,9 @@ class Views:
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
 
     def block_index(self, name: str) -> int:
-        """Place of a block in the plan."""
         return self._blocks[name][0]
 
     def chunk(self, op: Op) -> Chunk:
-        """The op's chunk."""
         return self.plan.chunks[op.index]
 
     # ------------------------------------------------------------------ buffers
@@ -65,8 +63,7 @@ class Views:
     def flat(self, kind: str, name: str, slot: int) -> Tensor:
         """The flat tensor of a buffer on the compute device: resident, or in its slot."""
         buffer = self.plan.buffers[name]
-        memory = self.gpu.buffers[name]
-        resident = memory.weights if kind == "weights" else memory.gradient
+        resident = self.gpu.buffers[name].get(kind)
         if resident is not None:
             return resident
         pools = self.gpu.weights if kind == "weights" else self.gpu.gradients
@@ -85,15 +82,12 @@ class Views:
     # ------------------------------------------------------------------ tokens
 
     def batch(self, op: Op) -> Batch:
-        """Whose tokens the op is about."""
         return self.evaluated[op.batch] if op.batch else self.steps[op.step]
 
     def documents(self, op: Op, chunk: Chunk) -> list[int]:
-        """Starts of the documents of the chunk's micro-batch."""
         return self.batch(op).micro_batches[chunk.micro_batch].documents
 
     def tokens(self, op: Op) -> ChunkTokens:
-        """The tokens of the op's chunk."""
         return self.batch(op).chunks[op.index]
 
     def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:

@@ -6,7 +6,7 @@ calibration, traces and the terminal application read what an action is from her
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -83,7 +83,7 @@ class Work:
 Phase = Literal["", "forward", "recompute", "backward", "evaluate", "update"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """What an action moves, as seen from the compute device."""
 
@@ -130,21 +130,26 @@ def _compute(name: str, phase: Phase, says: str, work: Work = Work(), **what: ob
     return _action(name, "compute", Cost.BLOCK, says, phase=phase, work=work, **what)
 
 
+def _evaluation(forward: Action, *writes: str) -> Action:
+    """The same of a validation's pass, which saves nothing for a backward."""
+    name, says = forward.name.replace("forward", "evaluate"), f"{forward.says}, for the validation loss"
+    return _compute(name, "evaluate", says, forward.work, reads=forward.reads, writes=writes, measured_as=forward.name)
+
+
+_MOVES: dict[Lane, Cost] = {"h2d": Cost.COPY, "d2h": Cost.COPY, "nvme_read": Cost.READ, "nvme_write": Cost.WRITE}
+
+
+def _move(name: str, lane: Lane, says: str, reads: Iterable[str], writes: str, move: Move | None = None) -> Action:
+    return _action(name, lane, _MOVES[lane], says, reads=tuple(reads), writes=(writes,), move=move)
+
+
 # ---------------------------------------------------------------------- blocks on a chunk
 
 _FORWARD = Work(matmul=1)
 EMBED_FORWARD = _compute(
     "embed_forward", "forward", "looks up the embeddings", _FORWARD, reads=(r.GPU_WEIGHTS,), writes=(r.GPU_HIDDEN,)
 )
-EMBED_EVALUATE = _compute(
-    "embed_evaluate",
-    "evaluate",
-    "looks up the embeddings, for the validation loss",
-    _FORWARD,
-    reads=EMBED_FORWARD.reads,
-    writes=EMBED_FORWARD.writes,
-    measured_as="embed_forward",
-)
+EMBED_EVALUATE = _evaluation(EMBED_FORWARD, r.GPU_HIDDEN)
 EMBED_BACKWARD = _compute(
     "embed_backward",
     "backward",
@@ -161,15 +166,7 @@ LAYER_FORWARD = _compute(
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV),
     writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH),
 )
-LAYER_EVALUATE = _compute(
-    "layer_evaluate",
-    "evaluate",
-    "runs a layer forward, for the validation loss",
-    LAYER_FORWARD.work,
-    reads=LAYER_FORWARD.reads,
-    writes=(r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED),
-    measured_as="layer_forward",
-)
+LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_KV, r.GPU_SAVED)
 LAYER_RECOMPUTE = _compute(
     "layer_recompute",
     "recompute",
@@ -212,15 +209,7 @@ LAYER_FORWARD_BOTTOM = _compute(
     reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
     writes=(r.GPU_HIDDEN, r.GPU_GRAPH),
 )
-LAYER_EVALUATE_BOTTOM = _compute(
-    "layer_evaluate_bottom",
-    "evaluate",
-    "runs what follows a layer's attention, for the validation loss",
-    _FORWARD,
-    reads=LAYER_FORWARD_BOTTOM.reads,
-    writes=(r.GPU_HIDDEN,),
-    measured_as="layer_forward_bottom",
-)
+LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN)
 LAYER_BACKWARD_TOP = _compute(
     "layer_backward_top",
     "backward",
@@ -283,11 +272,6 @@ UPDATE_ON_GPU = _action(
 
 # ---------------------------------------------------------------------- activations on their way
 
-
-def _for_kinds(verb: str, kinds: tuple[str, ...], make: Callable[[str, str], Action]) -> dict[str, Action]:
-    return {kind: make(f"{verb}_{kind}", kind) for kind in kinds}
-
-
 _NAMES = {
     "x": "a layer's input",
     "dy": "the gradient of a layer's output",
@@ -295,7 +279,13 @@ _NAMES = {
     "kv": "keys and values",
     "dkv": "gradients of keys and values",
 }
-_ON_GPU = {"x": r.GPU_HIDDEN, "dy": r.GPU_HIDDEN, "saved": r.GPU_SAVED, "kv": r.GPU_KV, "dkv": r.GPU_DKV}
+_ON_GPU = {
+    "x": (r.GPU_HIDDEN,),
+    "dy": (r.GPU_HIDDEN,),
+    "saved": (r.GPU_SAVED,),
+    "kv": (r.GPU_KV,),
+    "dkv": (r.GPU_DKV,),
+}
 _IN_RAM = {
     "x": (r.RECORD_X, r.RAM_BOUNDARY, r.RAM_ACTIVATION_STAGE),
     "dy": (r.RAM_BOUNDARY,),
@@ -303,75 +293,51 @@ _IN_RAM = {
     "kv": (r.RECORD_KV, r.RAM_WINDOW_KV, r.RAM_ACTIVATION_STAGE),
     "dkv": (r.RAM_WINDOW_DKV,),
 }
-_ON_NVME = {"x": r.NVME_X, "saved": r.NVME_SAVED, "kv": r.NVME_KV}
+_ON_NVME = {"x": (r.NVME_X,), "saved": (r.NVME_SAVED,), "kv": (r.NVME_KV,)}
 
 
-def _load(name: str, kind: str) -> Action:
-    says = f"copies {_NAMES[kind]} to the GPU"
-    return _action(name, "h2d", Cost.COPY, says, reads=_IN_RAM[kind], writes=(_ON_GPU[kind],), kind=kind)
+def _of_kinds(
+    verb: str, lane: Lane, says: str, kinds: Iterable[str], **spaces: Mapping[str, tuple[str, ...]]
+) -> dict[str, Action]:
+    """Kind -> the action that does this to activations of that kind."""
+
+    def one(kind: str) -> Action:
+        where = {access: of[kind] for access, of in spaces.items()}
+        return _action(f"{verb}_{kind}", lane, _MOVES[lane], says.format(_NAMES[kind]), kind=kind, **where)
+
+    return {kind: one(kind) for kind in kinds}
 
 
-def _store(name: str, kind: str) -> Action:
-    says = f"copies {_NAMES[kind]} from the GPU"
-    return _action(name, "d2h", Cost.COPY, says, reads=(_ON_GPU[kind],), writes=_IN_RAM[kind], kind=kind)
-
-
-def _spill(name: str, kind: str) -> Action:
-    says = f"writes {_NAMES[kind]} to NVMe"
-    return _action(name, "nvme_write", Cost.WRITE, says, reads=_IN_RAM[kind], writes=(_ON_NVME[kind],), kind=kind)
-
-
-def _unspill(name: str, kind: str) -> Action:
-    says = f"reads {_NAMES[kind]} from NVMe for the last time"
-    return _action(name, "nvme_read", Cost.READ, says, writes=_IN_RAM[kind], adds=(_ON_NVME[kind],), kind=kind)
-
-
-def _peek(name: str, kind: str) -> Action:
-    says = f"reads {_NAMES[kind]} from NVMe"
-    return _action(name, "nvme_read", Cost.READ, says, reads=(_ON_NVME[kind],), writes=_IN_RAM[kind], kind=kind)
-
-
-def _discard(name: str, kind: str) -> Action:
-    says = f"removes {_NAMES[kind]} from NVMe"
-    return _action(name, "nvme_read", Cost.READ, says, writes=(_ON_NVME[kind],), kind=kind)
-
-
-LOAD = _for_kinds("load", ("x", "dy", "saved", "kv", "dkv"), _load)
-STORE = _for_kinds("store", ("x", "dy", "saved", "kv", "dkv"), _store)
-SPILL = _for_kinds("spill", ("x", "saved", "kv"), _spill)
-UNSPILL = _for_kinds("unspill", ("x", "saved", "kv"), _unspill)
-PEEK = _for_kinds("peek", ("x",), _peek)
-DISCARD = _for_kinds("discard", ("x", "saved", "kv"), _discard)
+LOAD = _of_kinds("load", "h2d", "copies {} to the GPU", _NAMES, reads=_IN_RAM, writes=_ON_GPU)
+STORE = _of_kinds("store", "d2h", "copies {} from the GPU", _NAMES, reads=_ON_GPU, writes=_IN_RAM)
+SPILL = _of_kinds("spill", "nvme_write", "writes {} to NVMe", _ON_NVME, reads=_IN_RAM, writes=_ON_NVME)
+UNSPILL = _of_kinds(
+    "unspill", "nvme_read", "reads {} from NVMe for the last time", _ON_NVME, writes=_IN_RAM, adds=_ON_NVME
+)
+PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x"], reads=_ON_NVME, writes=_IN_RAM)
+DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _ON_NVME, writes=_ON_NVME)
 
 # ---------------------------------------------------------------------- weights, gradients, state
 
-_WEIGHTS_TO_GPU = Move(kind="weights", direction="in", to="gpu")
-LOAD_WEIGHTS = _action(
-    "load_weights",
-    "h2d",
-    Cost.COPY,
-    "copies weights to the GPU",
-    reads=(r.RAM_WEIGHTS,),
-    writes=(r.GPU_WEIGHTS,),
-    move=_WEIGHTS_TO_GPU,
+_WEIGHTS_TO_GPU = Move("weights", "in", "gpu")
+LOAD_WEIGHTS = _move(
+    "load_weights", "h2d", "copies weights to the GPU", (r.RAM_WEIGHTS,), r.GPU_WEIGHTS, _WEIGHTS_TO_GPU
 )
-LOAD_WEIGHTS_PART = _action(
+LOAD_WEIGHTS_PART = _move(
     "load_weights_part",
     "h2d",
-    Cost.COPY,
     "copies a part of the weights to the GPU",
-    reads=(r.RAM_PART_STAGE,),
-    writes=(r.GPU_WEIGHTS,),
-    move=_WEIGHTS_TO_GPU,
+    (r.RAM_PART_STAGE,),
+    r.GPU_WEIGHTS,
+    _WEIGHTS_TO_GPU,
 )
-READ_WEIGHTS = _action(
+READ_WEIGHTS = _move(
     "read_weights",
     "nvme_read",
-    Cost.READ,
     "reads a part of the weights",
-    reads=(r.NVME_WEIGHTS,),
-    writes=(r.RAM_PART_STAGE,),
-    move=Move(kind="weights", direction="in", to="ram"),
+    (r.NVME_WEIGHTS,),
+    r.RAM_PART_STAGE,
+    Move("weights", "in", "ram"),
 )
 READ_WEIGHTS_WHOLE = _action(
     "read_weights_whole",
@@ -382,41 +348,37 @@ READ_WEIGHTS_WHOLE = _action(
     writes=(r.GPU_WEIGHTS,),
     move=_WEIGHTS_TO_GPU,
 )
-WRITE_WEIGHTS = _action(
+WRITE_WEIGHTS = _move(
     "write_weights",
     "nvme_write",
-    Cost.WRITE,
     "writes a part of the weights",
-    reads=(r.RAM_PART_STAGE,),
-    writes=(r.NVME_WEIGHTS,),
-    move=Move(kind="weights", direction="out", to="home"),
+    (r.RAM_PART_STAGE,),
+    r.NVME_WEIGHTS,
+    Move("weights", "out", "home"),
 )
-STORE_GRADIENT = _action(
+STORE_GRADIENT = _move(
     "store_gradient",
     "d2h",
-    Cost.COPY,
     "copies a gradient from the GPU",
-    reads=(r.GPU_GRADIENT,),
-    writes=(r.RAM_GRADIENT,),
-    move=Move(kind="gradient", direction="out", to="home"),
+    (r.GPU_GRADIENT,),
+    r.RAM_GRADIENT,
+    Move("gradient", "out", "home"),
 )
-STORE_GRADIENT_PART = _action(
+STORE_GRADIENT_PART = _move(
     "store_gradient_part",
     "d2h",
-    Cost.COPY,
     "copies a part of a gradient from the GPU",
-    reads=(r.GPU_GRADIENT,),
-    writes=(r.RAM_PART_STAGE,),
-    move=Move(kind="gradient", direction="out", to="ram"),
+    (r.GPU_GRADIENT,),
+    r.RAM_PART_STAGE,
+    Move("gradient", "out", "ram"),
 )
-WRITE_GRADIENT = _action(
+WRITE_GRADIENT = _move(
     "write_gradient",
     "nvme_write",
-    Cost.WRITE,
     "writes a part of a gradient",
-    reads=(r.RAM_PART_STAGE,),
-    writes=(r.NVME_GRADIENT,),
-    move=Move(kind="gradient", direction="out", to="home"),
+    (r.RAM_PART_STAGE,),
+    r.NVME_GRADIENT,
+    Move("gradient", "out", "home"),
 )
 UPDATE = _action(
     "update",
@@ -428,50 +390,45 @@ UPDATE = _action(
     adds=(r.RAM_STATE_STAGE, r.RAM_STATE, r.RAM_WEIGHTS),
     phase="update",
 )
-READ_STATE = _action(
+READ_STATE = _move(
     "read_state",
     "nvme_read",
-    Cost.READ,
     "reads a part of the state",
-    reads=(r.NVME_STATE, r.NVME_GRADIENT),
-    writes=(r.RAM_STATE_STAGE,),
-    move=Move(kind="state", direction="in", to="ram"),
+    (r.NVME_STATE, r.NVME_GRADIENT),
+    r.RAM_STATE_STAGE,
+    Move("state", "in", "ram"),
 )
-_STATE_LEAVES = Move(kind="state", direction="out", to="home")
-WRITE_STATE = _action(
+_STATE_LEAVES = Move("state", "out", "home")
+WRITE_STATE = _move(
     "write_state",
     "nvme_write",
-    Cost.WRITE,
     "writes a part of the state",
-    reads=(r.RAM_STATE_STAGE, r.GENERATION),
-    writes=(r.NVME_STATE,),
-    move=_STATE_LEAVES,
+    (r.RAM_STATE_STAGE, r.GENERATION),
+    r.NVME_STATE,
+    _STATE_LEAVES,
 )
-CHECKPOINT_STATE = _action(
+CHECKPOINT_STATE = _move(
     "checkpoint_state",
     "nvme_write",
-    Cost.WRITE,
     "writes a part of the state in RAM, for a commit",
-    reads=(r.RAM_STATE, r.GENERATION),
-    writes=(r.NVME_STATE,),
-    move=_STATE_LEAVES,
+    (r.RAM_STATE, r.GENERATION),
+    r.NVME_STATE,
+    _STATE_LEAVES,
 )
-STAGE_STATE = _action(
+STAGE_STATE = _move(
     "stage_state",
     "d2h",
-    Cost.COPY,
     "copies a part of the state from the GPU, for a commit",
-    reads=(r.GPU_STATE,),
-    writes=(r.RAM_PART_STAGE,),
-    move=_STATE_LEAVES,
+    (r.GPU_STATE,),
+    r.RAM_PART_STAGE,
+    _STATE_LEAVES,
 )
-CHECKPOINT_STAGED = _action(
+CHECKPOINT_STAGED = _move(
     "checkpoint_staged",
     "nvme_write",
-    Cost.WRITE,
     "writes a part of the state on the GPU, for a commit",
-    reads=(r.RAM_PART_STAGE, r.GENERATION),
-    writes=(r.NVME_STATE,),
+    (r.RAM_PART_STAGE, r.GENERATION),
+    r.NVME_STATE,
 )
 
 # ---------------------------------------------------------------------- once a step

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from engine.plan.plan import Chunk, Plan
-from engine.plan.problem import DKV_SLOTS, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
+from engine.plan.problem import DKV_SLOTS, FP32, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
 from engine.schedule import actions as a
 from engine.schedule import resources as r
 from engine.schedule.ops import Emitter, Slots
@@ -34,6 +34,18 @@ class ActivationSchedule:
         self.hidden = Slots("gpu.hidden", HIDDEN_SLOTS)
         self.saved = Slots("gpu.saved", SAVED_SLOTS)
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
+        hidden = plan.problem.hidden_size * plan.problem.compute_bytes
+        self._bytes_per_token = [
+            {
+                "x": hidden,
+                "dy": hidden,
+                "saved": block.saved_bytes_per_token,
+                "kv": block.kv_bytes_per_token,
+                "dkv": block.kv_numel_per_token * FP32,
+            }
+            for block in plan.blocks
+        ]
+        """Per block: kind of activation -> bytes of a token."""
         self._on_nvme: set[tuple[str, int, int]] = set()
         """(kind, block, chunk) of the activations on NVMe."""
         self._window: list[Any] = [None] * plan.window_chunks
@@ -50,8 +62,19 @@ class ActivationSchedule:
         """What a slot holds that belongs to a layer's chunk in the step being emitted."""
         return (layer, chunk.index, self._emitter.step, self._emitter.batch)
 
-    def _name(self, layer: int) -> str:
-        return self._plan.blocks[layer].name
+    def _move(
+        self,
+        action: a.Action,
+        layer: int,
+        chunk: Chunk,
+        reads: list[Resource],
+        writes: list[Resource],
+        slots: dict[str, int],
+    ) -> None:
+        """Emit what brings an activation of a layer's chunk from one place to another."""
+        nbytes = (chunk.end - chunk.start) * self._bytes_per_token[layer][action.kind]
+        block = self._plan.blocks[layer].name
+        self._emit(action, block, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
 
     # ------------------------------------------------------------------ hidden states
 
@@ -65,37 +88,21 @@ class ActivationSchedule:
             slots = {a.SLOT: slot}
             if mode in ("recompute", "backward") and kind == "x" and (layer, chunk.index) in self._plan.spilled:
                 slots[a.STAGE] = self._unspill("x", layer, chunk, keep=not last_use)
-                source: Resource = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+                source: Resource = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
                 source = self._hidden_region(kind, layer, chunk)
-            self._emit(
-                a.LOAD[kind],
-                self._name(layer),
-                chunk.index,
-                reads=[source],
-                writes=[r.hidden(slot)],
-                nbytes=self._hidden_bytes(chunk),
-                slots=slots,
-            )
+            self._move(a.LOAD[kind], layer, chunk, [source], [r.hidden(slot)], slots)
         elif last_use:
             self._discard(kind, layer, chunk)
         return slot
 
     def store_hidden(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
         """A hidden state leaves for where its next reader finds it."""
-        region, nbytes = self._hidden_region(kind, layer, chunk), self._hidden_bytes(chunk)
-        self._emit(
-            a.STORE[kind],
-            self._name(layer),
-            chunk.index,
-            reads=[r.hidden(slot)],
-            writes=[region],
-            nbytes=nbytes,
-            slots={a.SLOT: slot},
-        )
+        region = self._hidden_region(kind, layer, chunk)
+        self._move(a.STORE[kind], layer, chunk, [r.hidden(slot)], [region], {a.SLOT: slot})
         self.hidden.release(slot, keep=True)
         if kind == "x" and mode == "forward" and (layer, chunk.index) in self._plan.spilled:
-            self._spill("x", layer, chunk, region, nbytes, {})
+            self._spill("x", layer, chunk, region, {})
 
     def _hidden_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
         """Where a hidden state waits: a layer's saved input in its record, all else in RAM in the chunk's stream."""
@@ -103,26 +110,14 @@ class ActivationSchedule:
         saved = kind == "x" and self._plan.blocks[layer].role == "layer"
         if saved and key not in self._plan.spilled and key not in self._plan.saved_graphs:
             return r.record("x", *key)
-        return r.boundary(chunk.index)
-
-    def _hidden_bytes(self, chunk: Chunk) -> int:
-        problem = self._plan.problem
-        return (chunk.end - chunk.start) * problem.hidden_size * problem.compute_bytes
+        return r.place(r.RAM_BOUNDARY, chunk.index)
 
     # ------------------------------------------------------------------ NVMe
 
-    def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, nbytes: int, slots: dict[str, int]) -> None:
+    def _spill(self, kind: str, layer: int, chunk: Chunk, source: Resource, slots: dict[str, int]) -> None:
         """Write a saved activation to NVMe from where it waits in RAM."""
         self._on_nvme.add((kind, layer, chunk.index))
-        self._emit(
-            a.SPILL[kind],
-            self._name(layer),
-            chunk.index,
-            reads=[source],
-            writes=[r.spilled(kind, layer, chunk.index)],
-            nbytes=nbytes,
-            slots=slots,
-        )
+        self._move(a.SPILL[kind], layer, chunk, [source], [r.spilled(kind, layer, chunk.index)], slots)
 
     def _unspill(self, kind: str, layer: int, chunk: Chunk, *, keep: bool = False) -> int:
         """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
@@ -131,7 +126,7 @@ class ActivationSchedule:
         """
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
-        self._emit_unspill(kind, layer, chunk, r.stage(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
+        self._emit_unspill(kind, layer, chunk, r.place(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
         return stage
 
     def _emit_unspill(
@@ -140,31 +135,19 @@ class ActivationSchedule:
         file = r.spilled(kind, layer, chunk.index)
         if not keep:
             self._on_nvme.remove((kind, layer, chunk.index))
-        nbytes = self._hidden_bytes(chunk) if kind == "x" else self._attention_bytes(kind, layer, chunk)
-        # A file that goes with its content is written as well as read.
-        self._emit(
-            (a.PEEK if keep else a.UNSPILL)[kind],
-            self._name(layer),
-            chunk.index,
-            reads=[file] if keep else [],
-            writes=[target] if keep else [file, target],
-            nbytes=nbytes,
-            slots=slots,
-        )
+        if keep:
+            self._move(a.PEEK[kind], layer, chunk, [file], [target], slots)
+        else:  # a file that goes with its content is written as well as read
+            self._move(a.UNSPILL[kind], layer, chunk, [], [file, target], slots)
 
     def _discard(self, kind: str, layer: int, chunk: Chunk) -> None:
         """Remove an activation from NVMe, if it is there, because backward found it elsewhere."""
         if (kind, layer, chunk.index) in self._on_nvme:
             self._on_nvme.remove((kind, layer, chunk.index))
             file = r.spilled(kind, layer, chunk.index)
-            self._emit(a.DISCARD[kind], self._name(layer), chunk.index, writes=[file])
+            self._emit(a.DISCARD[kind], self._plan.blocks[layer].name, chunk.index, writes=[file])
 
     # ------------------------------------------------------------------ attention's output and log-sum-exp
-
-    def _attention_bytes(self, kind: str, layer: int, chunk: Chunk) -> int:
-        block = self._plan.blocks[layer]
-        per_token = block.saved_bytes_per_token if kind == "saved" else block.kv_bytes_per_token
-        return (chunk.end - chunk.start) * per_token
 
     def load_saved(self, layer: int, chunk: Chunk) -> int:
         """Slot with attention's output and log-sum-exp, loaded unless it is still there."""
@@ -176,7 +159,7 @@ class ActivationSchedule:
         slot = self.saved.take(content)
         region = r.record("saved", layer, chunk.index)
         if layer in self._plan.recomputed:
-            region = r.window(r.RAM_WINDOW_SAVED, chunk.local)
+            region = r.place(r.RAM_WINDOW_SAVED, chunk.local)
         self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SAVED: slot})
         return slot
 
@@ -185,7 +168,7 @@ class ActivationSchedule:
         key, recomputed = (layer, chunk.index), layer in self._plan.recomputed
         if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
             return
-        region = r.window(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
+        region = r.place(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.record("saved", *key)
         self._store_part("saved", mode, layer, chunk, ("gpu.saved", slot), region, {"saved": slot})
 
     def _load_part(
@@ -193,41 +176,23 @@ class ActivationSchedule:
     ) -> None:
         if (kind, layer, chunk.index) in self._on_nvme:
             slots[a.STAGE] = self._unspill(kind, layer, chunk)
-            region = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
-        nbytes = self._attention_bytes(kind, layer, chunk)
-        self._emit(
-            a.LOAD[kind],
-            self._name(layer),
-            chunk.index,
-            reads=[region],
-            writes=[target],
-            nbytes=nbytes,
-            slots=slots,
-        )
+            region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+        self._move(a.LOAD[kind], layer, chunk, [region], [target], slots)
 
     def _store_part(
         self, kind: str, mode: Mode, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
     ) -> None:
         """Move to RAM; on to NVMe through a stage if the record is spilled."""
-        nbytes = self._attention_bytes(kind, layer, chunk)
         spilled = (
             (layer, chunk.index) in self._plan.spilled and layer not in self._plan.recomputed and mode != "evaluate"
         )
         staged = spilled and region[0] != r.RAM_WINDOW_KV
         if staged:
             slots[a.STAGE] = self._stages.take((kind, layer, chunk.index))
-            region = r.stage(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
-        self._emit(
-            a.STORE[kind],
-            self._name(layer),
-            chunk.index,
-            reads=[source],
-            writes=[region],
-            nbytes=nbytes,
-            slots=slots,
-        )
+            region = r.place(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
+        self._move(a.STORE[kind], layer, chunk, [source], [region], slots)
         if spilled:
-            self._spill(kind, layer, chunk, region, nbytes, {k: v for k, v in slots.items() if k != a.KV})
+            self._spill(kind, layer, chunk, region, {k: v for k, v in slots.items() if k != a.KV})
         if staged:
             self._stages.release(slots[a.STAGE])
 
@@ -293,7 +258,7 @@ class ActivationSchedule:
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: in their record, or in the block's window."""
         if layer in self._plan.recomputed or (layer, chunk.index) in self._plan.spilled:
-            return r.window(r.RAM_WINDOW_KV, chunk.local)
+            return r.place(r.RAM_WINDOW_KV, chunk.local)
         return r.record("kv", layer, chunk.index)
 
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
@@ -312,17 +277,7 @@ class ActivationSchedule:
         slot = self.kv.find(content)
         if slot is None:
             slot = self.kv.take(content)
-            region = self._kv_region(layer, chunk)
-            nbytes = self._attention_bytes("kv", layer, chunk)
-            self._emit(
-                a.LOAD["kv"],
-                self._name(layer),
-                chunk.index,
-                reads=[region],
-                writes=[r.kv(slot)],
-                nbytes=nbytes,
-                slots={a.KV: slot},
-            )
+            self._move(a.LOAD["kv"], layer, chunk, [self._kv_region(layer, chunk)], [r.kv(slot)], {a.KV: slot})
         return slot
 
     def restore_window(self, layer: int, chunk: Chunk) -> None:
@@ -334,7 +289,7 @@ class ActivationSchedule:
                 self._discard("kv", layer, other)
                 continue
             self._window[other.local] = self.content(layer, other)
-            self._emit_unspill("kv", layer, other, r.window(r.RAM_WINDOW_KV, other.local), {}, False)
+            self._emit_unspill("kv", layer, other, r.place(r.RAM_WINDOW_KV, other.local), {}, False)
 
     def load_dkv(self, layer: int, chunk: Chunk) -> tuple[int, bool]:
         """Slot with the gradients of a chunk's keys and values summed so far, pinned; True where there are none yet."""
@@ -344,19 +299,12 @@ class ActivationSchedule:
         if slot is None:
             slot = self.dkv.take(content)
             if not new:
-                self._move_dkv(a.LOAD["dkv"], layer, chunk, slot)
+                there = r.place(r.RAM_WINDOW_DKV, chunk.local)
+                self._move(a.LOAD["dkv"], layer, chunk, [there], [r.dkv(slot)], {a.DKV: slot})
         return slot, new
 
     def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
         """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
-        self._move_dkv(a.STORE["dkv"], layer, chunk, slot)
+        there = r.place(r.RAM_WINDOW_DKV, chunk.local)
+        self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.DKV: slot})
         self.dkv.release(slot, keep=True)
-
-    def _move_dkv(self, action: a.Action, layer: int, chunk: Chunk, slot: int) -> None:
-        block = self._plan.blocks[layer]
-        there: list[Resource] = [r.window(r.RAM_WINDOW_DKV, chunk.local)]
-        here: list[Resource] = [r.dkv(slot)]
-        reads, writes = (there, here) if action is a.LOAD["dkv"] else (here, there)
-        nbytes = (chunk.end - chunk.start) * block.kv_numel_per_token * 4
-        slots = {a.DKV: slot}
-        self._emit(action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)

@@ -125,9 +125,7 @@ class ScheduleBuilder:
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._state.read_ahead(step)
-        self._emit(
-            a.CLIP, "all", reads=[r.running(r.GPU_NORMS), r.running(r.GPU_LOSSES)], writes=[r.running(r.RAM_CLIP)]
-        )
+        self._emit(a.CLIP, "all", reads=[r.place(r.GPU_NORMS), r.place(r.GPU_LOSSES)], writes=[r.place(r.RAM_CLIP)])
         self._state.waiting = step
         yield self._emitter.take()
 
@@ -145,7 +143,7 @@ class ScheduleBuilder:
         for _ in self._passes(self._evaluating(chunks), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
-        self._emit(a.EVALUATE, "all", reads=[r.running(r.GPU_EVALUATIONS)], writes=[r.running(r.RAM_EVALUATION)])
+        self._emit(a.EVALUATE, "all", reads=[r.place(r.GPU_EVALUATIONS)], writes=[r.place(r.RAM_EVALUATION)])
         yield self._emitter.take()
 
     def _begin(self, step: int, batch: int, documents: Documents | None) -> None:
@@ -307,7 +305,7 @@ class ScheduleBuilder:
         reads = [*operands.weights, *(r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots), *reads]
         writes = [*writes, *operands.gradients]
         if block.role == "head":
-            writes.append(r.running(r.GPU_EVALUATIONS if task.mode == "evaluate" else r.GPU_LOSSES))
+            writes.append(r.place(r.GPU_EVALUATIONS if task.mode == "evaluate" else r.GPU_LOSSES))
         flags = [*flags, *operands.zero]
         if a.OUT in slots:
             writes.append(r.hidden(slots[a.OUT]))
@@ -363,7 +361,7 @@ class ScheduleBuilder:
             self._plan.blocks[layer].name,
             chunk.index,
             reads=[*operands.weights, r.hidden(slots[a.X])],
-            writes=[r.running(r.GPU_QUERIES), r.kv(own)],
+            writes=[r.place(r.GPU_QUERIES), r.kv(own)],
             slots=operands.weight_slots | {a.X: slots[a.X], a.KV: own},
         )
         activations.store_kv(layer, chunk, own, task.mode)
@@ -377,8 +375,8 @@ class ScheduleBuilder:
                 a.ATTEND,
                 self._plan.blocks[layer].name,
                 chunk.index,
-                reads=[r.running(r.GPU_QUERIES), r.kv(kv)],
-                writes=[r.running(r.GPU_PARTIAL), *saved],
+                reads=[r.place(r.GPU_QUERIES), r.kv(kv)],
+                writes=[r.place(r.GPU_PARTIAL), *saved],
                 slots={a.KV: kv, a.KEYS: other.index, a.SAVED: slots[a.SAVED]},
                 flags=flags,
             )
@@ -393,7 +391,7 @@ class ScheduleBuilder:
         name, has_graph = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.saved_graphs
         if chunk.local == self._plan.window_chunks - 1:
             activations.restore_window(layer, chunk)
-        graph = r.saved_graph(layer, chunk.index) if has_graph else r.running(r.GPU_GRAPH)
+        graph = r.saved_graph(layer, chunk.index) if has_graph else r.place(r.GPU_GRAPH)
         saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]
         inputs: list[Resource] = [r.hidden(slots[role]) for role in (a.X, a.DY) if role in slots]
         self._emit(
@@ -401,7 +399,7 @@ class ScheduleBuilder:
             name,
             chunk.index,
             reads=[*operands.weights, *inputs, *saved],
-            writes=[*operands.gradients, graph, r.running(r.GPU_QUERIES), r.running(r.GPU_DOUT)],
+            writes=[*operands.gradients, graph, r.place(r.GPU_QUERIES), r.place(r.GPU_DOUT)],
             slots=operands.weight_slots | operands.gradient_slots | slots,
             flags=[*operands.zero, *([a.SAVED_GRAPH] if has_graph else [])],
         )
@@ -415,13 +413,13 @@ class ScheduleBuilder:
                 name,
                 chunk.index,
                 reads=[
-                    r.running(r.GPU_QUERIES),
-                    r.running(r.GPU_DOUT),
+                    r.place(r.GPU_QUERIES),
+                    r.place(r.GPU_DOUT),
                     r.kv(kv),
                     *saved,
                     *([graph] if has_graph else []),
                 ],
-                writes=[r.running(r.GPU_PARTIAL), r.dkv(dkv)],
+                writes=[r.place(r.GPU_PARTIAL), r.dkv(dkv)],
                 slots={role: slots[role] for role in (a.SAVED,) if role in slots}
                 | {a.KV: kv, a.DKV: dkv, a.KEYS: other.index},
                 flags=flags,
@@ -430,7 +428,7 @@ class ScheduleBuilder:
             if other is not chunk:
                 activations.store_dkv(layer, other, dkv)
         operands.zero = []
-        sums: list[Resource] = [r.running(r.GPU_PARTIAL), r.dkv(dkv)]
+        sums: list[Resource] = [r.place(r.GPU_PARTIAL), r.dkv(dkv)]
         self._emit_block(task, operands, slots | {a.DKV: dkv}, a.LAYER_BACKWARD_BOTTOM, reads=sums, writes=[graph])
         activations.dkv.release(dkv)
 

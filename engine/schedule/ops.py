@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from engine.events import Span
 from engine.schedule.actions import Action, Lane
 from engine.schedule.resources import Resource
 
@@ -36,8 +37,12 @@ class Op(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def lane(self) -> Lane:
-        """The lane of its action."""
         return self.action.lane
+
+
+def span_of(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
+    """What is told of an op that was carried out."""
+    return Span(op.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
 
 
 class Emitter:
@@ -101,7 +106,6 @@ class Emitter:
         self._ops.append(op)
 
     def take(self) -> list[Op]:
-        """The ops emitted since the last call."""
         ops, self._ops = self._ops, []
         return ops
 

@@ -50,29 +50,19 @@ _RECORD = {"x": RECORD_X, "saved": RECORD_SAVED, "kv": RECORD_KV}
 _SPILLED = {"x": NVME_X, "saved": NVME_SAVED, "kv": NVME_KV}
 
 
-def resident_weights(buffer: str) -> Resource:
-    """Weights that stay on the compute device."""
-    return (GPU_WEIGHTS, buffer)
+def place(space: str, *where: str | int) -> Resource:
+    """A piece of a space.
+
+    By buffer: what is resident, and what a whole buffer has in RAM; with its part, and by itself its kind, on NVMe. By
+    pool and slot: weights and gradients on the compute device. By slot: stages in RAM. By chunk: the boundary between
+    two blocks, and, within its micro-batch, one layer's pass. By nothing: what there is one of.
+    """
+    return (space, *where)
 
 
 def weight_slot(pool: str, slot: int) -> Resource:
     """Weights in a slot on the compute device."""
     return (GPU_WEIGHTS, pool, slot)
-
-
-def resident_gradient(buffer: str) -> Resource:
-    """A gradient that stays on the compute device until its update."""
-    return (GPU_GRADIENT, buffer)
-
-
-def gradient_slot(pool: str, slot: int) -> Resource:
-    """A gradient being summed in a slot on the compute device."""
-    return (GPU_GRADIENT, pool, slot)
-
-
-def resident_state(buffer: str) -> Resource:
-    """The optimizer's state, where it stays on the compute device."""
-    return (GPU_STATE, buffer)
 
 
 def hidden(slot: int) -> Resource:
@@ -95,34 +85,9 @@ def dkv(slot: int | None = None) -> Resource:
     return (GPU_DKV,) if slot is None else (GPU_DKV, slot)
 
 
-def running(space: str) -> Resource:
-    """What the running chunk has one of: its queries, partial sums, a graph cut at its attention, the step's report."""
-    return (space,)
-
-
 def saved_graph(block: int, chunk: int) -> Resource:
     """The graph of a layer's chunk that waits for its backward."""
     return (GPU_GRAPH, block, chunk)
-
-
-def ram(space: str, buffer: str) -> Resource:
-    """Weights, gradient or state of a whole buffer in RAM."""
-    return (space, buffer)
-
-
-def stage(space: str, slot: int) -> Resource:
-    """A slot in RAM through which something passes on its way to or from NVMe."""
-    return (space, slot)
-
-
-def boundary(chunk: int) -> Resource:
-    """The hidden state of a chunk between two blocks, in RAM."""
-    return (RAM_BOUNDARY, chunk)
-
-
-def window(space: str, local: int) -> Resource:
-    """A chunk's place, in RAM, in one layer's pass over a micro-batch."""
-    return (space, local)
 
 
 def record(kind: str, block: int, chunk: int) -> Resource:
@@ -133,18 +98,3 @@ def record(kind: str, block: int, chunk: int) -> Resource:
 def spilled(kind: str, block: int, chunk: int) -> Resource:
     """Part `kind` of a record on NVMe."""
     return (_SPILLED[kind], block, chunk)
-
-
-def on_nvme(space: str, buffer: str, part: int) -> Resource:
-    """A part of a buffer's weights, gradient or state on NVMe."""
-    return (space, buffer, part)
-
-
-def state_kind_on_nvme(buffer: str, part: int, kind: str) -> Resource:
-    """One kind of a part's state on NVMe, where each is written by itself."""
-    return (NVME_STATE, buffer, part, kind)
-
-
-def generation() -> Resource:
-    """The committed generation."""
-    return (GENERATION,)

@@ -26,6 +26,8 @@ class StateSchedule:
     def __init__(self, plan: Plan, emitter: Emitter) -> None:
         self._plan, self._kinds = plan, plan.problem.state_kinds
         self._emit = emitter.emit
+        self._state_bytes = len(self._kinds) * FP32
+        """Of one parameter."""
         self.waiting: int | None = None
         """Step whose gradient waits for the optimizer."""
         self.uncommitted: int | None = None
@@ -42,13 +44,29 @@ class StateSchedule:
         self.gradient_slot: dict[str, int] = {}
         """Slot in which a buffer's gradient is being summed; WHOLE where it is resident."""
 
+    def _move(
+        self,
+        action: a.Action,
+        buffer: BufferPlan,
+        part: int,
+        reads: list[Resource],
+        writes: list[Resource],
+        slots: dict[str, int],
+        item_bytes: int,
+        step: int | None = None,
+    ) -> None:
+        """Emit what brings a part of a buffer, `item_bytes` an element, from one place to another."""
+        start, end = buffer.part(part)
+        nbytes = (end - start) * item_bytes
+        self._emit(action, buffer.name, part, reads=reads, writes=writes, nbytes=nbytes, slots=slots, step=step)
+
     # ------------------------------------------------------------------ weights
 
     def weights(self, name: str) -> Resource:
         """Where the weights of buffer `name` are on the compute device."""
         buffer = self._plan.buffers[name]
         if buffer.weights == "gpu":
-            return r.resident_weights(name)
+            return r.place(r.GPU_WEIGHTS, name)
         return r.weight_slot(buffer.pool, self.weight_slot[name])
 
     def fetch(self, block: BlockShape, turns: int) -> list[Load]:
@@ -80,24 +98,13 @@ class StateSchedule:
 
     def _loads(self, buffer: BufferPlan, slot: int, turns: int) -> list[Load]:
         name, item = buffer.name, self._plan.problem.compute_bytes
-        target: list[Resource] = [r.weight_slot(buffer.pool, slot)]
         if buffer.weights == "ram":
             pieces = max(1, min(turns, buffer.numel * item // LEAST_PIECE_BYTES))
             return [partial(self._load_piece, buffer, slot, index, pieces) for index in range(pieces)]
         if self._plan.problem.device_reads:
-            reads: list[Resource] = [r.on_nvme(r.NVME_WEIGHTS, name, part) for part in range(buffer.num_parts)]
-            size = buffer.numel * item
-            return [
-                partial(
-                    self._emit,
-                    a.READ_WEIGHTS_WHOLE,
-                    name,
-                    reads=reads,
-                    writes=target,
-                    nbytes=size,
-                    slots={name: slot},
-                )
-            ]
+            reads = [r.place(r.NVME_WEIGHTS, name, part) for part in range(buffer.num_parts)]
+            whole = partial(self._emit, a.READ_WEIGHTS_WHOLE, name, reads=reads, nbytes=buffer.numel * item)
+            return [partial(whole, writes=[r.weight_slot(buffer.pool, slot)], slots={name: slot})]
         return [partial(self._load_part, buffer, slot, part) for part in range(buffer.num_parts)]
 
     def _load_piece(self, buffer: BufferPlan, slot: int, index: int, pieces: int) -> None:
@@ -107,7 +114,7 @@ class StateSchedule:
             a.LOAD_WEIGHTS,
             buffer.name,
             index,
-            reads=[r.ram(r.RAM_WEIGHTS, buffer.name)],
+            reads=[r.place(r.RAM_WEIGHTS, buffer.name)],
             writes=[r.weight_slot(buffer.pool, slot)],
             nbytes=(end - start) * self._plan.problem.compute_bytes,
             slots={buffer.name: slot, a.PIECES: pieces},
@@ -115,23 +122,11 @@ class StateSchedule:
 
     def _load_part(self, buffer: BufferPlan, slot: int, part: int) -> None:
         """A part of weights on NVMe to its slot, through a stage in RAM."""
-        name = buffer.name
-        start, end = buffer.part(part)
-        size = (end - start) * self._plan.problem.compute_bytes
-        stage = self._part_stages.take((name, part))
-        staged: list[Resource] = [r.stage(r.RAM_PART_STAGE, stage)]
-        slots = {a.STAGE: stage, name: slot}
-        self._emit(
-            a.READ_WEIGHTS,
-            name,
-            part,
-            reads=[r.on_nvme(r.NVME_WEIGHTS, name, part)],
-            writes=staged,
-            nbytes=size,
-            slots=slots,
-        )
-        target: list[Resource] = [r.weight_slot(buffer.pool, slot)]
-        self._emit(a.LOAD_WEIGHTS_PART, name, part, reads=staged, writes=target, nbytes=size, slots=slots)
+        stage, item = self._part_stages.take((buffer.name, part)), self._plan.problem.compute_bytes
+        staged, slots = [r.place(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, buffer.name: slot}
+        file = r.place(r.NVME_WEIGHTS, buffer.name, part)
+        self._move(a.READ_WEIGHTS, buffer, part, [file], staged, slots, item)
+        self._move(a.LOAD_WEIGHTS_PART, buffer, part, staged, [r.weight_slot(buffer.pool, slot)], slots, item)
         self._part_stages.release(stage)
 
     # ------------------------------------------------------------------ gradients
@@ -140,8 +135,8 @@ class StateSchedule:
         """Where the gradient of buffer `name` is being summed."""
         buffer = self._plan.buffers[name]
         if buffer.gradient == "gpu":
-            return r.resident_gradient(name)
-        return r.gradient_slot(buffer.pool, self.gradient_slot[name])
+            return r.place(r.GPU_GRADIENT, name)
+        return r.place(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name])
 
     def open_gradient(self, name: str) -> bool:
         """Make sure that `name` has a place for its gradient in this step; True when it is new and must be zeroed."""
@@ -156,22 +151,18 @@ class StateSchedule:
         buffer = self._plan.buffers[name]
         source = [self.gradient(name)]
         slot = self.gradient_slot.pop(name)
-        self._emit(a.NORM, name, reads=source, writes=[r.running(r.GPU_NORMS)], slots={name: slot})
+        self._emit(a.NORM, name, reads=source, writes=[r.place(r.GPU_NORMS)], slots={name: slot})
         if buffer.gradient == "gpu":
             return
         item = self._plan.problem.gradient_bytes
         if buffer.gradient == "ram":
-            size, waiting = buffer.numel * item, [r.ram(r.RAM_GRADIENT, name)]
+            size, waiting = buffer.numel * item, [r.place(r.RAM_GRADIENT, name)]
             self._emit(a.STORE_GRADIENT, name, reads=source, writes=waiting, nbytes=size, slots={name: slot})
         for part in range(buffer.num_parts if buffer.gradient == "nvme" else 0):
-            start, end = buffer.part(part)
-            size = (end - start) * item
             stage = self._part_stages.take((name, part))
-            staged: list[Resource] = [r.stage(r.RAM_PART_STAGE, stage)]
-            file: list[Resource] = [r.on_nvme(r.NVME_GRADIENT, name, part)]
-            slots = {a.STAGE: stage, name: slot}
-            self._emit(a.STORE_GRADIENT_PART, name, part, reads=source, writes=staged, nbytes=size, slots=slots)
-            self._emit(a.WRITE_GRADIENT, name, part, reads=staged, writes=file, nbytes=size, slots=slots)
+            staged, slots = [r.place(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, name: slot}
+            self._move(a.STORE_GRADIENT_PART, buffer, part, source, staged, slots, item)
+            self._move(a.WRITE_GRADIENT, buffer, part, staged, [r.place(r.NVME_GRADIENT, name, part)], slots, item)
             self._part_stages.release(stage)
         self._gradients[buffer.pool].release(slot)
 
@@ -204,8 +195,8 @@ class StateSchedule:
         name = buffer.name
         self._version[name] += 1
         if buffer.state == "gpu":
-            reads: list[Resource] = [r.resident_gradient(name), r.running(r.RAM_CLIP)]
-            writes: list[Resource] = [r.resident_state(name), r.resident_weights(name)]
+            reads: list[Resource] = [r.place(r.GPU_GRADIENT, name), r.place(r.RAM_CLIP)]
+            writes: list[Resource] = [r.place(r.GPU_STATE, name), r.place(r.GPU_WEIGHTS, name)]
             self._emit(a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)
             return
         for index in range(buffer.num_updates):
@@ -214,43 +205,36 @@ class StateSchedule:
     def _update_part(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Emit update op number `part`: of one part, or of several that are in RAM and need no stage."""
         name = buffer.name
-        start, end = buffer.update(part)
-        numel = end - start
-        state_bytes = len(self._kinds) * numel * FP32
-        reads: list[Resource] = [r.running(r.RAM_CLIP)]
+        reads: list[Resource] = [r.place(r.RAM_CLIP)]
         writes: list[Resource] = []
         slots: dict[str, int] = {}
         staged: list[Resource] = []
         if "nvme" in (buffer.state, buffer.gradient):
             ahead = self._ahead.pop((name, part), None)
             slots[a.STAGE] = self._read_state(buffer, part, step) if ahead is None else ahead
-            staged = [r.stage(r.RAM_STATE_STAGE, slots[a.STAGE])]
+            staged = [r.place(r.RAM_STATE_STAGE, slots[a.STAGE])]
             reads += staged
             if buffer.state == "nvme":
                 writes += staged
         if buffer.gradient == "ram":
-            reads.append(r.ram(r.RAM_GRADIENT, name))
+            reads.append(r.place(r.RAM_GRADIENT, name))
         if buffer.state == "ram":
-            writes.append(r.ram(r.RAM_STATE, name))
+            writes.append(r.place(r.RAM_STATE, name))
         if buffer.weights == "ram":
-            writes.append(r.ram(r.RAM_WEIGHTS, name))
+            writes.append(r.place(r.RAM_WEIGHTS, name))
         else:
             slots[a.WEIGHTS_STAGE] = self._part_stages.take((name, part))
-            writes.append(r.stage(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE]))
+            writes.append(r.place(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE]))
         self._emit(a.UPDATE, name, part, reads=reads, writes=writes, slots=slots, step=step)
         if buffer.state == "nvme":
-            self._emit(
-                a.WRITE_STATE,
-                name,
-                part,
-                reads=[*staged, r.generation()],
-                writes=[r.on_nvme(r.NVME_STATE, name, part)],
-                nbytes=state_bytes,
-                slots=slots,
-                step=step,
+            file = r.place(r.NVME_STATE, name, part)
+            self._move(
+                a.WRITE_STATE, buffer, part, [*staged, r.place(r.GENERATION)], [file], slots, self._state_bytes, step
             )
-        if a.WEIGHTS_STAGE in slots:
-            self._weights_leave(buffer, part, slots, step)
+        if a.WEIGHTS_STAGE in slots:  # of resident state new weights are made where they stay
+            assert buffer.weights == "nvme"
+            made, file = [r.place(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE])], r.place(r.NVME_WEIGHTS, name, part)
+            self._move(a.WRITE_WEIGHTS, buffer, part, made, [file], slots, self._plan.problem.compute_bytes, step)
             self._part_stages.release(slots[a.WEIGHTS_STAGE])
         if a.STAGE in slots:
             self._stages.release(slots[a.STAGE])
@@ -258,27 +242,18 @@ class StateSchedule:
     def _read_state(self, buffer: BufferPlan, part: int, step: int) -> int:
         """Bring what NVMe holds of a part to a stage; its number."""
         name = buffer.name
-        start, end = buffer.part(part)
-        slots = {a.STAGE: self._stages.take((name, part))}
+        stage = self._stages.take((name, part))
         files: list[Resource] = []
         item = 0
         if buffer.state == "nvme":
-            files.append(r.on_nvme(r.NVME_STATE, name, part))
-            item += len(self._kinds) * FP32
+            files.append(r.place(r.NVME_STATE, name, part))
+            item += self._state_bytes
         if buffer.gradient == "nvme":
-            files.append(r.on_nvme(r.NVME_GRADIENT, name, part))
+            files.append(r.place(r.NVME_GRADIENT, name, part))
             item += self._plan.problem.gradient_bytes
-        self._emit(
-            a.READ_STATE,
-            name,
-            part,
-            reads=files,
-            writes=[r.stage(r.RAM_STATE_STAGE, slots[a.STAGE])],
-            nbytes=(end - start) * item,
-            slots=slots,
-            step=step,
-        )
-        return slots[a.STAGE]
+        staged = [r.place(r.RAM_STATE_STAGE, stage)]
+        self._move(a.READ_STATE, buffer, part, files, staged, {a.STAGE: stage}, item, step)
+        return stage
 
     def read_ahead(self, step: int) -> None:
         """Fill the state stages with what the next updates need first.
@@ -290,57 +265,24 @@ class StateSchedule:
         for buffer, part in itertools.islice(parts, self._plan.state_stages):
             self._ahead[buffer.name, part] = self._read_state(buffer, part, step)
 
-    def _weights_leave(self, buffer: BufferPlan, part: int, slots: dict[str, int], step: int) -> None:
-        """New weights of a part go from their stage to NVMe: those of resident state are made where they stay."""
-        assert buffer.weights == "nvme"
-        start, end = buffer.part(part)
-        self._emit(
-            a.WRITE_WEIGHTS,
-            buffer.name,
-            part,
-            reads=[r.stage(r.RAM_PART_STAGE, slots[a.WEIGHTS_STAGE])],
-            writes=[r.on_nvme(r.NVME_WEIGHTS, buffer.name, part)],
-            nbytes=(end - start) * self._plan.problem.compute_bytes,
-            slots=slots,
-            step=step,
-        )
-
     # ------------------------------------------------------------------ generations
 
     def commit(self) -> None:
         """Commit the generation whose state has been written, unless it has been committed."""
         if self._newest is not None:
-            self._emit(a.COMMIT, "all", writes=[r.generation()], step=self._newest)
+            self._emit(a.COMMIT, "all", writes=[r.place(r.GENERATION)], step=self._newest)
 
     def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""
         name = buffer.name
-        start, end = buffer.part(part)
-        size = (end - start) * FP32
         if buffer.state == "ram":
-            self._emit(
-                a.CHECKPOINT_STATE,
-                name,
-                part,
-                reads=[r.ram(r.RAM_STATE, name), r.generation()],
-                writes=[r.on_nvme(r.NVME_STATE, name, part)],
-                nbytes=len(self._kinds) * size,
-                step=step,
-            )
+            state, file = [r.place(r.RAM_STATE, name), r.place(r.GENERATION)], r.place(r.NVME_STATE, name, part)
+            self._move(a.CHECKPOINT_STATE, buffer, part, state, [file], {}, self._state_bytes, step)
             return
         for number, kind in enumerate(self._kinds):
-            slots = {a.STAGE: self._part_stages.take((name, kind, part)), a.KIND: number}
-            staged: list[Resource] = [r.stage(r.RAM_PART_STAGE, slots[a.STAGE])]
-            resident: list[Resource] = [r.resident_state(name)]
-            self._emit(a.STAGE_STATE, name, part, reads=resident, writes=staged, nbytes=size, slots=slots, step=step)
-            self._emit(
-                a.CHECKPOINT_STAGED,
-                name,
-                part,
-                reads=[*staged, r.generation()],
-                writes=[r.state_kind_on_nvme(name, part, kind)],
-                nbytes=size,
-                slots=slots,
-                step=step,
-            )
-            self._part_stages.release(slots[a.STAGE])
+            stage = self._part_stages.take((name, kind, part))
+            staged, slots = r.place(r.RAM_PART_STAGE, stage), {a.STAGE: stage, a.KIND: number}
+            self._move(a.STAGE_STATE, buffer, part, [r.place(r.GPU_STATE, name)], [staged], slots, FP32, step)
+            file = r.place(r.NVME_STATE, name, part, kind)
+            self._move(a.CHECKPOINT_STAGED, buffer, part, [staged, r.place(r.GENERATION)], [file], slots, FP32, step)
+            self._part_stages.release(stage)

@@ -13,8 +13,9 @@ from engine.attention.flash_attn import FlashAttention2
 from engine.attention.select import _strategies
 from engine.attention.spans import Geometry, spans
 from engine.attention.workspace import MOST_MULTIPROCESSORS, workspace_bytes
-from engine.forecast.problem import make_problem
+from engine.forecast.request import PlanRequest
 from engine.hf.config import model_config
+from engine.machine.budgets import Budgets
 
 SHAPES = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
 """Heads, key and value heads, width."""
@@ -89,8 +90,8 @@ def planned(rows: int, row_tokens: int, chunk: int, *, deterministic: bool = Fal
     t = tiny.training(global_batch_size=rows, micro_batch_size=rows, deterministic=deterministic)
     run = tiny.recipe(data=d, train=t)
     spec = tiny.spec_of(model_config(run, None))
-    tiers = (1 << 34, 1 << 34, None)
-    return make_problem(spec, run, "cuda", tiers, chunk).workspace_bytes
+    budgets = Budgets(1 << 34, 1 << 34, None, {})
+    return PlanRequest(spec=spec, recipe=run, budgets=budgets, device_type="cuda").problem(chunk).workspace_bytes
 
 
 def test_a_chunk_over_several_rows_has_the_keys_of_all_of_them() -> None:
