@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from samples import samples
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -43,6 +44,17 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpu-streamed-graphs": (STREAMED | {"activation_checkpointing": "none"}, {}),
 }
 """Settings and budgets by what they come to: every way to save activations, the state on every tier."""
+SHORT = (
+    "gpu",
+    "ram-two-rows",
+    "mixed",
+    "nvme-aside",
+    "nvme-recomputed",
+    "nvme-streamed-spilled",
+    "gpu-streamed-graphs",
+)
+"""Every tier and every way once."""
+NAMES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in PLANS]
 
 
 def features(plan: Plan) -> set[str]:
@@ -82,8 +94,10 @@ def plain_loss(session: Session, weights: dict[str, Tensor]) -> tuple[float, int
     return total / targets, targets
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("sequences", [2, 6], ids=["one-pass", "passes"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "sequences", [pytest.param(2, id="one-pass", marks=pytest.mark.long), pytest.param(6, id="passes")]
+)
 def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: str, sequences: int) -> None:
     policy, budgets = PLANS[name]
     with tiny.session(tmp_path / "off", t=tiny.training(**policy), d=HELD_OUT, **budgets) as session:
@@ -106,13 +120,14 @@ def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: 
     assert found[1][2] != found[1][4]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", NAMES)
 def test_delays_change_nothing(tmp_path: Path, name: str) -> None:
-    """Five runs of two steps and a validation of two passes, with the ops of every lane delayed at random."""
+    """Runs of two steps and a validation of two passes, with the ops of every lane delayed at random."""
     policy, budgets = PLANS[name]
     found = set()
     t = tiny.training(steps=2, validate_every=1, validation_sequences=4, **policy)
-    for seed in range(5):
+    for seed in range(samples(2, 5)):
         with tiny.session(tmp_path / str(seed), t=t, d=HELD_OUT, **budgets) as session:
             tiny.delay(session, random.Random(f"{name} {seed}"))
             steps, losses, digest = run(session)
