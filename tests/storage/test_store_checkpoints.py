@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +17,9 @@ from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoi
 from storage.errors import BudgetError, UserError
 from storage.nvme import NvmeStore
 
+GENERATION = 1
+"""Of the store."""
 GENERATION_BYTES = 3 * 20480 + 3 * 12288 + 12288
-
-
-@pytest.fixture(params=[1, 2])
-def store(tmp_path: Path, workspace: Path, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
-    """Generation 1 on one drive, on disk, or on two, in memory where there is some."""
-    base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
-    store = make(base / "state", 1, drives=folders)
-    yield store
-    store.close()
 
 
 def chunks_of(store: NvmeStore, name: str) -> list[Path]:

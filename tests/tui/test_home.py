@@ -22,8 +22,6 @@ from tui.screens.home import HomeScreen
 from tui.screens.run import RunScreen
 from tui.screens.timeline import TimelineScreen
 
-SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
-
 
 def names(app: PenstockApp, table: str) -> list[str]:
     found = app.screen.query_one(f"#{table}", DataTable)
@@ -121,14 +119,6 @@ async def test_new_runs_appear_and_vanished_ones_go(app: PenstockApp, pilot: Pil
     await real_runs.until(lambda: set(names(app, "runs")) == {"first", "third", "crashed"}, pilot.pause)
     table = app.screen.query_one("#runs", DataTable)
     assert names(app, "runs")[table.cursor_row] == "first"  # the cursor stays on its run
-
-
-async def test_any_size_and_change_of_size(app: PenstockApp, pilot: Pilot[None]) -> None:
-    for width, height in SIZES:
-        await pilot.resize_terminal(width, height)
-        await pilot.press("tab", "down", "f2")
-        await pilot.pause()
-        assert app.screen.size == (width, height)
 
 
 async def test_an_empty_folder_and_one_without_runs(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import real_runs
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from app.rows import ASCII, UNICODE, Glyphs
 from tui.app import PenstockApp
 from tui.screens.timeline import TimelineScreen
 from tui.widgets.lines import LineWidget
@@ -19,9 +18,9 @@ from tui.widgets.lines import LineWidget
 
 @asynccontextmanager
 async def timeline(
-    run: Path, step: int | None = None, size: tuple[int, int] = (120, 36), glyphs: Glyphs = UNICODE
+    run: Path, step: int | None = None, size: tuple[int, int] = (120, 36)
 ) -> AsyncIterator[tuple[TimelineScreen, Pilot[None]]]:
-    app = PenstockApp(run.parent.parent, glyphs=glyphs)
+    app = PenstockApp(run.parent.parent)
     async with app.run_test(size=size, notifications=True) as pilot:
         screen = TimelineScreen(run, step)
         await app.push_screen(screen)
@@ -165,13 +164,6 @@ async def test_the_forecast_beside_the_step(first: Path) -> None:
         await pilot.press("p")
         await pilot.pause()
         assert " predicted" not in text_of(screen, "lanes")
-    (first / "predicted.jsonl").unlink()
-    async with timeline(first, 5) as (screen, pilot):
-        await pilot.press("p")
-        assert "no predicted.jsonl" in notices(pilot)
-
-
-async def test_a_forecast_of_some_layers_says_so(first: Path) -> None:
     plan = json.loads((first / "plan.json").read_text())
     (first / "plan.json").write_text(json.dumps(plan | {"step_s": 1000.0}))
     async with timeline(first, 5) as (screen, pilot):
@@ -179,6 +171,10 @@ async def test_a_forecast_of_some_layers_says_so(first: Path) -> None:
         await pilot.press("p")
         await pilot.pause()
         assert "forecast of some layers only" in text_of(screen, "lanes")
+    (first / "predicted.jsonl").unlink()
+    async with timeline(first, 5) as (screen, pilot):
+        await pilot.press("p")
+        assert "no predicted.jsonl" in notices(pilot)
 
 
 async def test_export_of_a_step_and_of_the_run(first: Path, tmp_path: Path) -> None:
@@ -250,18 +246,3 @@ async def test_a_step_on_show_outlives_its_directory(first: Path) -> None:
         await until(pilot, lambda: "gone" in screen.said)
         await pilot.press("full_stop", "c", "right_square_bracket", "x")
         assert screen.step is not None
-
-
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-async def test_every_size(first: Path, glyphs: Glyphs) -> None:
-    async with timeline(first, 5, glyphs=glyphs) as (screen, pilot):
-        for size in ((20, 5), (80, 24), (120, 36), (200, 60)):
-            await pilot.resize_terminal(*size)
-            await pilot.pause()
-            await pilot.press("c", "p", "w", "f")
-            await pilot.pause()
-            for pane in screen.query(LineWidget):
-                if pane.display and pane.size.width:
-                    lines = [pane.render_line(y) for y in range(pane.size.height)]
-                    assert {line.cell_length for line in lines} == {pane.size.width}
-                    assert glyphs is UNICODE or all(line.text.isascii() for line in lines)
