@@ -24,8 +24,8 @@ def drawn(app: PenstockApp) -> str:
 
 SCREENS: dict[str, tuple[Callable[[PenstockApp, Path], None], tuple[str, ...]]] = {
     "home": (lambda app, runs: None, ("tab", "down")),
-    "run": (lambda app, runs: app.open_run(runs / "first"), ("p", "w", "f")),
-    "timeline": (lambda app, runs: app.open_timeline(runs / "first"), ("c", "p", "w", "f")),
+    "run": (lambda app, runs: app.open_run(runs / "first"), ("p", "w", "f", "full_stop", *"112233445566")),
+    "timeline": (lambda app, runs: app.open_timeline(runs / "first"), ("c", "p", "w", "f", "full_stop")),
     "compare": (lambda app, runs: app.open_compare([runs / "first", runs / "second", runs / "gone"]), ("x", "y", "d")),
 }
 """How each is opened, and keys that change what it shows."""
@@ -41,7 +41,7 @@ async def test_any_size(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, 
     async with app.run_test(size=(20, 5)) as pilot:
         show(app, root / "runs")
         await pilot.pause(0.8)
-        for size in ((20, 5), (80, 24), (200, 60), (1, 1), (120, 36)):
+        for size in ((20, 5), (80, 24), (200, 60), (1, 1), (100, 20), (60, 50)):
             await pilot.resize_terminal(*size)
             await pilot.press(*keys, "f2")
             await pilot.pause(0.1)

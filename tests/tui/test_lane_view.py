@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.events import MouseScrollUp
 from textual.pilot import Pilot
 
-from app.rows import ASCII, UNICODE, Glyphs
+from app.rows import UNICODE
 from tui.app import PenstockApp
 from tui.data.spans import SpanStore
 from tui.screens.base import PenstockScreen
@@ -53,10 +53,8 @@ class OneLaneView(LaneKeys, PenstockScreen):
 
 
 @asynccontextmanager
-async def shown(
-    lane_view: LaneView, size: tuple[int, int] = (80, 12), glyphs: Glyphs = UNICODE
-) -> AsyncIterator[tuple[LaneView, Pilot[None]]]:
-    app = PenstockApp(Path("/nowhere"), glyphs=glyphs)
+async def shown(lane_view: LaneView, size: tuple[int, int] = (80, 12)) -> AsyncIterator[tuple[LaneView, Pilot[None]]]:
+    app = PenstockApp(Path("/nowhere"), glyphs=UNICODE)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         await app.push_screen(OneLaneView(lane_view))
@@ -278,19 +276,6 @@ async def test_the_forecast_on_demand() -> None:
         assert not any("predicted" in line for line in text_of(lane_view))
         lane_view.toggle_predicted()
         assert sum("predicted" in line for line in text_of(lane_view)) == 6
-
-
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-async def test_every_size(glyphs: Glyphs) -> None:
-    async with shown(LaneView(store_of(4)), glyphs=glyphs) as (lane_view, pilot):
-        lane_view.update_live(8.5, {"h2d": [{"op": "load", "block": "b", "chunk": -1, "start_s": 7.9}]}, True)
-        for size in ((20, 5), (80, 24), (120, 36), (200, 60), (1, 1), (30, 3)):
-            await pilot.resize_terminal(*size)
-            await pilot.pause()
-            await pilot.press("full_stop", "w", "f")
-            for line in text_of(lane_view):
-                assert len(line) == size[0]
-                assert glyphs is UNICODE or line.isascii()
 
 
 async def test_an_empty_store() -> None:
