@@ -13,6 +13,7 @@ from textual.pilot import Pilot
 
 from app.rows import ASCII, UNICODE, Glyphs
 from tui.app import PenstockApp
+from tui.widgets.form import FieldRow
 from tui.widgets.lines import LineWidget
 
 
@@ -89,6 +90,7 @@ async def test_every_screen_and_dialog(root: Path) -> None:
         await pilot.press("escape")
         app.open_configure(root / "recipes/tiny.py")
         await shows_ascii_alone(pilot, "configure")
+        assert all(row.render().plain.isascii() for row in app.screen.query(FieldRow))
         for keys, what in (("m", "machines"), ("d", "changes")):
             await pilot.press(keys)
             await shows_ascii_alone(pilot, what)

@@ -68,7 +68,6 @@ async def test_the_last_step_of_a_real_run(first: Path) -> None:
         idle = text_of(screen, "idle")
         assert idle.startswith("critical path")
         assert "waiting for" in idle
-        assert screen.step is not None
         assert screen.step.analysis.recorded
         path = screen.step.analysis.path
         window = screen.step.spans.window
@@ -95,7 +94,6 @@ async def test_every_step_can_be_picked(first: Path) -> None:
         await pilot.press("g")
         await pilot.press("escape")
         await pilot.pause()
-        assert screen.step is not None
         assert screen.step.spans.window.step == 12
 
 
@@ -108,7 +106,6 @@ async def test_ops_are_selected_and_told(first: Path) -> None:
         assert "select an op first" in notices(pilot)
         await pilot.press("down", "down", "down", "full_stop")
         selected = screen.lane_view.selected
-        assert selected is not None
         assert selected.lane == "compute"
         inspector = text_of(screen, "inspector")
         assert selected.op in inspector
@@ -124,7 +121,6 @@ async def test_ops_are_selected_and_told(first: Path) -> None:
 
 async def test_walking_the_critical_path(first: Path) -> None:
     async with timeline(first, 6) as (screen, pilot):
-        assert screen.step is not None
         view, rows = screen.step.spans.view, screen.step.analysis.path_rows
         assert len(rows) > 3
         for row in rows[:3]:
@@ -140,7 +136,6 @@ async def test_search(first: Path) -> None:
         await answer(pilot, "slash", "layer_backward layers.1")
         assert screen.found is not None
         assert len(screen.found) > 1
-        assert screen.step is not None
         found = [screen.step.spans.view.span(int(row)) for row in screen.found]
         assert {(span.op, span.block) for span in found} == {("layer_backward", "layers.1")}
         assert screen.lane_view.selected == found[0]
@@ -188,7 +183,6 @@ async def test_export_of_a_step_and_of_the_run(first: Path, tmp_path: Path) -> N
         await pilot.press("n")  # do not replace
         await answer(pilot, "x", str(tmp_path / "none" / "step.json"))
         await until(pilot, lambda: "cannot be written" in notices(pilot))
-        assert screen.step is not None
         window, view = screen.step.spans.window, screen.step.spans.view
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     ops = [event for event in events if event["ph"] == "X"]
