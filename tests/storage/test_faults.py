@@ -164,19 +164,15 @@ def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
-    with monkeypatch.context() as patch:
-        failing(patch, ["pwrite"], code, first=1)
-        with pytest.raises(
-            UserError, match=rf"spill/k: writing 9,000 bytes of activations failed: {os.strerror(code)}"
-        ):
-            store.spill("k", data).result()
     store.spill("l", data).result()
-    with monkeypatch.context() as patch:
-        failing(patch, ["preadv"], code, first=1)
-        with pytest.raises(
-            UserError, match=rf"spill/l: reading 9,000 bytes of activations failed: {os.strerror(code)}"
-        ):
-            store.unspill("l", out).result()
+    for call, word, move in (
+        ("pwrite", "spill/k: writing", lambda: store.spill("k", data)),
+        ("preadv", "spill/l: reading", lambda: store.unspill("l", out)),
+    ):
+        with monkeypatch.context() as patch:
+            failing(patch, [call], code, first=1)
+            with pytest.raises(UserError, match=rf"{word} 9,000 bytes of activations failed: {os.strerror(code)}"):
+                move().result()
     store.close()
     assert_sound(store.root, 3)
 

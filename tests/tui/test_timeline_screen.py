@@ -99,8 +99,6 @@ async def test_every_step_can_be_picked(first: Path) -> None:
 
 async def test_ops_are_selected_and_told(first: Path) -> None:
     async with timeline(first, 5, (160, 50)) as (screen, pilot):
-        view = screen.step.spans.view if screen.step else None
-        assert view is not None
         assert "no op selected" in text_of(screen, "inspector")
         await pilot.press("b")
         assert "select an op first" in notices(pilot)
@@ -134,7 +132,6 @@ async def test_walking_the_critical_path(first: Path) -> None:
 async def test_search(first: Path) -> None:
     async with timeline(first, 7) as (screen, pilot):
         await answer(pilot, "slash", "layer_backward layers.1")
-        assert screen.found is not None
         assert len(screen.found) > 1
         found = [screen.step.spans.view.span(int(row)) for row in screen.found]
         assert {(span.op, span.block) for span in found} == {("layer_backward", "layers.1")}
