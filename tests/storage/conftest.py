@@ -25,13 +25,14 @@ def processes() -> ForkServerContext:
 def store(
     tmp_path: Path, workspace: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NvmeStore]:
-    """Generation 3 of a store, in slot 0; one call after the other, so that a number names a place.
+    """Generation 3 of a store, or the module's `GENERATION`; one call after the other, so that a number names a place.
 
     One drive is a folder on disk; two are in memory where there is some, which is faster.
     """
     monkeypatch.setattr(drives, "WRITE_THREADS", 1)
     base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
-    store = make(base / "state", 1, 2, 3, drives=folders)
+    generation = getattr(request.module, "GENERATION", 3)
+    store = make(base / "state", *range(1, generation + 1), drives=folders)
     yield store
     store.close()
 

@@ -22,12 +22,9 @@ def test_slots_are_page_aligned_and_disjoint() -> None:
     assert not arena.pinned
 
 
-def test_capacity_over_budget_names_both() -> None:
+def test_what_is_too_much_is_named() -> None:
     with pytest.raises(BudgetError, match=r"budgets\.ram.*8,192.*4,096"):
         HostArena(8192, budget_bytes=4096)
-
-
-def test_full_arena_names_the_slot() -> None:
     arena = HostArena(8192, budget_bytes=8192)
     arena.slot("first", 1)
     with pytest.raises(BudgetError, match=r"'second'.*4,097.*4,096 of 8,192"):
@@ -95,11 +92,8 @@ def test_no_slot_lies_across_two_registrations(sizes: list[int]) -> None:
     assert all(nbytes <= PIECE_BYTES or nbytes in sizes for _, nbytes in pieces)
 
 
-def test_small_slots_share_few_registrations() -> None:
+def test_small_slots_share_few_registrations_and_one_too_large_for_any_is_refused() -> None:
     assert len(cut_pieces([PIECE_BYTES // 8] * 17)) == 3
-
-
-def test_a_slot_that_no_registration_can_hold_is_refused() -> None:
     assert cut_pieces([MOST_BYTES - 4096]) == [(0, MOST_BYTES - 4096)]
     with pytest.raises(BudgetError, match="pins less than 549,755,813,888 at once"):
         cut_pieces([4096, MOST_BYTES])

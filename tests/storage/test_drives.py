@@ -236,15 +236,14 @@ def test_a_drive_that_holds_nothing_yet_may_go(store: NvmeStore, tmp_path: Path)
     assert_sound(store.root, 2)
 
 
-def test_a_run_directory_moves_with_its_drives(tmp_path: Path) -> None:
+def test_drives_may_have_relative_paths_and_move_with_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "run" / "state"
     make(root, 1, drives=[root, root / "second"]).close()
     assert [drive.path for drive in Manifest.read(root).drives] == [".", "second"]
     (tmp_path / "run").rename(tmp_path / "moved")
     assert_whole(tmp_path / "moved" / "state", 1)
-
-
-def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make(Path("root"), 1, drives=[Path("a"), Path("../" + tmp_path.name + "/b")]).close()
     monkeypatch.chdir("/")

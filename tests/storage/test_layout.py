@@ -27,6 +27,8 @@ def test_every_param_has_its_own_aligned_range(items: list[tuple[tuple[int, ...]
 
 
 def test_views_write_through_and_leave_padding_alone() -> None:
+    scalar = FlatLayout.build([ParamSpec("scale", (), False)])
+    assert scalar.views(torch.zeros(2048))["scale"].shape == ()
     layout = FlatLayout.build([ParamSpec("norm", (3,), False), ParamSpec("w", (5, 7), True)])
     flat = torch.zeros(layout.numel, dtype=torch.bfloat16)
     for view in layout.views(flat).values():
@@ -36,12 +38,6 @@ def test_views_write_through_and_leave_padding_alone() -> None:
     assert flat[:35].all()
     assert flat[2048:2051].all()
     assert layout.decay_numel == 2048
-
-
-def test_scalar_parameter() -> None:
-    layout = FlatLayout.build([ParamSpec("scale", (), False)])
-    assert layout.views(torch.zeros(2048))["scale"].shape == ()
-    assert (layout.numel, layout.decay_numel) == (2048, 0)
 
 
 @given(st.integers(1, 10**7), st.integers(1, 600))

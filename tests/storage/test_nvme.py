@@ -231,11 +231,14 @@ def test_unreadable_manifest(store: NvmeStore, damaged: bytes | dict[str, object
         NvmeStore.open(store.root)
 
 
-def test_nothing_to_open(tmp_path: Path, store: NvmeStore) -> None:
+def test_where_no_store_is_or_can_be(tmp_path: Path, store: NvmeStore) -> None:
     for root in (tmp_path / "nowhere", store.root):
         with pytest.raises(UserError, match="no generation was ever committed"):
             NvmeStore.open(root)
     assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: not a writable folder"):
+        NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
 
 
 def test_half_written_manifest_is_swept(store: NvmeStore) -> None:
@@ -260,12 +263,6 @@ def test_budget_is_checked_before_the_first_byte(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="scratch space"):
         store.add_scratch([replace(EMBED, kind="gradient")])
     store.close()
-
-
-def test_folder_not_writable(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: not a writable folder"):
-        NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
 
 
 # ---------------------------------------------------------------- misuse

@@ -1,4 +1,4 @@
-"""What else a machine does to the folders of a store: read-only from one moment on, gone, limited, mounted twice."""
+"""What else a machine does to the folders of a store: gone, limited, mounted twice."""
 
 from __future__ import annotations
 

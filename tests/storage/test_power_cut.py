@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
@@ -77,15 +78,13 @@ def assert_state(store: NvmeStore, state: State) -> None:
 class Run:
     """A store whose promises are noted."""
 
-    def __init__(self, root: Path, disk: Disk):
+    def __init__(self, root: Path, disk: Disk, drives: list[Path] | None):
         self.root = root
         self.disk = disk
         self.expected = Expectation()
         disk.check = self.expected.check
         self.latest: State = {}
-
-    def create(self, drives: list[Path] | None) -> None:
-        self.store = NvmeStore.create(self.root, SPECS, budget_bytes=None, drives=drives)
+        self.store = make(root, drives=drives)
 
     def reopen(self, drives: list[Path]) -> None:
         self.store.close()
@@ -96,8 +95,7 @@ class Run:
             for part, (start, stop) in enumerate(spec.parts()):
                 self.store.write(spec.buffer, spec.kind, part, content(spec, step)[start:stop]).result()
             self.latest = self.latest | {spec: step}
-        self._announce(self.latest)
-        self._keep(self.store.commit({"step": step}))
+        self._keep(self.latest, lambda: self.store.commit({"step": step}))
 
     def checkpoint(self, name: str) -> None:
         self.expected.possible[name] = self.expected.states[self.expected.promised]
@@ -107,8 +105,7 @@ class Run:
 
     def restore(self, name: str) -> None:
         self.latest = self.expected.checkpoints[name]
-        self._announce(self.latest)
-        self._keep(self.store.restore(name))
+        self._keep(self.latest, lambda: self.store.restore(name))
 
     def delete(self, name: str) -> None:
         self.expected.possible[name] = self.expected.checkpoints.pop(name)
@@ -116,11 +113,11 @@ class Run:
         del self.expected.possible[name]
         self.disk.cut()
 
-    def _announce(self, state: State) -> None:
-        self.expected.states[self.expected.promised + 1] = state
-
-    def _keep(self, generation: int) -> None:
-        assert generation == self.expected.promised + 1
+    def _keep(self, state: State, act: Callable[[], int]) -> None:
+        """Act, which makes a generation of `state`."""
+        generation = self.expected.promised + 1
+        self.expected.states[generation] = state
+        assert act() == generation
         self.expected.promised = generation
         self.disk.cut()
 
@@ -131,14 +128,11 @@ def test_power_cut_at_any_call(workspace: Path, monkeypatch: pytest.MonkeyPatch,
     """Creating, writing, committing, checkpoints, restoring, a change of drives: two cuts after calls drawn."""
     if not links:
         failing(monkeypatch, ["link"], errno.EPERM)
-    top, images = workspace / "disk", workspace / "images"
-    top.mkdir()
-    images.mkdir()
-    root = top
+    root = workspace / "disk"
+    root.mkdir()
     with monkeypatch.context() as patch:
-        disk = Disk(top, images, patch, seed=seed, share=1 / samples(12, 3))
-        run = Run(root, disk)
-        run.create([root] if seed % 2 else [root / "a", root / "b"])
+        disk = Disk(root, workspace / "images", patch, seed=seed, share=1 / samples(12, 3))
+        run = Run(root, disk, [root] if seed % 2 else [root / "a", root / "b"])
         run.step(1)
         run.checkpoint("one")
         run.step(2)
@@ -169,9 +163,8 @@ def test_the_model_finds_what_is_not_synced(tmp_path: Path, workspace: Path, mon
         top = tmp_path / forgotten
         top.mkdir()
         with monkeypatch.context() as patch:
-            disk = Disk(top, workspace, patch, seed=0, share=0)
-            run = Run(top, disk)
-            run.create(None)
+            disk = Disk(top, workspace / forgotten, patch, seed=0, share=0)
+            run = Run(top, disk, None)
             run.step(1)
             fsync = os.fsync
 
@@ -184,8 +177,6 @@ def test_the_model_finds_what_is_not_synced(tmp_path: Path, workspace: Path, mon
             with pytest.raises((AssertionError, UserError)):
                 run.step(2)
             disk.close()
-        shutil.rmtree(workspace)
-        workspace.mkdir()
 
 
 # ---------------------------------------------------------------- a real file system

@@ -31,14 +31,12 @@ class Copies:
 
     def __init__(self, workspace: Path, patch: pytest.MonkeyPatch, *, seed: int, share: float) -> None:
         self.top = top = workspace / "disk"
-        images = workspace / "images"
-        images.mkdir()
         with closing(make(top / "one", 1, drives=[top / "a"])) as store:
             store.checkpoint("kept")
             advance(store, 2)
         shutil.copytree(top / "one", top / "two")
         self.steps, self.kept, self.promised = {2}, {True}, False
-        self.disk = Disk(top, images, patch, seed=seed, share=share)
+        self.disk = Disk(top, workspace / "images", patch, seed=seed, share=share)
         sync_all(top)
         self.disk.check = self.check
 

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +17,9 @@ from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoi
 from storage.errors import BudgetError, UserError
 from storage.nvme import NvmeStore
 
+GENERATION = 1
+"""Of the store."""
 GENERATION_BYTES = 3 * 20480 + 3 * 12288 + 12288
-
-
-@pytest.fixture(params=[1, 2])
-def store(tmp_path: Path, workspace: Path, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
-    """Generation 1 on one drive, on disk, or on two, in memory where there is some."""
-    base, folders = (tmp_path, None) if request.param == 1 else (workspace, [workspace / "a", workspace / "b"])
-    store = make(base / "state", 1, drives=folders)
-    yield store
-    store.close()
 
 
 def chunks_of(store: NvmeStore, name: str) -> list[Path]:
@@ -112,9 +104,13 @@ def test_restore_then_go_on(store: NvmeStore) -> None:
         assert_holds(again, 9)
 
 
-def test_writes_go_on_while_a_checkpoint_is_made(store: NvmeStore) -> None:
+def test_what_is_not_committed_is_in_no_checkpoint(store: NvmeStore) -> None:
+    store.add_scratch([replace(SPECS[2], kind="gradient")])
+    store.write("embed", "gradient", 0, torch.ones(1000)).result()
     write_all(store, 2)
     store.checkpoint("one")
+    assert len(chunks_of(store, "one")) == 7
+    assert not list(store.root.glob("checkpoints/*/scratch"))
     assert_holds(store, 2)
     store.commit({"step": 2})
     assert_checkpoint(store, "one", 1)
@@ -137,6 +133,8 @@ def test_arrays_that_rest_are_shared_by_all_checkpoints(store: NvmeStore) -> Non
 def test_delete(store: NvmeStore) -> None:
     store.checkpoint("one")
     store.checkpoint("two")
+    with closing(NvmeStore.open(store.root / "checkpoints/one")), pytest.raises(UserError, match="in use"):
+        delete_checkpoint(store.root, "one")
     delete_checkpoint(store.root, "one")  # while this process has the store open
     assert not chunks_of(store, "one")
     assert_checkpoint(store, "two", 1)
@@ -147,13 +145,6 @@ def test_delete(store: NvmeStore) -> None:
         with pytest.raises(UserError, match=f"has no checkpoint '{name}'; it has none"):
             delete_checkpoint(store.root, name)
     NvmeStore.open(store.root).close()
-
-
-def test_a_checkpoint_in_use_is_not_deleted(store: NvmeStore) -> None:
-    store.checkpoint("one")
-    with closing(NvmeStore.open(store.root / "checkpoints/one")), pytest.raises(UserError, match="in use"):
-        delete_checkpoint(store.root, "one")
-    delete_checkpoint(store.root, "one")
 
 
 def test_a_damaged_checkpoint_can_be_deleted(store: NvmeStore) -> None:
@@ -317,11 +308,3 @@ def test_a_store_moves_with_its_checkpoints(store: NvmeStore, tmp_path: Path) ->
         assert_checkpoint(moved, "one", 1)
         moved.restore("one")
         assert_holds(moved, 1)
-
-
-def test_scratch_is_in_no_checkpoint(store: NvmeStore) -> None:
-    store.add_scratch([replace(SPECS[2], kind="gradient")])
-    store.write("embed", "gradient", 0, torch.ones(1000)).result()
-    store.checkpoint("one")
-    assert len(chunks_of(store, "one")) == 7
-    assert not list(store.root.glob("checkpoints/*/scratch"))

@@ -66,39 +66,38 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return disks
 
 
-def test_no_tool(tmp_path: Path, install: Install, disks: object) -> None:
-    assert wear_of(tmp_path) == []
-    assert percentage_used(tmp_path) is None
+REFUSED_BUT_NVME = {"smartctl": (SMARTCTL_REFUSED, 2), "nvme": (NVME_CLI, 0)}
+PAST_ITS_LIFE = Wear("nvme0n1", 104.0, 1000 * 512_000)
 
 
-@pytest.mark.parametrize("code", [0, 8])
-def test_smartctl_nvme(tmp_path: Path, install: Install, disks: object, code: int) -> None:
-    """A worn drive makes smartctl exit with a code."""
-    install("smartctl", SMARTCTL_NVME, code=code)
-    assert wear_of(tmp_path) == [Wear("nvme0n1", 3.0, 123456789 * 512_000)]  # 63.2 TB
-    assert percentage_used(tmp_path) == 3.0
-    assert (tmp_path / "smartctl.calls").read_text().splitlines()[0] == "-j -a /dev/nvme0n1"
-
-
-def test_smartctl_sata(tmp_path: Path, install: Install, disks: Callable[..., None]) -> None:
-    disks("sda")
-    install("smartctl", SMARTCTL_SATA)
-    assert wear_of(tmp_path) == [Wear("sda", 12.0, 2000000 * 512)]
-
-
-def test_nvme_cli_where_smartctl_may_not(tmp_path: Path, install: Install, disks: object) -> None:
-    install("smartctl", SMARTCTL_REFUSED, code=2)
-    install("nvme", NVME_CLI)
-    assert wear_of(tmp_path) == [Wear("nvme0n1", 104.0, 1000 * 512_000)]  # past its rated life
-    assert (tmp_path / "nvme.calls").read_text() == "smart-log /dev/nvme0n1 -o json\n"
-
-
-def test_the_most_worn_of_several(tmp_path: Path, install: Install, disks: Callable[..., None]) -> None:
-    disks("sda", "nvme0n1")
-    install("smartctl", SMARTCTL_REFUSED, code=2)
-    install("nvme", NVME_CLI)
-    assert percentage_used(tmp_path) == 104.0
-    assert [item.disk for item in wear_of(tmp_path)] == ["nvme0n1"]
+@pytest.mark.parametrize(
+    ("names", "answers", "expected"),
+    [
+        (["nvme0n1"], {}, []),
+        ([], {"smartctl": (SMARTCTL_NVME, 0)}, []),
+        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 0)}, [Wear("nvme0n1", 3.0, 123456789 * 512_000)]),  # 63.2 TB
+        (["nvme0n1"], {"smartctl": (SMARTCTL_NVME, 8)}, [Wear("nvme0n1", 3.0, 123456789 * 512_000)]),  # it is worn
+        (["sda"], {"smartctl": (SMARTCTL_SATA, 0)}, [Wear("sda", 12.0, 2000000 * 512)]),
+        (["nvme0n1"], REFUSED_BUT_NVME, [PAST_ITS_LIFE]),
+        (["sda", "nvme0n1"], REFUSED_BUT_NVME, [PAST_ITS_LIFE]),
+    ],
+)
+def test_what_the_tools_say(
+    tmp_path: Path,
+    install: Install,
+    disks: Callable[..., None],
+    names: list[str],
+    answers: dict[str, tuple[object, int]],
+    expected: list[Wear],
+) -> None:
+    disks(*names)
+    for tool, (answer, code) in answers.items():
+        install(tool, answer, code=code)
+    assert wear_of(tmp_path) == expected
+    calls = {file.stem: file.read_text().splitlines() for file in tmp_path.glob("*.calls")}
+    assert calls.get("smartctl", []) == ([f"-j -a /dev/{name}" for name in names] if answers else [])
+    assert calls.get("nvme", []) == ["smart-log /dev/nvme0n1 -o json"] * ("nvme" in answers)
+    assert percentage_used(tmp_path) == (expected[0].percentage_used if expected else None)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +120,3 @@ def test_a_drive_that_hangs_costs_a_moment(
     start = time.monotonic()
     assert percentage_used(tmp_path) is None
     assert time.monotonic() - start < 2
-
-
-def test_no_drive(tmp_path: Path, install: Install, disks: Callable[..., None]) -> None:
-    disks()
-    install("smartctl", SMARTCTL_NVME)
-    assert percentage_used(tmp_path) is None
-    assert not (tmp_path / "smartctl.calls").exists()

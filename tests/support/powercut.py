@@ -27,6 +27,7 @@ class Disk:
         self.check: Callable[[Path], None] = lambda image: None
         self.calls = self.images = 0
         self._top = top
+        workspace.mkdir(exist_ok=True)
         self._workspace = workspace
         self._rng = random.Random(seed)
         self._share = share

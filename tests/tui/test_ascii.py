@@ -1,22 +1,57 @@
-"""Without Unicode nothing else is drawn, by any screen, dialog or notification."""
+"""Screens of any size; without Unicode nothing else is drawn, by any screen, dialog or notification."""
 
 from __future__ import annotations
 
 import html
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.pilot import Pilot
 
-from app.rows import ASCII
+from app.rows import ASCII, UNICODE, Glyphs
 from tui.app import PenstockApp
+from tui.widgets.form import FieldRow
+from tui.widgets.lines import LineWidget
 
 
 def drawn(app: PenstockApp) -> str:
     """All characters of the picture."""
     texts = re.findall(r"<text[^>]*>([^<]*)<", app.export_screenshot())
     return html.unescape("".join(texts)).replace("\N{NO-BREAK SPACE}", " ")
+
+
+SCREENS: dict[str, tuple[Callable[[PenstockApp, Path], None], tuple[str, ...]]] = {
+    "home": (lambda app, runs: None, ("tab", "down")),
+    "run": (lambda app, runs: app.open_run(runs / "first"), ("p", "w", "f", "full_stop", *"112233445566")),
+    "timeline": (lambda app, runs: app.open_timeline(runs / "first"), ("c", "p", "w", "f", "full_stop")),
+    "compare": (lambda app, runs: app.open_compare([runs / "first", runs / "second", runs / "gone"]), ("x", "y", "d")),
+}
+"""How each is opened, and keys that change what it shows."""
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("name", SCREENS)
+async def test_any_size(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, glyphs: Glyphs) -> None:
+    if glyphs is ASCII:
+        monkeypatch.setenv("NO_COLOR", "1")
+    app = PenstockApp(root, glyphs=glyphs)
+    show, keys = SCREENS[name]
+    async with app.run_test(size=(20, 5)) as pilot:
+        show(app, root / "runs")
+        await pilot.pause(0.8)
+        for size in ((20, 5), (80, 24), (200, 60), (1, 1), (100, 20), (60, 50)):
+            await pilot.resize_terminal(*size)
+            await pilot.press(*keys, "f2")
+            await pilot.pause(0.1)
+            assert app.screen.size == size
+            for pane in app.screen.query(LineWidget):
+                if pane.display and pane.size.width:
+                    lines = [pane.render_line(y) for y in range(pane.size.height)]
+                    assert {line.cell_length for line in lines} <= {pane.size.width}
+                    assert glyphs is UNICODE or all(line.text.isascii() for line in lines)
 
 
 async def shows_ascii_alone(pilot: Pilot[Any], what: str) -> None:
@@ -55,6 +90,7 @@ async def test_every_screen_and_dialog(root: Path) -> None:
         await pilot.press("escape")
         app.open_configure(root / "recipes/tiny.py")
         await shows_ascii_alone(pilot, "configure")
+        assert all(row.render().plain.isascii() for row in app.screen.query(FieldRow))
         for keys, what in (("m", "machines"), ("d", "changes")):
             await pilot.press(keys)
             await shows_ascii_alone(pilot, what)

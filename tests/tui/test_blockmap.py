@@ -46,20 +46,19 @@ def test_embedding_and_head_may_have_slots_of_their_own(pool: str) -> None:
     assert on_gpu == ["layers.0", "layers.1", "head"]
 
 
-def test_a_gradient_is_summed_waits_and_is_gone_with_the_update() -> None:
+@pytest.mark.parametrize(
+    ("kind", "ops"),
+    [
+        ("gradient", [("layer_backward", "gpu"), ("store_gradient", "ram"), ("update", "")]),
+        ("state", [("read_state", "ram"), ("write_state", "nvme")]),
+    ],
+)
+def test_gradients_and_state_go_where_ops_bring_them(kind: str, ops: list[tuple[str, str]]) -> None:
     found = BlockPlaces(plan(1))
-    assert places(found, "gradient")["layers.0"] == ""
-    for op, place in [("layer_backward", "gpu"), ("store_gradient", "ram"), ("update", "")]:
+    assert places(found, kind)["layers.0"] == ("" if kind == "gradient" else "nvme")
+    for op, place in ops:
         found.add([ended(op, "layers.0")])
-        assert places(found, "gradient")["layers.0"] == place
-
-
-def test_state_is_read_updated_and_written_back() -> None:
-    found = BlockPlaces(plan(1))
-    found.add([ended("read_state", "layers.0")])
-    assert places(found, "state")["layers.0"] == "ram"
-    found.add([ended("write_state", "layers.0")])
-    assert places(found, "state")["layers.0"] == "nvme"
+        assert places(found, kind)["layers.0"] == place
 
 
 def test_ops_under_way_are_in_flight() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import real_runs
-from textual.pilot import Pilot
 
-from app.rows import ASCII, UNICODE, plain
+from app.rows import ASCII, UNICODE, Glyphs, plain
 from app.rundir import RunLock
 from tui.app import PenstockApp
 from tui.data.run_data import Prepared, RunData
@@ -97,19 +96,15 @@ async def preparing(root: Path, size: tuple[int, int], **more: Any) -> AsyncIter
     shutil.copy(root / "runs" / "first" / "recipe.json", run)
     lock = RunLock(run)
     tell(run, ITEMS[:1])
-    app = PenstockApp(root, run=run, **more)
+    app = PenstockApp(root, run=run, clock=lambda: 1_900_000_001.0, **more)
     try:
         async with app.run_test(size=size) as pilot:
-            await until(pilot, lambda: isinstance(app.screen, RunScreen))
+            await real_runs.until(lambda: isinstance(app.screen, RunScreen), pilot.pause)
             screen = cast("RunScreen", app.screen)
-            await until(pilot, lambda: screen.data.state == "preparing")
+            await real_runs.until(lambda: screen.data.state == "preparing", pilot.pause)
             yield pilot, screen, run
     finally:
         lock.release()
-
-
-async def until(pilot: Pilot[Any], condition: Callable[[], bool]) -> None:
-    await real_runs.until(condition, pilot.pause)
 
 
 def tell(run: Path, items: list[Prepared], step: int = 0) -> None:
@@ -126,35 +121,32 @@ def pane(screen: RunScreen) -> str:
     return plain(widget.rows(max(1, widget.size.width), max(1, widget.size.height)))
 
 
-@pytest.mark.parametrize("size", [(120, 36), (80, 24), (40, 12)])
-async def test_the_screen_shows_it_until_the_first_step(root: Path, size: tuple[int, int]) -> None:
-    async with preparing(root, size, clock=lambda: 1_900_000_001.0) as (pilot, screen, run):
-        await until(pilot, lambda: "tokenizing" in pane(screen))
+@pytest.mark.parametrize(("size", "glyphs"), [((120, 36), UNICODE), ((80, 24), ASCII), ((40, 12), UNICODE)])
+async def test_the_screen_shows_it_until_the_first_step(
+    root: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], glyphs: Glyphs
+) -> None:
+    if glyphs is ASCII:
+        monkeypatch.setenv("NO_COLOR", "1")
+    async with preparing(root, size, glyphs=glyphs) as (pilot, screen, run):
+        await real_runs.until(lambda: "tokenizing" in pane(screen), pilot.pause)
         tell(run, ITEMS)
-        await until(pilot, lambda: "pinning 350" in pane(screen))
+        await real_runs.until(lambda: "pinning 350" in pane(screen), pilot.pause)
         assert "41.0 s" in pane(screen)
+        assert glyphs is UNICODE or pane(screen).isascii()
         assert screen.loss.headline() == "before the first step"
         kpi = screen.query_one(KpiBar)
         assert "pinning 350 GB 41s" in plain(kpi.rows(120, 1))
         first = (root / "runs" / "first" / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
         (run / "metrics.jsonl").write_text(first)
         tell(run, [item._replace(done=True) for item in ITEMS], step=1)
-        await until(pilot, lambda: "tokenizing" not in pane(screen))
+        await real_runs.until(lambda: "tokenizing" not in pane(screen), pilot.pause)
         assert "pinning" not in plain(kpi.rows(120, 1))
 
 
-async def test_without_unicode_and_colours(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    async with preparing(root, (100, 30), glyphs=ASCII, clock=lambda: 1_900_000_001.0) as (pilot, screen, run):
-        tell(run, ITEMS)
-        await until(pilot, lambda: "> pinning" in pane(screen))
-        assert pane(screen).isascii()
-
-
 async def test_of_a_run_that_died_before_its_first_step_the_item_is_marked(root: Path) -> None:
-    async with preparing(root, (100, 30), clock=lambda: 1_900_000_001.0) as (pilot, screen, run):
+    async with preparing(root, (100, 30)) as (pilot, screen, run):
         tell(run, ITEMS)
         status = json.loads((run / "status.json").read_text()) | {"state": "failed", "error": "no room"}
         (run / "status.json").write_text(json.dumps(status))
-        await until(pilot, lambda: screen.data.state == "failed" and "pinning" in pane(screen))
+        await real_runs.until(lambda: screen.data.state == "failed" and "pinning" in pane(screen), pilot.pause)
         assert f"{UNICODE.cross} pinning 350 GB" in pane(screen)

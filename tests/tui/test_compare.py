@@ -14,8 +14,6 @@ from tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
 from tui.render.table import table_rows
 from tui.screens.compare import CompareChart, CompareScreen, TableView
 
-SIZES = [(20, 5), (80, 24), (200, 60), (1, 1), (120, 36)]
-
 
 def read(*paths: Path) -> list[ComparedRun]:
     runs = [ComparedRun(path) for path in paths]
@@ -127,12 +125,3 @@ async def test_more_runs_than_letters_are_left_out_with_a_word(root: Path) -> No
         await pilot.pause(0.5)
         figures = app.screen.query_one("#figures", TableView)
         assert len(figures.head) == MOST_RUNS + 1
-
-
-async def test_any_size_and_change_of_size(app: PenstockApp, pilot: Pilot[None], root: Path) -> None:
-    app.open_compare([root / "runs/first", root / "runs/second", root / "runs/nowhere"])
-    for width, height in SIZES:
-        await pilot.resize_terminal(width, height)
-        await pilot.press("x", "y", "d", "f2")
-        await pilot.pause(0.1)
-        assert app.screen.size == (width, height)

@@ -71,7 +71,6 @@ class Opened:
 
     @property
     def state(self) -> PlanState:
-        assert self.configure.client is not None
         return self.configure.client.state
 
     @property
@@ -261,7 +260,6 @@ async def test_save_as_and_no_unasked_overwriting(ui: Opened, place: Path) -> No
 
 async def test_leaving_with_unsaved_edits_asks(ui: Opened) -> None:
     await ui.planned()
-    assert ui.configure.client is not None
     process = ui.configure.client._process
     await ui.type("train.steps", "20")
     await ui.dialog(ConfirmDialog, "escape")
@@ -390,6 +388,9 @@ async def test_any_size(ui: Opened) -> None:
         await ui.pilot.resize_terminal(*size)
         for keys in (("tab", "end", "tab"), ("m", "escape"), ("d", "escape"), ("slash", "x", "escape")):
             await ui.press(*keys)
+        ui.form.focus_fields()
+        ui.form.go("train.steps")
+        await ui.press("end", "home", "pagedown", "enter", "1", "escape")
         await ui.answer()
 
 

@@ -45,7 +45,6 @@ def test_a_change_makes_another_recipe(draft: Draft) -> None:
     draft.set("after.sample_prompt", "two\\nlines, a \\\\ and a \\t")
     draft.set("model.overrides", '{"rope_theta": 1e6}')
     draft.set("storage.nvme", '["/a", "/b"]')
-    assert draft.recipe is not None
     assert (draft.recipe.train.steps, draft.recipe.train.clip_norm) == (20, None)
     assert draft.recipe.after.sample_prompt == "two\nlines, a \\ and a \t"
     assert draft.recipe.model.overrides == {"rope_theta": 1e6}
@@ -114,7 +113,6 @@ def test_what_does_not_go_together_stands_at_the_named_field_and_the_edited_one(
 
 def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
     draft.apply(["train.global_batch_size=16", "train.gradient_dtype=bfloat16", 'storage.nvme=["/mnt/a b"]'])
-    assert draft.recipe is not None
     assert draft.recipe.train.global_batch_size == 16
     assert draft.recipe.storage.nvme == ["/mnt/a b"]
     draft.apply(["model.overrides.rope_theta=5", "train.chunk_tokens=none"])
@@ -140,7 +138,6 @@ def test_choices_and_switches_go_round(draft: Draft) -> None:
     draft.cycle("train.lr_schedule", -1)
     assert draft.text("train.lr_schedule") == "constant"
     draft.cycle("train.calibrate", 1)
-    assert draft.recipe is not None
     assert draft.recipe.train.calibrate is False
 
 

@@ -22,13 +22,10 @@ def line(width: int) -> str:
     return plain([kpi_row(width, "qwen3-32b-20261122", "running", FIGURES, UNICODE)]).rstrip()
 
 
-def test_wide_line_has_everything() -> None:
+def test_a_wide_line_has_everything_and_what_goes_first() -> None:
     assert line(120) == (
         "qwen3-32b-20261122  ● running  step 1,240/8,000  loss 1.8342 (ema 1.851)  2,143 tok/s  ETA 6h12m  MFU 31.2%"
     )
-
-
-def test_what_goes_first() -> None:
     assert line(80) == "● running  step 1,240/8,000  loss 1.8342  2,143 tok/s  ETA 6h12m  MFU 31.2%"
     assert line(70) == "● running  step 1,240/8,000  loss 1.8342  2,143 tok/s  ETA 6h12m"
     assert line(30) == "● running  step 1,240/8,000"

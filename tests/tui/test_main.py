@@ -15,6 +15,7 @@ from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
 
+import pytest
 import real_runs
 
 PENSTOCK = [sys.executable, "-m", "tui.main"]
@@ -32,24 +33,19 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_a_terminal_it_says_so(tmp_path: Path) -> None:
-    done = run(tmp_path)
-    assert done.returncode == 2
-    assert "needs a terminal" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        ([], 2, ["needs a terminal"]),
+        (["--help"], 0, ["train", "plan", "watch", "serve"]),
+        (["watch", "frist"], 2, ["did you mean 'first'?"]),
+    ],
+)
+def test_without_a_terminal(root: Path, arguments: list[str], code: int, parts: list[str]) -> None:
+    done = run(root, *arguments)
+    assert done.returncode == code
+    assert all(part in done.stdout + done.stderr for part in parts)
     assert "Traceback" not in done.stderr
-
-
-def test_the_command_line_has_both_commands_more(tmp_path: Path) -> None:
-    done = run(tmp_path, "--help")
-    assert done.returncode == 0
-    for name in ("train", "plan", "watch", "serve"):
-        assert name in done.stdout
-
-
-def test_watching_a_run_that_is_not_there_names_the_nearest(root: Path) -> None:
-    done = run(root, "watch", "frist")
-    assert done.returncode == 2
-    assert "did you mean 'first'?" in done.stderr
 
 
 def test_nothing_heavy_is_imported_for_the_first_frame() -> None:
@@ -65,13 +61,13 @@ def test_nothing_heavy_is_imported_for_the_first_frame() -> None:
 class Terminal:
     """The command in a pseudo-terminal; `text` is all that it has written."""
 
-    def __init__(self, folder: Path, *arguments: str, size: tuple[int, int] = (36, 120), **environment: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.text = ""
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
             os.execvpe(PENSTOCK[0], [*PENSTOCK, *arguments], real_runs.environment() | {"TERM": "xterm"} | environment)
-        self.resize(*size)
+        self.resize(36, 120)
 
     def resize(self, rows: int, columns: int) -> None:
         ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -79,22 +75,26 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
+    def _read(self) -> str:
+        """What it has written by now, or writes in a moment."""
+        with suppress(OSError):  # it has ended
+            if select.select([self._fd], [], [], 0.1)[0]:
+                return os.read(self._fd, 65536).decode(errors="replace")
+        return ""
+
     def until(self, text: str, timeout_s: float = 30.0) -> None:
         """Read until `text` has been written since the last call."""
         found, deadline = "", time.monotonic() + timeout_s
         while text not in found:
             assert time.monotonic() < deadline, found[-2000:]
-            if select.select([self._fd], [], [], 0.1)[0]:
-                found += os.read(self._fd, 65536).decode(errors="replace")
+            found += self._read()
         self.text += found
 
     def end(self, timeout_s: float = 20.0) -> int:
         """Wait for the process; its exit code."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if select.select([self._fd], [], [], 0.05)[0]:
-                with suppress(OSError):
-                    self.text += os.read(self._fd, 65536).decode(errors="replace")
+            self.text += self._read()
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return os.waitstatus_to_exitcode(status)
@@ -102,27 +102,16 @@ class Terminal:
         raise AssertionError("it did not end")
 
 
-def test_in_a_terminal_it_shows_home_and_leaves_the_terminal_as_it_was(root: Path) -> None:
-    terminal = Terminal(root)
-    terminal.until("quickstart")
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1", "PENSTOCK_ASCII": "1"}], ids=["usual", "ascii"])
+@pytest.mark.parametrize(("arguments", "text"), [([], "quickstart"), (["watch", "first"], "finished")])
+def test_in_a_terminal_it_leaves_that_as_it_was(
+    root: Path, arguments: list[str], text: str, environment: dict[str, str]
+) -> None:
+    terminal = Terminal(root, *arguments, **environment)
+    terminal.until(text)
     terminal.resize(24, 80)
     terminal.press("q")
     assert terminal.end() == 0
     assert "\x1b[?1049l" in terminal.text  # back from the alternate screen
     assert "Traceback" not in terminal.text
-
-
-def test_no_color_and_no_unicode(root: Path) -> None:
-    terminal = Terminal(root, NO_COLOR="1", PENSTOCK_ASCII="1")
-    terminal.until("quickstart")
-    terminal.press("q")
-    assert terminal.end() == 0
-    shown = terminal.text
-    assert all(ord(letter) < 0x2500 for letter in shown), {letter for letter in shown if ord(letter) >= 0x2500}
-
-
-def test_watch_opens_the_run(root: Path) -> None:
-    terminal = Terminal(root, "watch", "first")
-    terminal.until("finished")
-    terminal.press("q")
-    assert terminal.end() == 0
+    assert not environment or all(ord(letter) < 0x2500 for letter in terminal.text)

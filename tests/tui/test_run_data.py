@@ -98,7 +98,6 @@ def test_predicted_is_read_when_wanted(first: Path) -> None:
     assert data.predicted is None
     data.want_predicted = True
     assert data.poll() == {"predicted"}
-    assert data.predicted is not None
     assert data.predicted.view.num_spans == len(lines_of(first / "predicted.jsonl"))
 
 

@@ -123,8 +123,6 @@ async def test_a_window_ends_with_its_client_wherever_that_vanishes(place: Path,
                 await shown(socket, text)
             await until(lambda: len(server.windows()) == 1)
             (child,) = server.windows()
-            assert socket._conn is not None
-            assert socket._conn.transport is not None
             socket._conn.transport.abort()
             await until(lambda pid=child.pid: is_gone(pid))  # type: ignore[misc]
             await until(lambda: not server.windows())

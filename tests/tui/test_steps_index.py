@@ -79,7 +79,6 @@ def test_every_step_is_found_where_it_was_done_last(tmp_path: Path, data: st.Dat
         step -= data.draw(st.integers(0, step), label="steps lost")
     index = StepIndex(writer.write(tmp_path / "spans.jsonl"))
     bounds = index.bounds()
-    assert bounds is not None
     assert bounds[1] == last
     for wanted, end_s in writer.ends.items():
         if wanted > last:  # undone by a crash
@@ -105,7 +104,6 @@ def test_all_that_ran_in_the_step_is_there(tmp_path: Path) -> None:
     writer.lines.insert(at, line("nvme_write", "commit", window[0] + 1, window[1] + 3, 20, 99_999))
     index = StepIndex(writer.write(tmp_path / "spans.jsonl"))
     found = index.find(20)
-    assert found is not None
     assert found.window[1:] == window
     everything = [json.loads(text) for text in writer.lines]
     want = {s["id"] for s in everything if s["end_s"] > window[0] and s["start_s"] < window[1]}
@@ -121,7 +119,6 @@ def test_only_a_part_of_a_large_file_is_read(tmp_path: Path) -> None:
     size = path.stat().st_size
     assert size > 5 * steps_module._AROUND_BYTES
     found = StepIndex(path).find(200)
-    assert found is not None
     assert found.end_byte - found.first_byte < 3 * steps_module._AROUND_BYTES + 100_000
 
 
@@ -136,7 +133,6 @@ def test_torn_and_damaged_lines(tmp_path: Path) -> None:
         file.write('{"lane":"compute","op":"clip","st')
     index = StepIndex(path)
     found = index.find(15)
-    assert found is not None
     assert found.window.end_s == writer.ends[15]
     assert found.window.start_s == writer.starts[15]
     assert found.num_damaged == 5
@@ -156,7 +152,6 @@ def test_a_step_with_more_spans_than_are_kept(tmp_path: Path, monkeypatch: pytes
     writer = Writer()
     writer.steps(2, 30)
     found = StepIndex(writer.write(tmp_path / "spans.jsonl")).find(2)
-    assert found is not None
     assert not found.whole
     assert found.view.num_spans == 20
 
