@@ -1,4 +1,4 @@
-"""The command line. Torch is imported inside the commands that need it, so that `penstock --help` is instant."""
+"""The command line. What takes long to import is imported by the commands that need it: the others are instant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from app import control
 from app.bench.commands import JsonOption, bench_cli
@@ -25,16 +23,9 @@ from app.checkpoints import (
     make_for_export,
     scrub_run,
 )
-from app.lanes import lanes_report, parse_steps
-from app.launch import export_run, from_scratch, require_inputs, require_new_folder, run_training
-from app.plan import plan_recipe
-from app.plan_view import print_plan
-from app.probe import probe_machine
 from app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
-from app.recipe_fields import fields
 from app.rundir import RunDir, find_run, is_live, read_recipe
 from app.streams import open_standard_streams, print_failure
-from app.trace import write_trace
 from engine.config import Recipe
 from storage.errors import UserError, used_up
 from storage.untrusted import RefusedFileError, printable, shell
@@ -71,6 +62,8 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, 
 def _print_fields(value: bool) -> None:
     if not value:
         return
+    from app.recipe_fields import fields
+
     for item in fields():
         typer.echo(f"{item.key} = {json.dumps(item.default)}\n    {item.help}")
     raise typer.Exit
@@ -79,7 +72,11 @@ def _print_fields(value: bool) -> None:
 def _resolved(recipe: Path, overrides: list[str] | None, scratch: bool) -> Recipe:
     """The recipe of a file with its overrides, its paths absolute."""
     resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
-    return from_scratch(resolved) if scratch else resolved
+    if scratch:
+        from app.launch import from_scratch
+
+        resolved = from_scratch(resolved)
+    return resolved
 
 
 @cli.command(epilog="Example: penstock train recipes/quickstart.py --set train.steps=20")
@@ -98,6 +95,8 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
+    from app.launch import require_inputs, run_training
+
     resolved = _resolved(recipe, overrides, scratch)
     require_inputs(resolved)
     with RunDir.create(resolved, run_dir) as run:
@@ -124,10 +123,16 @@ def plan(
 
     Exits with 1 where it does not fit.
     """
+    from app.plan import plan_recipe
+
     forecast = plan_recipe(_resolved(recipe, overrides, scratch), machine, trace=trace)
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
     else:
+        from rich.console import Console
+
+        from app.plan_view import print_plan
+
         print_plan(forecast, Console())
     if not forecast["fits"]:
         raise typer.Exit(REFUSED)
@@ -163,6 +168,8 @@ def resume(
     if control.go_on(path):
         typer.echo(printable(f"{path.name}: goes on"))
         return
+    from app.launch import run_training
+
     with RunDir.open(path) as directory:
         directory.recipe = change_run(directory.recipe, overrides or [], Path.cwd())
         if copy_state:
@@ -220,6 +227,8 @@ def lanes(
     as_json: JsonOption = False,
 ) -> None:
     """Show how busy each lane and the drive were, and how long computing waited for them."""
+    from app.lanes import lanes_report
+
     typer.echo(lanes_report(find_run(run), steps, as_json=as_json))
 
 
@@ -236,6 +245,8 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
     """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives."""
+    from app.probe import probe_machine
+
     probe_machine(paths or [], seconds=seconds, save=save, as_json=as_json)
 
 
@@ -276,6 +287,8 @@ def export(
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
+    from app.launch import export_run, require_new_folder
+
     path = find_run(run)
     checkpoint = checkpoint_named(path, checkpoint)
     require_new_folder(out_dir)
@@ -297,6 +310,9 @@ def export(
 @cli.command(epilog="Example: penstock runs")
 def runs() -> None:
     """List the runs below runs/, oldest first."""
+    from rich.console import Console
+    from rich.table import Table
+
     from app.rundir import list_runs
 
     found = list_runs()
@@ -323,6 +339,9 @@ def trace(
     steps: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Steps to write; default all.")] = None,
 ) -> None:
     """Write a run's spans as a trace that https://ui.perfetto.dev opens."""
+    from app.lanes import parse_steps
+    from app.trace import write_trace
+
     count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
     typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from storage.errors import UserError
 
 START_S = 14.0
@@ -170,8 +172,7 @@ class Case:
 
 def case_of(values: dict[str, Any]) -> Case:
     """The case that `dataclasses.asdict` made, through JSON or not, `values` of."""
-    shapes = tuple(Shape(**shape) for shape in values["shapes"])
-    return Case(**values | {"shapes": shapes, "layers": values["layers"] and tuple(values["layers"])})
+    return msgspec.convert(values, Case)
 
 
 _SHORT = Case(

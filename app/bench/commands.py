@@ -100,13 +100,8 @@ def bench_storage_command(
     from app.bench.storage import bench_storage
     from engine.config import parse_bytes
 
-    bench_storage(
-        paths,
-        json=as_json,
-        size_bytes=parse_bytes(size, "--size"),
-        part_bytes=parse_bytes(chunk, "--chunk"),
-        rounds=rounds,
-    )
+    sizes = {"size_bytes": parse_bytes(size, "--size"), "part_bytes": parse_bytes(chunk, "--chunk")}
+    bench_storage(paths, json=as_json, rounds=rounds, **sizes)
 
 
 @bench_cli.command("planned", hidden=True, epilog="Example: penstock bench planned --out docs/results")

@@ -113,7 +113,9 @@ def _fit(case: Case, shape: Shape, folder: Path, graph_bytes: Mapping[str, int] 
         except Skip as reason:
             reasons.append(str(reason))
             continue
-        plan = _within_whole_budget(plan, full_plan)
+        # The allocator keeps to the whole budget: a step that takes more than planned is seen, and does not fail.
+        gpu_tier = replace(plan.tiers["gpu"], budget_bytes=full_plan.tiers["gpu"].budget_bytes)
+        plan = replace(plan, tiers=plan.tiers | {"gpu": gpu_tier})
         if not case.spill_state and (lacking := _not_in_ram(plan)):
             reasons.append(f"{layers} layers of {shape.name} need {lacking}, and budgets.ram is {gib(free.ram)}")
             continue
@@ -220,15 +222,6 @@ def _scaled_peaks(full: Plan, share: float, on_gpu: bool) -> tuple[int, int]:
 def _gone(total_bytes: int, count: int, share: float) -> int:
     """Bytes of the pieces that are too many when a share of `count` pieces, rounded down, is left."""
     return total_bytes * (count - int(count * share)) // count if count else 0
-
-
-def _within_whole_budget(plan: Plan, full: Plan) -> Plan:
-    """The plan with the whole model's budget as the limit that the allocator keeps.
-
-    What the plan wants of it is in `TierPlan.peak_bytes`; a step that takes more is seen, and does not fail.
-    """
-    gpu = replace(plan.tiers["gpu"], budget_bytes=full.tiers["gpu"].budget_bytes)
-    return replace(plan, tiers=plan.tiers | {"gpu": gpu})
 
 
 def _not_in_ram(plan: Plan) -> str | None:

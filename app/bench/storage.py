@@ -47,7 +47,7 @@ _MIN_PARTS = 4
 """Parts on each drive below which nothing is measured."""
 _ROOM = 3.3
 """Disk needed, times the size: two generations and as many raw files, with the store's margin."""
-_SPEC = ("bench", "master", "float32")
+_ARRAY = ("bench", "master")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class _Plan:
     folders: tuple[Path, ...]
     num_parts: int
     part_bytes: int
-
-    @property
-    def spec(self) -> ArraySpec:
-        numel = self.part_bytes // 4
-        return ArraySpec(_SPEC[0], _SPEC[1], self.num_parts * numel, _SPEC[2], numel)
 
 
 class _Switch:
@@ -194,7 +189,7 @@ def _run_case(
     plan: _Plan, places: dict[Path, Path], fio: Fio | None, readers: dict[str, Reader], rounds: int
 ) -> dict[str, Any]:
     """Measure one set of drives; everything made for it is gone afterwards."""
-    num_drives = len(plan.folders)
+    num_drives, part_numel = len(plan.folders), plan.part_bytes // 4
     raw = [
         RawFiles(places[folder] / "raw", plan.num_parts // num_drives, ChunkFormat(plan.part_bytes).file_bytes)
         for folder in plan.folders
@@ -213,7 +208,7 @@ def _run_case(
             files.create(memory[0])
         store = NvmeStore.create(
             places[plan.folders[0]] / "root",
-            [plan.spec],
+            [ArraySpec(*_ARRAY, plan.num_parts * part_numel, "float32", part_numel)],
             budget_bytes=None,
             drives=stores,
             readers=Readers(switch, device),
@@ -304,7 +299,7 @@ def _stream(
     for part in range(plan.num_parts):
         if len(pending) == len(slots):
             pending.popleft().result()
-        pending.append(move(_SPEC[0], _SPEC[1], part, slots[part % len(slots)].view(torch.float32)))
+        pending.append(move(*_ARRAY, part, slots[part % len(slots)].view(torch.float32)))
     for future in pending:
         future.result()
 
