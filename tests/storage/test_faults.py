@@ -229,14 +229,14 @@ def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.Monkey
 def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
     with monkeypatch.context() as patch:
-        Failing(patch, "pwrite", code, 1)
+        Failing(patch, "pwritev", code, 0)
         with pytest.raises(
             UserError, match=rf"spill/k: writing 9,000 bytes of activations failed: {os.strerror(code)}"
         ):
             store.spill("k", data).result()
     store.spill("l", data).result()
     with monkeypatch.context() as patch:
-        Failing(patch, "preadv", code, 1)
+        Failing(patch, "preadv", code, 0)
         with pytest.raises(
             UserError, match=rf"spill/l: reading 9,000 bytes of activations failed: {os.strerror(code)}"
         ):
