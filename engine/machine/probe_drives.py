@@ -22,7 +22,7 @@ import torch
 from engine.machine.limits import free_disk, free_memory
 from engine.machine.profile import Drive
 from storage.arena import HostArena
-from storage.disk import disk_error, require_writable
+from storage.disk import disk_error, read_all, require_writable, write_all
 from storage.drives import READ_THREADS, WRITE_THREADS
 from storage.errors import UserError
 from storage.filesystem import check_folder, mount_of
@@ -290,21 +290,15 @@ def _nameless(folder: Path) -> int:
 
 
 def _write(drive: _Files, number: int, data: memoryview, offset: int) -> None:
-    done = 0
     try:
-        while done < len(data):
-            done += os.pwrite(drive.fds[number], data[done:], offset + done)
+        write_all(drive.fds[number], [data], offset)
     except OSError as error:
         raise disk_error(error, drive.folder, f"writing {len(data):,} bytes") from error
 
 
 def _read(drive: _Files, number: int, out: memoryview, offset: int) -> None:
-    done = 0
     try:
-        while done < len(out):
-            count = os.preadv(drive.fds[number], [out[done:]], offset + done)
-            assert count, "the file is shorter than it was written"
-            done += count
+        assert read_all(drive.fds[number], [out], offset), "the file is shorter than it was written"
     except OSError as error:
         raise disk_error(error, drive.folder, f"reading {len(out):,} bytes") from error
 
