@@ -32,10 +32,8 @@ def require_writable(path: Path) -> None:
 
 def require_free(path: Path, nbytes: int, what: str) -> None:
     """Raise UserError unless the file system of existing folder `path` has `nbytes` free for `what`."""
-    try:
+    with reporting(path, f"looking for room for {what}"):
         free = shutil.disk_usage(path).free
-    except OSError as error:
-        raise disk_error(error, path, f"looking for room for {what}") from error
     if free < nbytes:
         raise UserError(
             f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some or choose another disk"
@@ -80,6 +78,15 @@ def disk_error(error: OSError, path: Path, doing: str) -> UserError:
         code = errno.EFBIG  # what direct I/O makes of that limit
     hint = _HINTS.get(code, "check the disk and the kernel's log")
     return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
+
+
+@contextmanager
+def reporting(path: Path, doing: str) -> Iterator[None]:
+    """What the operating system refuses inside the block is a UserError: `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, doing) from error
 
 
 def fsync_file(path: Path) -> None:
@@ -214,10 +221,8 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     Raises UserError naming the file when the disk is full or fails; the old content then stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    try:
+    with reporting(path, f"writing {len(data):,} bytes"):
         publish(prepare_file(path, data), path)
-    except OSError as error:
-        raise disk_error(error, path, f"writing {len(data):,} bytes") from error
 
 
 def fsync_ancestors(path: Path) -> None:
