@@ -21,6 +21,7 @@ from storage.disk import (
     disk_error,
     fsync_dir,
     fsync_file,
+    held,
     read_all,
     reporting,
     require_free,
@@ -116,13 +117,10 @@ class CheckpointReader:
         entry = self._entries[name]
         assert out.dtype == entry.dtype, (name, out.dtype, entry.dtype)
         assert out.numel() == math.prod(entry.shape), (name, tuple(out.shape), entry.shape)
-        with reporting(entry.path, f"reading tensor '{name}'"):
-            fd = open_model_file(self.folder, entry.path.name)
-            try:
-                if not read_all(fd, [_bytes_of(out)], entry.start):
-                    raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
-            finally:
-                os.close(fd)
+        doing = f"reading tensor '{name}'"
+        with reporting(entry.path, doing), held(open_model_file(self.folder, entry.path.name)) as fd:
+            if not read_all(fd, [_bytes_of(out)], entry.start):
+                raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
 
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard name from the index; empty for a folder with one unsharded file."""
@@ -191,12 +189,9 @@ class CheckpointWriter:
         assert tensor.dtype == entry.dtype, (name, tensor.dtype, entry.dtype)
         assert tuple(tensor.shape) == entry.shape, (name, tuple(tensor.shape), entry.shape)
         data = _bytes_of(tensor.detach().cpu().contiguous())
-        with reporting(entry.path, f"writing {entry.nbytes:,} bytes of tensor '{name}'"):
-            fd = os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                write_all(fd, [data], entry.start)
-            finally:
-                os.close(fd)
+        doing = f"writing {entry.nbytes:,} bytes of tensor '{name}'"
+        with reporting(entry.path, doing), held(os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
+            write_all(fd, [data], entry.start)
         self._missing.discard(name)
 
     def close(self) -> None:

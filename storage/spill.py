@@ -18,7 +18,7 @@ import torch
 
 from storage.chunk import BLOCK_BYTES, own_page
 from storage.crc import checksum
-from storage.disk import read_all, reporting, write_all
+from storage.disk import held, read_all, reporting, write_all
 from storage.drives import SCRATCH, Drive, DriveSet
 from storage.errors import UserError
 
@@ -154,12 +154,9 @@ def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
 def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
     """Read the file; the checksum of its payload, or None where the file is too short."""
     blocks, tail = _split(out)
-    fd = _open(path, os.O_RDONLY, out, direct=direct)
-    try:
+    with held(_open(path, os.O_RDONLY, out, direct=direct)) as fd:
         if not read_all(fd, [blocks, own_page()] if tail else [blocks], 0):
             return None
         if tail:
             tail[:] = own_page()[: len(tail)]
-    finally:
-        os.close(fd)
     return checksum(out.detach().numpy().data, 0)
