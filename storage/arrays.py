@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage.chunk import ChunkFormat
-from storage.disk import disk_error, fsync_dir, fsync_file, write_file
+from storage.disk import fsync_dir, fsync_file, reporting, write_file
 from storage.drives import CHECKPOINTS, SCRATCH, Drive, stripe
 from storage.layout import part_numel_even
 from storage.manifest import ArraySpec, Stored
@@ -130,7 +130,7 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
             for slot in (0,) if array.scratch else (0, 1):
                 folder = array.folder(drive, slot)
                 path = folder / "zarr.json"
-                try:
+                with reporting(folder, "making the folder of an array"):
                     if path.is_file() and path.read_bytes() == content:
                         continue
                     folder.mkdir(parents=True, exist_ok=True)
@@ -138,13 +138,9 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
                     if not array.scratch:
                         fsync_file(path)
                         made |= {folder, folder.parent, folder.parent.parent, drive.folder}
-                except OSError as error:
-                    raise disk_error(error, folder, "making the folder of an array") from error
     for folder in sorted(made, reverse=True):
-        try:
+        with reporting(folder, "syncing"):
             fsync_dir(folder)
-        except OSError as error:
-            raise disk_error(error, folder, "syncing") from error
 
 
 def remove_arrays(folder: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.crc import checksum
-from storage.disk import read_all, write_all
+from storage.disk import held, read_all, write_all
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,11 +55,8 @@ def supports_direct(folder: Path) -> bool:
     """
     probe = folder / f".direct-{os.getpid()}.tmp"
     try:
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)
-        try:
+        with held(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)) as fd:
             os.pwrite(fd, mmap.mmap(-1, BLOCK_BYTES), 0)
-        finally:
-            os.close(fd)
     except OSError as error:
         return error.errno != errno.EINVAL
     finally:
@@ -77,8 +74,7 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
     """
     crc = checksum(data.data, form.stored_bytes - data.size)
     direct = direct and _is_aligned(data)
-    fd = _open_own(path, os.O_DIRECT if direct else 0, form.file_bytes)
-    try:
+    with held(_open_own(path, os.O_DIRECT if direct else 0, form.file_bytes)) as fd:
         block = own_page()
         block[:] = bytes(BLOCK_BYTES - _CRC_BYTES) + crc.to_bytes(_CRC_BYTES, "little")
         if direct and data.size + BLOCK_BYTES == form.file_bytes:
@@ -90,8 +86,6 @@ def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> 
         else:
             write_all(fd, [data.data], 0)
             write_all(fd, [block[-_CRC_BYTES:]], form.stored_bytes)
-    finally:
-        os.close(fd)
     return crc
 
 
@@ -125,16 +119,13 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
     known. ChunkError on a missing, truncated, damaged or stale file (`out` then holds garbage), OSError on a failing
     disk. Direct I/O falls back to the page cache where the file system or the address of `out` does not allow it.
     """
-    fd = _open_chunk(path, form, direct=direct and _is_aligned(out))
-    try:
+    with held(_open_chunk(path, form, direct=direct and _is_aligned(out))) as fd:
         block = own_page()
         if out.size + BLOCK_BYTES == form.file_bytes:  # a whole part: one request for payload and checksum
             _pread(fd, [out.data, block], 0)
         else:
             _pread(fd, [out.data], 0)
             _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
-    finally:
-        os.close(fd)
     stored = int.from_bytes(block[-_CRC_BYTES:], "little")
     if bytes(block[max(out.size - form.file_bytes, -BLOCK_BYTES) : -_CRC_BYTES]).strip(b"\0"):
         raise ChunkError("checksum mismatch: the padding behind the payload is not zero")
@@ -150,11 +141,8 @@ def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> 
     `memory` uint8 [file_bytes] takes the file; direct I/O where it starts at a 4 KiB address. ChunkError and OSError
     as in read_chunk.
     """
-    fd = _open_chunk(path, form, direct=_is_aligned(memory))
-    try:
+    with held(_open_chunk(path, form, direct=_is_aligned(memory))) as fd:
         _pread(fd, [memory.data], 0)
-    finally:
-        os.close(fd)
     stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")
     found = checksum(memory[: form.stored_bytes].data, 0)
     if found != stored:
@@ -167,12 +155,9 @@ def stored_checksum(path: Path, form: ChunkFormat, *, direct: bool) -> int:
 
     ChunkError on a missing or truncated file, OSError on a failing disk.
     """
-    fd = _open_chunk(path, form, direct=direct)
-    try:
+    with held(_open_chunk(path, form, direct=direct)) as fd:
         block = own_page()
         _pread(fd, [block], form.file_bytes - BLOCK_BYTES)
-    finally:
-        os.close(fd)
     return int.from_bytes(block[-_CRC_BYTES:], "little")
 
 

@@ -32,10 +32,8 @@ def require_writable(path: Path) -> None:
 
 def require_free(path: Path, nbytes: int, what: str) -> None:
     """Raise UserError unless the file system of existing folder `path` has `nbytes` free for `what`."""
-    try:
+    with reporting(path, f"looking for room for {what}"):
         free = shutil.disk_usage(path).free
-    except OSError as error:
-        raise disk_error(error, path, f"looking for room for {what}") from error
     if free < nbytes:
         raise UserError(
             f"{path}: {what} needs {nbytes:,} bytes of disk and {free:,} are free; free some or choose another disk"
@@ -82,13 +80,28 @@ def disk_error(error: OSError, path: Path, doing: str) -> UserError:
     return UserError(f"{path}: {doing} failed: {error.strerror or error}; {hint}")
 
 
-def fsync_file(path: Path) -> None:
-    """Make the data and size of an existing file durable; never waits for a pipe, never follows a link."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+@contextmanager
+def reporting(path: Path, doing: str) -> Iterator[None]:
+    """What the operating system refuses inside the block is a UserError: `disk_error`."""
     try:
-        os.fsync(fd)
+        yield
+    except OSError as error:
+        raise disk_error(error, path, doing) from error
+
+
+@contextmanager
+def held(fd: int) -> Iterator[int]:
+    """A descriptor that is closed when the block ends."""
+    try:
+        yield fd
     finally:
         os.close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    """Make the data and size of an existing file durable; never waits for a pipe, never follows a link."""
+    with held(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd:
+        os.fsync(fd)
 
 
 def fsync_dir(path: Path) -> None:
@@ -145,11 +158,8 @@ def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
 def write_file(path: Path, content: bytes) -> None:
     """Replace a small file, neither synced nor atomically. OSError."""
     path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
+    with held(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd:
         _write(fd, content)
-    finally:
-        os.close(fd)
 
 
 def write_all(fd: int, data: list[memoryview], offset: int) -> None:
@@ -214,10 +224,8 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     Raises UserError naming the file when the disk is full or fails; the old content then stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    try:
+    with reporting(path, f"writing {len(data):,} bytes"):
         publish(prepare_file(path, data), path)
-    except OSError as error:
-        raise disk_error(error, path, f"writing {len(data):,} bytes") from error
 
 
 def fsync_ancestors(path: Path) -> None:
@@ -248,21 +256,17 @@ def link_or_copy(source: Path, target: Path) -> Literal["link", "reflink", "copy
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-    fd_in = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fd_out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    with (
+        held(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd_in,
+        held(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd_out,
+    ):
+        made: Literal["reflink", "copy"] = "reflink"
         try:
-            made: Literal["reflink", "copy"] = "reflink"
-            try:
-                fcntl.ioctl(fd_out, _FICLONE, fd_in)
-            except OSError:
-                made = "copy"
-                _copy(fd_in, fd_out)
-            os.fsync(fd_out)
-        finally:
-            os.close(fd_out)
-    finally:
-        os.close(fd_in)
+            fcntl.ioctl(fd_out, _FICLONE, fd_in)
+        except OSError:
+            made = "copy"
+            _copy(fd_in, fd_out)
+        os.fsync(fd_out)
     return made
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from storage import chunk
-from storage.disk import atomic_write, disk_error, fsync_ancestors, lock_folder, require_free
+from storage.disk import atomic_write, fsync_ancestors, lock_folder, reporting, require_free
 from storage.errors import UserError
 from storage.filesystem import check_folder
 from storage.manifest import DriveRecord, Manifest
@@ -295,10 +295,8 @@ class DriveSet:
         if self.root.resolve() not in {drive.folder.resolve() for drive in self}:
             write_identity(self.root, Identity.of(self.store, "", self.root))
         for folder in {self.root, *self.folders}:
-            try:
+            with reporting(folder, "syncing"):
                 fsync_ancestors(folder)
-            except OSError as error:
-                raise disk_error(error, folder, "syncing") from error
 
     def records(self) -> tuple[DriveRecord, ...]:
         """The manifest's records: active drives in striping order, then the others."""
@@ -322,10 +320,8 @@ class DriveSet:
         futures = [(path, drive.writers.submit(sync, path)) for drive, path in paths]
         wait([future for _, future in futures])
         for path, future in futures:
-            try:
+            with reporting(path, doing):
                 future.result()
-            except OSError as error:
-                raise disk_error(error, path, doing) from error
 
     def disk_bytes(self, without: Container[Path] = ()) -> int:
         """Bytes of disk that all folders and the manifest's take, but for files in the folders `without`.
@@ -352,10 +348,8 @@ def require_room(needs: Mapping[Path, int], what: str) -> None:
     """UserError unless every device has free what the folders on it need for `what`, in bytes, plus 5 %."""
     groups: dict[int, list[Path]] = defaultdict(list)
     for folder in needs:
-        try:
+        with reporting(folder, f"looking for room for {what}"):
             groups[folder.stat().st_dev].append(folder)
-        except OSError as error:
-            raise disk_error(error, folder, f"looking for room for {what}") from error
     for folders in groups.values():
         also = "" if len(folders) == 1 else f" (with {', '.join(str(folder) for folder in folders[1:])})"
         require_free(folders[0], int(sum(needs[folder] for folder in folders) * FREE_MARGIN), what + also)

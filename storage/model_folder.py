@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from storage.disk import disk_error
+from storage.disk import reporting
 from storage.errors import UserError
 from storage.untrusted import RefusedFileError, open_regular, real_path
 
@@ -47,11 +47,8 @@ def has_model_file(folder: Path, name: str) -> bool:
 
 def read_model_file(folder: Path, name: str, most_bytes: int) -> bytes:
     """The content of a file of a model folder. UserError where it cannot be read or has more than `most_bytes`."""
-    try:
-        with open(open_model_file(folder, name), "rb") as file:
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise disk_error(error, folder / name, "reading it") from error
+    with reporting(folder / name, "reading it"), open(open_model_file(folder, name), "rb") as file:
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise UserError(f"{folder / name}: has more than the {most_bytes:,} bytes that are read; {_ADVICE}")
     return content

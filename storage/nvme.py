@@ -25,7 +25,7 @@ import torch
 
 from storage import checkpoints, chunk, manifest, ownership
 from storage.arrays import Array, make_folders, remove_arrays
-from storage.disk import disk_error, fsync_dir, fsync_file, publish, require_writable
+from storage.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
 from storage.drives import (
     READ_THREADS,
     SCRATCH,
@@ -314,9 +314,8 @@ class NvmeStore:
             try:
                 if check is not None:
                     check()
-                crc = chunk.write_chunk(path, data, array.form, direct=drive.direct)
-            except OSError as error:
-                raise disk_error(error, path, f"writing {array.form.file_bytes:,} bytes") from error
+                with reporting(path, f"writing {array.form.file_bytes:,} bytes"):
+                    crc = chunk.write_chunk(path, data, array.form, direct=drive.direct)
             finally:
                 with self._lock:
                     del self._writing[path]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from storage import manifest
-from storage.disk import disk_error
+from storage.disk import reporting
 from storage.drives import CHECKPOINTS, SCRATCH, Identity, present, read_identity, require_present
 from storage.errors import UserError
 from storage.manifest import Manifest
@@ -104,18 +104,15 @@ def require_plain(folders: Iterable[Path]) -> None:
     left = [str(folder) for folder in folders]
     while left:
         folder = left.pop()
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        left.append(entry.path)
-                    elif not entry.is_file(follow_symlinks=False):
-                        what = "a link" if entry.is_symlink() else "no file and no folder"
-                        raise UserError(
-                            f"{entry.path}: is {what}, and state has neither; remove it; storage.nvme names drives"
-                        )
-        except OSError as error:
-            raise disk_error(error, Path(folder), "looking for links") from error
+        with reporting(Path(folder), "looking for links"), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    what = "a link" if entry.is_symlink() else "no file and no folder"
+                    raise UserError(
+                        f"{entry.path}: is {what}, and state has neither; remove it; storage.nvme names drives"
+                    )
 
 
 def owner(folder: Path, identity: Identity, root: Path) -> Path | None:

@@ -21,7 +21,9 @@ from storage.disk import (
     disk_error,
     fsync_dir,
     fsync_file,
+    held,
     read_all,
+    reporting,
     require_free,
     require_writable,
     write_all,
@@ -115,15 +117,10 @@ class CheckpointReader:
         entry = self._entries[name]
         assert out.dtype == entry.dtype, (name, out.dtype, entry.dtype)
         assert out.numel() == math.prod(entry.shape), (name, tuple(out.shape), entry.shape)
-        try:
-            fd = open_model_file(self.folder, entry.path.name)
-            try:
-                if not read_all(fd, [_bytes_of(out)], entry.start):
-                    raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise disk_error(error, entry.path, f"reading tensor '{name}'") from error
+        doing = f"reading tensor '{name}'"
+        with reporting(entry.path, doing), held(open_model_file(self.folder, entry.path.name)) as fd:
+            if not read_all(fd, [_bytes_of(out)], entry.start):
+                raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
 
     def _weight_map(self) -> dict[str, str]:
         """Tensor name -> shard name from the index; empty for a folder with one unsharded file."""
@@ -192,27 +189,20 @@ class CheckpointWriter:
         assert tensor.dtype == entry.dtype, (name, tensor.dtype, entry.dtype)
         assert tuple(tensor.shape) == entry.shape, (name, tuple(tensor.shape), entry.shape)
         data = _bytes_of(tensor.detach().cpu().contiguous())
-        try:
-            fd = os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                write_all(fd, [data], entry.start)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise disk_error(error, entry.path, f"writing {entry.nbytes:,} bytes of tensor '{name}'") from error
+        doing = f"writing {entry.nbytes:,} bytes of tensor '{name}'"
+        with reporting(entry.path, doing), held(os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
+            write_all(fd, [data], entry.start)
         self._missing.discard(name)
 
     def close(self) -> None:
         """Sync everything and give the files their names; every announced tensor must have been written."""
         assert not self._missing, f"{len(self._missing)} tensors were not written, e.g. {min(self._missing)}"
-        try:
+        with reporting(self.folder, "completing the checkpoint"):
             for name in self._names:
                 fsync_file(self._temporary(name))
             for name in self._names:
                 os.replace(self._temporary(name), self.folder / name)
             fsync_dir(self.folder)
-        except OSError as error:
-            raise disk_error(error, self.folder, "completing the checkpoint") from error
         if len(self._names) > 1:
             weight_map = {
                 name: entry.path.name.removeprefix(".").removesuffix(".tmp") for name, entry in self._entries.items()

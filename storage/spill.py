@@ -18,7 +18,7 @@ import torch
 
 from storage.chunk import BLOCK_BYTES, own_page
 from storage.crc import checksum
-from storage.disk import disk_error, read_all, write_all
+from storage.disk import held, read_all, reporting, write_all
 from storage.drives import SCRATCH, Drive, DriveSet
 from storage.errors import UserError
 
@@ -63,10 +63,8 @@ class Spill:
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
         def work() -> None:
-            try:
+            with reporting(entry.path, f"writing {entry.num_bytes:,} bytes of activations"):
                 crc = _write_file(entry.path, src, direct=drive.direct)
-            except OSError as error:
-                raise disk_error(error, entry.path, f"writing {entry.num_bytes:,} bytes of activations") from error
             drive.count(written=_padded(entry.num_bytes))
             entry.crc = crc
 
@@ -83,12 +81,10 @@ class Spill:
 
         def work() -> None:
             doing = f"reading {entry.num_bytes:,} bytes of activations"
-            try:
+            with reporting(entry.path, doing):
                 found = _read_file(entry.path, out, direct=entry.drive.direct)
                 if not keep:
                     os.unlink(entry.path)
-            except OSError as error:
-                raise disk_error(error, entry.path, doing) from error
             if found != entry.crc:
                 raise UserError(
                     f"{entry.path}: {doing}: checksum mismatch: the bytes have CRC-32C {found or 0:08x} and had "
@@ -104,10 +100,8 @@ class Spill:
             self._live_bytes -= _padded(entry.num_bytes)
 
         def work() -> None:
-            try:
+            with reporting(entry.path, "removing activations"):
                 os.unlink(entry.path)
-            except OSError as error:
-                raise disk_error(error, entry.path, "removing activations") from error
 
         return entry.drive.readers.submit(work)
 
@@ -160,12 +154,9 @@ def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
 def _read_file(path: Path, out: torch.Tensor, *, direct: bool) -> int | None:
     """Read the file; the checksum of its payload, or None where the file is too short."""
     blocks, tail = _split(out)
-    fd = _open(path, os.O_RDONLY, out, direct=direct)
-    try:
+    with held(_open(path, os.O_RDONLY, out, direct=direct)) as fd:
         if not read_all(fd, [blocks, own_page()] if tail else [blocks], 0):
             return None
         if tail:
             tail[:] = own_page()[: len(tail)]
-    finally:
-        os.close(fd)
     return checksum(out.detach().numpy().data, 0)

@@ -157,17 +157,13 @@ def attend(x: Operands) -> tuple[Tensor, Tensor]:
     [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
     keys has out 0 and lse -inf.
     """
-    out = lse = None
-    for rows, part_out, part_lse in _forward(x):
+    found: tuple[Tensor, Tensor] | None = None
+    for rows, out, lse in _forward(x):
         if rows == slice(0, x.q.shape[0]):
-            return part_out.to(x.q.dtype), part_lse
-        if out is None or lse is None:
-            out, lse = _nothing_seen(x)
-        out[rows] = part_out
-        lse[:, rows] = part_lse
-    if out is None or lse is None:
-        return _nothing_seen(x)
-    return out, lse
+            return out.to(x.q.dtype), lse
+        found = found or _nothing_seen(x)
+        found[0][rows], found[1][:, rows] = out, lse
+    return found or _nothing_seen(x)
 
 
 def _nothing_seen(x: Operands) -> tuple[Tensor, Tensor]:

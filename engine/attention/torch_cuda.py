@@ -141,27 +141,11 @@ class TorchCudaFlash(FlashKernel):
         return out, lse
 
     def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        device = x.q.device
-        cu_q, cu_k, max_q, max_k = _lengths_or_none(geometry, device)
+        tensors, lengths = (given.dout, x.q, x.k, x.v, given.out, given.lse), _lengths_or_none(geometry, x.q.device)
         left, right = window_limits(geometry)
-        no_dropout = _no_dropout(device)
+        no_dropout = _no_dropout(x.q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(
-                given.dout,
-                x.q,
-                x.k,
-                x.v,
-                given.out,
-                given.lse,
-                cu_q,
-                cu_k,
-                max_q,
-                max_k,
-                0.0,
-                geometry.causal,
-                no_dropout,
-                no_dropout[:0],
-            ),
+            *(*tensors, *lengths, 0.0, geometry.causal, no_dropout, no_dropout[:0]),
             scale=x.call.softmax_scale,
             window_size_left=left,
             window_size_right=right,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -197,11 +197,8 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
     Memory stays bounded by a few times 8 MiB of text. Raises UserError for an empty or malformed source.
     """
     joined = f"{_source_fingerprint(config)} {tokenizer.fingerprint}"
-    fingerprint = hashlib.sha256(joined.encode()).hexdigest()
-    if _made_from(folder, fingerprint):
-        return TokenCorpus.open(folder)
-    with build_folder(folder) as temporary:
-        writer = CorpusWriter(temporary, "uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+
+    def fill(writer: CorpusWriter) -> None:
         batch: list[Piece] = []
         chars = 0
         for piece in _require_text(config):
@@ -211,23 +208,33 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
                 _append(writer, batch, tokenizer)
                 batch, chars = [], 0
         _append(writer, batch, tokenizer)
-        writer.finish(fingerprint, tokenizer.eos_id)
-    return TokenCorpus.open(folder)
+
+    return _corpus(folder, joined, tokenizer.vocab_size, tokenizer.eos_id, fill)
 
 
 def random_corpus(config: DataConfig, vocab_size: int, folder: Path) -> TokenCorpus:
     """`max_documents` (64 when unset) documents of `sequence_length` uniformly random ids below `vocab_size`."""
     documents = config.max_documents or _RANDOM_DOCUMENTS
     recipe = json.dumps(["random", config.seed, documents, config.sequence_length, vocab_size])
-    fingerprint = hashlib.sha256(recipe.encode()).hexdigest()
-    if _made_from(folder, fingerprint):
-        return TokenCorpus.open(folder)
-    generator = np.random.Generator(np.random.PCG64(config.seed))
-    with build_folder(folder) as temporary:
-        writer = CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
+
+    def fill(writer: CorpusWriter) -> None:
+        generator = np.random.Generator(np.random.PCG64(config.seed))
         for index in range(documents):
             writer.append(f"random document {index}", generator.integers(0, vocab_size, config.sequence_length), True)
-        writer.finish(fingerprint, eos_id=0)
+
+    return _corpus(folder, recipe, vocab_size, 0, fill)
+
+
+def _corpus(
+    folder: Path, made_of: str, vocab_size: int, eos_id: int, fill: Callable[[CorpusWriter], None]
+) -> TokenCorpus:
+    """The corpus in `folder`, filled anew unless it was `made_of` the same. UserError for a damaged meta.json."""
+    fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+    if not os.path.lexists(folder / META) or read_info(folder).fingerprint != fingerprint:
+        with build_folder(folder) as temporary:
+            writer = CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
+            fill(writer)
+            writer.finish(fingerprint, eos_id)
     return TokenCorpus.open(folder)
 
 
@@ -235,8 +242,3 @@ def _append(writer: CorpusWriter, pieces: list[Piece], tokenizer: TextTokenizer)
     """Tokenise `pieces` and append them, the end-of-text token after the last piece of each document."""
     for piece, ids in zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True):
         writer.append(piece.document, np.asarray([*ids, tokenizer.eos_id] if piece.last else ids), piece.last)
-
-
-def _made_from(folder: Path, fingerprint: str) -> bool:
-    """Raises UserError for a meta.json that is damaged: whether it is the run's own corpus cannot be told."""
-    return os.path.lexists(folder / META) and read_info(folder).fingerprint == fingerprint

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.crc import checksum
-from storage.disk import atomic_write, disk_error
+from storage.disk import atomic_write, reporting
 from storage.errors import UserError
 from storage.sealed import hex_crc, seal, unseal
 from storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
@@ -98,15 +98,13 @@ class Tokens:
 
     def read_bytes(self, start: int, count: int) -> bytes:
         """Bytes of the file as they are. UserError where the drive does not give them."""
-        try:
+        with reporting(self.path, f"reading {count:,} bytes of tokens"):
             data = os.pread(self._fd, count, start)
             while len(data) < count:
                 more = os.pread(self._fd, count - len(data), start + len(data))
                 if not more:
                     raise damage(self.path, f"it became shorter than {start + count:,} bytes while it was in use")
                 data += more
-        except OSError as error:
-            raise disk_error(error, self.path, f"reading {count:,} bytes of tokens") from error
         return data
 
     def _fault(self, block: int, data: memoryview) -> str | None:

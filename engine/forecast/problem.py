@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from engine.attention import workspace
-from engine.config import Recipe, parse_bytes
+from engine.config import Recipe
 from engine.forecast.costs import representatives
 from engine.forecast.flops import block_matmul, projection_matmul, unread_matmul
-from engine.model.spec import ModelSpec, layouts
-from engine.optim.base import find_optimizer
+from engine.model.spec import ModelSpec
 from engine.plan.problem import (
     BYTES_PER_TOKEN,
     CUBLAS_WORKSPACE_BYTES,
     FP32,
     INPUTS_CACHE_BYTES,
     BlockShape,
-    BufferShape,
-    PlanInput,
 )
-from storage.layout import part_numel_even
-
-if TYPE_CHECKING:
-    from engine.forecast.request import PlanRequest
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -39,55 +31,7 @@ HOLES_BYTES = 5 * 20 * 2**20
 shrink by pages of 20 MiB, and blocks of about that size leave some of them half empty."""
 
 
-def make_problem(task: PlanRequest, chunk_tokens: int) -> PlanInput:
-    """What a plan has to solve when chunks have `chunk_tokens` tokens."""
-    spec, recipe, budgets = task.spec, task.recipe, task.budgets
-    data, train, storage = recipe.data, recipe.train, recipe.storage
-    flat = layouts(spec)
-    part_bytes = parse_bytes(storage.part_bytes, "storage.part_bytes")
-    optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
-    tokens = data.sequence_length if spec.recurrent else chunk_tokens
-    temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[task.device_type])
-    if task.device_type == "cuda":
-        stream_tokens = train.micro_batch_size * data.sequence_length
-        temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
-        temporaries += min(temporaries // 8, HOLES_BYTES)
-        temporaries += overhead_bytes(train.global_batch_size * data.sequence_length) + budgets.gpu // ALLOCATOR_SHARE
-    return PlanInput(
-        blocks=_learned(block_shapes(spec, train.compute_dtype), task.graph_bytes or {}),
-        buffers=tuple(
-            BufferShape(
-                name=name,
-                numel=layout.numel,
-                part_numel=part_numel_even(layout.numel, part_bytes // FP32)
-                if optimizer.granularity == "element"
-                else layout.numel,
-            )
-            for name, layout in flat.items()
-        ),
-        hidden_size=spec.hidden_size,
-        compute_bytes=compute_bytes,
-        gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
-        micro_batches=train.global_batch_size // train.micro_batch_size,
-        rows=train.micro_batch_size,
-        row_tokens=data.sequence_length,
-        chunk_tokens=chunk_tokens,
-        chunk_per_row=spec.recurrent,
-        workspace_bytes=temporaries,
-        gpu_budget=budgets.gpu,
-        ram_budget=budgets.ram,
-        device_reads=task.device_reads,
-        reader_bytes=task.reader_bytes,
-        activation_checkpointing=train.activation_checkpointing,
-        kv_window=train.kv_window,
-        nvme_budget=budgets.nvme,
-        state_kinds=optimizer.state_kinds,
-        kept_generations=kept_generations(recipe),
-        last_good=storage.keep_good is not None,
-    )
-
-
-def _learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> tuple[BlockShape, ...]:
+def learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> tuple[BlockShape, ...]:
     """The blocks with what was measured of their graphs."""
     found = [graph_bytes.get(name) for name in representatives(blocks)]
     return tuple(

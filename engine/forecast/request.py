@@ -6,17 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import Recipe
+from engine.config import Recipe, parse_bytes
 from engine.forecast.costs import Calibration
-from engine.forecast.problem import make_problem
+from engine.forecast.problem import (
+    ALLOCATOR_SHARE,
+    DTYPE_BYTES,
+    HOLES_BYTES,
+    LOGITS_BYTES,
+    attention_workspace,
+    block_shapes,
+    kept_generations,
+    learned,
+    overhead_bytes,
+    workspace_bytes,
+)
 from engine.forecast.search import SearchResult, chunk_options, search, why_not
 from engine.machine.budgets import Budgets
 from engine.machine.profile import Machine
-from engine.model.spec import ModelSpec
+from engine.model.spec import ModelSpec, layouts
+from engine.optim.base import find_optimizer
 from engine.plan.plan import Plan
 from engine.plan.planner import make_plan
-from engine.plan.problem import PlanInput, PlanOptions
+from engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
 from storage.errors import BudgetError
+from storage.layout import part_numel_even
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +49,53 @@ class PlanRequest:
     """Calibration.graph_bytes_per_token, once there is one."""
 
     def problem(self, chunk_tokens: int) -> PlanInput:
-        return make_problem(self, chunk_tokens)
+        """What the planner has to solve with chunks of that length."""
+        spec, recipe, budgets = self.spec, self.recipe, self.budgets
+        data, train, storage = recipe.data, recipe.train, recipe.storage
+        flat = layouts(spec)
+        part_bytes = parse_bytes(storage.part_bytes, "storage.part_bytes")
+        optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
+        tokens = data.sequence_length if spec.recurrent else chunk_tokens
+        temporaries = workspace_bytes(spec, tokens, compute_bytes, LOGITS_BYTES[self.device_type])
+        if self.device_type == "cuda":
+            stream_tokens = train.micro_batch_size * data.sequence_length
+            temporaries += attention_workspace(spec, tokens, stream_tokens, deterministic=train.deterministic)
+            temporaries += min(temporaries // 8, HOLES_BYTES)
+            temporaries += (
+                overhead_bytes(train.global_batch_size * data.sequence_length) + budgets.gpu // ALLOCATOR_SHARE
+            )
+        return PlanInput(
+            blocks=learned(block_shapes(spec, train.compute_dtype), self.graph_bytes or {}),
+            buffers=tuple(
+                BufferShape(
+                    name=name,
+                    numel=layout.numel,
+                    part_numel=part_numel_even(layout.numel, part_bytes // FP32)
+                    if optimizer.granularity == "element"
+                    else layout.numel,
+                )
+                for name, layout in flat.items()
+            ),
+            hidden_size=spec.hidden_size,
+            compute_bytes=compute_bytes,
+            gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
+            micro_batches=train.global_batch_size // train.micro_batch_size,
+            rows=train.micro_batch_size,
+            row_tokens=data.sequence_length,
+            chunk_tokens=chunk_tokens,
+            chunk_per_row=spec.recurrent,
+            workspace_bytes=temporaries,
+            gpu_budget=budgets.gpu,
+            ram_budget=budgets.ram,
+            device_reads=self.device_reads,
+            reader_bytes=self.reader_bytes,
+            activation_checkpointing=train.activation_checkpointing,
+            kv_window=train.kv_window,
+            nvme_budget=budgets.nvme,
+            state_kinds=optimizer.state_kinds,
+            kept_generations=kept_generations(recipe),
+            last_good=storage.keep_good is not None,
+        )
 
     @property
     def chunks(self) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,15 @@ class Placement:
         """Bind the calling thread, which reads or writes chunk files."""
         os.sched_setaffinity(0, self.drives)
 
-    def near_gpu(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def near_gpu(self) -> Iterator[None]:
         """Inside the block the calling thread runs on the GPU's node: pages it touches first lie there."""
-        return _bound(self.lanes | self.drives | self.optimizer)
-
-
-@contextmanager
-def _bound(cpus: frozenset[int]) -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.lanes | self.drives | self.optimizer)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 def place_threads(device: torch.device) -> Placement | None:

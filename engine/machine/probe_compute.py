@@ -133,12 +133,8 @@ def _attention_rate(device: torch.device, sizes: Sizes, head_dim: int, chunk: in
     def random(tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, head_dim, device=device, dtype=torch.bfloat16)
 
-    q, k, v, dout = (
-        random(chunk, sizes.heads),
-        random(keys, sizes.kv_heads),
-        random(keys, sizes.kv_heads),
-        random(chunk, sizes.heads),
-    )
+    q, dout = (random(chunk, sizes.heads) for _ in range(2))
+    k, v = (random(keys, sizes.kv_heads) for _ in range(2))
     dq, dk, dv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
     x = attention.Operands(q, k, v, attention.AttentionCall(head_dim**-0.5), start)
     given = attention.Gradients(dout, *attention.attend(x))

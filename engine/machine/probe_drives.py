@@ -22,7 +22,7 @@ import torch
 from engine.machine.limits import free_disk, free_memory
 from engine.machine.profile import Drive
 from storage.arena import HostArena
-from storage.disk import disk_error, require_writable
+from storage.disk import read_all, reporting, require_writable, write_all
 from storage.drives import READ_THREADS, WRITE_THREADS
 from storage.errors import UserError
 from storage.filesystem import check_folder, mount_of
@@ -257,12 +257,10 @@ def _opened(folder: Path, most_blocks: int) -> Iterator[_Files]:
     """The files of one drive, open for direct I/O where its file system has that, and without a name."""
     files = _Files(folder, most_blocks)
     try:
-        try:
+        with reporting(folder, "making files to measure with"):
             for _ in range(2 * _THREADS):
                 files.fds.append(_nameless(folder))
                 files.blocks.append(0)
-        except OSError as error:
-            raise disk_error(error, folder, "making files to measure with") from error
         yield files
     finally:
         # Giving the extents of gigabytes back takes seconds one after another.
@@ -290,31 +288,19 @@ def _nameless(folder: Path) -> int:
 
 
 def _write(drive: _Files, number: int, data: memoryview, offset: int) -> None:
-    done = 0
-    try:
-        while done < len(data):
-            done += os.pwrite(drive.fds[number], data[done:], offset + done)
-    except OSError as error:
-        raise disk_error(error, drive.folder, f"writing {len(data):,} bytes") from error
+    with reporting(drive.folder, f"writing {len(data):,} bytes"):
+        write_all(drive.fds[number], [data], offset)
 
 
 def _read(drive: _Files, number: int, out: memoryview, offset: int) -> None:
-    done = 0
-    try:
-        while done < len(out):
-            count = os.preadv(drive.fds[number], [out[done:]], offset + done)
-            assert count, "the file is shorter than it was written"
-            done += count
-    except OSError as error:
-        raise disk_error(error, drive.folder, f"reading {len(out):,} bytes") from error
+    with reporting(drive.folder, f"reading {len(out):,} bytes"):
+        assert read_all(drive.fds[number], [out], offset), "the file is shorter than it was written"
 
 
 def _sync(drive: _Files) -> None:
     for fd in drive.fds:
-        try:
+        with reporting(drive.folder, "syncing"):
             os.fsync(fd)
-        except OSError as error:
-            raise disk_error(error, drive.folder, "syncing") from error
 
 
 def _names(folders: Sequence[Path]) -> str:

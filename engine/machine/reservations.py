@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from engine.machine.budgets import Reserved, gpu_name, words
 from engine.machine.limits import free_memory
+from storage.disk import held
 from storage.errors import BudgetError
 from storage.units import bytes_text
 from storage.untrusted import is_whole, parse_object, printable
@@ -46,12 +47,8 @@ _RECORD_BYTES, _MOST_PATH = 8192, 1000
 def reserved() -> list[Reserved]:
     """What other processes have reserved; nothing is written. [] where that cannot be read."""
     for place in _places():
-        with contextlib.suppress(OSError):
-            folder = _open_folder(place)
-            try:
-                return _read(folder)
-            finally:
-                os.close(folder)
+        with contextlib.suppress(OSError), held(_open_folder(place)) as folder:
+            return _read(folder)
     return []
 
 
@@ -285,13 +282,8 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and is_whole(value) and value >= 0
 
 
-@contextlib.contextmanager
-def _opened(folder: int, name: str) -> Iterator[int]:
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _opened(folder: int, name: str) -> contextlib.AbstractContextManager[int]:
+    return held(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder))
 
 
 def _try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:

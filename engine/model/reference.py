@@ -93,13 +93,8 @@ def forward_backward(
     for layer in range(num_layers):
         here = _of_block(runner, f"layers.{layer}", weights)
         inputs.append(hidden)
-        attended.append(
-            [
-                s
-                for stream, cuts in zip(streams, ranges, strict=True)
-                for s in layers.states(layer, stream.documents, cuts)
-            ]
-        )
+        states = (layers.states(layer, s.documents, cuts) for s, cuts in zip(streams, ranges, strict=True))
+        attended.append([state for of_stream in states for state in of_stream])
         hidden = [
             layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
             for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True)

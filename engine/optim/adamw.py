@@ -38,15 +38,8 @@ def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -
     Order: lr, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / (1 - beta2^step), clip, 1 - lr * weight_decay.
     """
     lr = learning_rate(config, step)
-    common = [
-        lr,
-        config.beta1,
-        config.beta2,
-        config.eps,
-        1 / (1 - config.beta1**step),
-        1 / (1 - config.beta2**step),
-        clip,
-    ]
+    inverses = [1 / (1 - beta**step) for beta in (config.beta1, config.beta2)]
+    common = [lr, config.beta1, config.beta2, config.eps, *inverses, clip]
     rows = torch.tensor([[*common, 1 - lr * config.weight_decay], [*common, 1.0]], dtype=torch.float32)
     decayed, undecayed = rows.tolist()
     rows = on_device(rows, device)

@@ -63,11 +63,15 @@ def describe(op: Op, plan: Plan) -> str:
     """An op in words: what it does, for which block and which tokens."""
     text = f"{op.action.name} of block {op.block}"
     if op.index != WHOLE and op.lane == "compute":
-        chunk = plan.chunks[op.index]
-        text += f", chunk {chunk.index} (micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
+        text += f", {_in_words(plan, op.index)}"
     elif op.index != WHOLE:
         text += f", index {op.index}"
     return f"{text}, of step {op.step}"
+
+
+def _in_words(plan: Plan, index: int) -> str:
+    chunk = plan.chunks[index]
+    return f"chunk {index} (micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
 
 
 def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
@@ -77,9 +81,7 @@ def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor)
     """
 
     def of_chunk(what: str, index: int) -> str:
-        chunk = plan.chunks[index]
-        where = f"micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end}"
-        return f"{what} of chunk {chunk.index} ({where})"
+        return f"{what} of {_in_words(plan, index)}"
 
     def first_mark(part: Tensor) -> tuple[int, int] | None:
         bad = (~part.isfinite()).nonzero()

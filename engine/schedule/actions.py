@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Literal
 
 from engine.schedule import resources as r
@@ -139,9 +140,15 @@ def _evaluation(forward: Action, *writes: str) -> Action:
 _MOVES: dict[Lane, Cost] = {"h2d": Cost.COPY, "d2h": Cost.COPY, "nvme_read": Cost.READ, "nvme_write": Cost.WRITE}
 
 
-def _move(name: str, lane: Lane, says: str, reads: Iterable[str], writes: str, move: Move | None = None) -> Action:
-    return _action(name, lane, _MOVES[lane], says, reads=tuple(reads), writes=(writes,), move=move)
+def _move(
+    lane: Lane, name: str, says: str, reads: str | tuple[str, ...], writes: str, move: Move | None = None
+) -> Action:
+    reads = (reads,) if isinstance(reads, str) else reads
+    return _action(name, lane, _MOVES[lane], says, reads=reads, writes=(writes,), move=move)
 
+
+_load, _store = partial(_move, "h2d"), partial(_move, "d2h")
+_read, _write = partial(_move, "nvme_read"), partial(_move, "nvme_write")
 
 # ---------------------------------------------------------------------- blocks on a chunk
 
@@ -320,24 +327,12 @@ DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _ON_NVME, wr
 # ---------------------------------------------------------------------- weights, gradients, state
 
 _WEIGHTS_TO_GPU = Move("weights", "in", "gpu")
-LOAD_WEIGHTS = _move(
-    "load_weights", "h2d", "copies weights to the GPU", (r.RAM_WEIGHTS,), r.GPU_WEIGHTS, _WEIGHTS_TO_GPU
+LOAD_WEIGHTS = _load("load_weights", "copies weights to the GPU", r.RAM_WEIGHTS, r.GPU_WEIGHTS, _WEIGHTS_TO_GPU)
+LOAD_WEIGHTS_PART = _load(
+    "load_weights_part", "copies a part of the weights to the GPU", r.RAM_PART_STAGE, r.GPU_WEIGHTS, _WEIGHTS_TO_GPU
 )
-LOAD_WEIGHTS_PART = _move(
-    "load_weights_part",
-    "h2d",
-    "copies a part of the weights to the GPU",
-    (r.RAM_PART_STAGE,),
-    r.GPU_WEIGHTS,
-    _WEIGHTS_TO_GPU,
-)
-READ_WEIGHTS = _move(
-    "read_weights",
-    "nvme_read",
-    "reads a part of the weights",
-    (r.NVME_WEIGHTS,),
-    r.RAM_PART_STAGE,
-    Move("weights", "in", "ram"),
+READ_WEIGHTS = _read(
+    "read_weights", "reads a part of the weights", r.NVME_WEIGHTS, r.RAM_PART_STAGE, Move("weights", "in", "ram")
 )
 READ_WEIGHTS_WHOLE = _action(
     "read_weights_whole",
@@ -348,37 +343,22 @@ READ_WEIGHTS_WHOLE = _action(
     writes=(r.GPU_WEIGHTS,),
     move=_WEIGHTS_TO_GPU,
 )
-WRITE_WEIGHTS = _move(
-    "write_weights",
-    "nvme_write",
-    "writes a part of the weights",
-    (r.RAM_PART_STAGE,),
-    r.NVME_WEIGHTS,
-    Move("weights", "out", "home"),
+WRITE_WEIGHTS = _write(
+    "write_weights", "writes a part of the weights", r.RAM_PART_STAGE, r.NVME_WEIGHTS, Move("weights", "out", "home")
 )
-STORE_GRADIENT = _move(
-    "store_gradient",
-    "d2h",
-    "copies a gradient from the GPU",
-    (r.GPU_GRADIENT,),
-    r.RAM_GRADIENT,
-    Move("gradient", "out", "home"),
+_GRADIENT_LEAVES = Move("gradient", "out", "home")
+STORE_GRADIENT = _store(
+    "store_gradient", "copies a gradient from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _GRADIENT_LEAVES
 )
-STORE_GRADIENT_PART = _move(
+STORE_GRADIENT_PART = _store(
     "store_gradient_part",
-    "d2h",
     "copies a part of a gradient from the GPU",
-    (r.GPU_GRADIENT,),
+    r.GPU_GRADIENT,
     r.RAM_PART_STAGE,
     Move("gradient", "out", "ram"),
 )
-WRITE_GRADIENT = _move(
-    "write_gradient",
-    "nvme_write",
-    "writes a part of a gradient",
-    (r.RAM_PART_STAGE,),
-    r.NVME_GRADIENT,
-    Move("gradient", "out", "home"),
+WRITE_GRADIENT = _write(
+    "write_gradient", "writes a part of a gradient", r.RAM_PART_STAGE, r.NVME_GRADIENT, _GRADIENT_LEAVES
 )
 UPDATE = _action(
     "update",
@@ -390,42 +370,29 @@ UPDATE = _action(
     adds=(r.RAM_STATE_STAGE, r.RAM_STATE, r.RAM_WEIGHTS),
     phase="update",
 )
-READ_STATE = _move(
+READ_STATE = _read(
     "read_state",
-    "nvme_read",
     "reads a part of the state",
     (r.NVME_STATE, r.NVME_GRADIENT),
     r.RAM_STATE_STAGE,
     Move("state", "in", "ram"),
 )
 _STATE_LEAVES = Move("state", "out", "home")
-WRITE_STATE = _move(
-    "write_state",
-    "nvme_write",
-    "writes a part of the state",
-    (r.RAM_STATE_STAGE, r.GENERATION),
-    r.NVME_STATE,
-    _STATE_LEAVES,
+WRITE_STATE = _write(
+    "write_state", "writes a part of the state", (r.RAM_STATE_STAGE, r.GENERATION), r.NVME_STATE, _STATE_LEAVES
 )
-CHECKPOINT_STATE = _move(
+CHECKPOINT_STATE = _write(
     "checkpoint_state",
-    "nvme_write",
     "writes a part of the state in RAM, for a commit",
     (r.RAM_STATE, r.GENERATION),
     r.NVME_STATE,
     _STATE_LEAVES,
 )
-STAGE_STATE = _move(
-    "stage_state",
-    "d2h",
-    "copies a part of the state from the GPU, for a commit",
-    (r.GPU_STATE,),
-    r.RAM_PART_STAGE,
-    _STATE_LEAVES,
+STAGE_STATE = _store(
+    "stage_state", "copies a part of the state from the GPU, for a commit", r.GPU_STATE, r.RAM_PART_STAGE, _STATE_LEAVES
 )
-CHECKPOINT_STAGED = _move(
+CHECKPOINT_STAGED = _write(
     "checkpoint_staged",
-    "nvme_write",
     "writes a part of the state on the GPU, for a commit",
     (r.RAM_PART_STAGE, r.GENERATION),
     r.NVME_STATE,

@@ -140,7 +140,10 @@ class ScheduleBuilder:
         assert batch > 0
         self._begin(step, batch, documents)
         chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
-        for _ in self._passes(self._evaluating(chunks), commit_previous):
+        head = len(self._plan.blocks) - 1
+        visits: list[_Visit] = [("evaluate", layer, chunks) for layer in range(head)]
+        # The head begins with the chunk that was computed last.
+        for _ in self._passes(_in_order([*visits, ("evaluate", head, chunks[::-1])]), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
         self._emit(a.EVALUATE, "all", reads=[r.place(r.GPU_EVALUATIONS)], writes=[r.place(r.RAM_EVALUATION)])
@@ -181,12 +184,6 @@ class ScheduleBuilder:
                 stream = chunks[end - plan.window_chunks : end]
                 visits += [("recompute", layer, stream), ("backward", layer, stream[::-1])]
         return _in_order(visits)
-
-    def _evaluating(self, chunks: list[Chunk]) -> list[_Task]:
-        """Forward alone, of these chunks; the head begins with the chunk that was computed last."""
-        head = len(self._plan.blocks) - 1
-        visits: list[_Visit] = [("evaluate", layer, chunks) for layer in range(head)]
-        return _in_order([*visits, ("evaluate", head, chunks[::-1])])
 
     def _passes(self, tasks: list[_Task], commit: bool) -> Iterator[None]:
         """Emit the ops of all passes, with a pause after each."""

@@ -166,11 +166,11 @@ def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPa
     data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
     store.spill("l", data).result()
     for call, word, move in (
-        ("pwrite", "spill/k: writing", lambda: store.spill("k", data)),
+        ("pwritev", "spill/k: writing", lambda: store.spill("k", data)),
         ("preadv", "spill/l: reading", lambda: store.unspill("l", out)),
     ):
         with monkeypatch.context() as patch:
-            failing(patch, [call], code, first=1)
+            failing(patch, [call], code)
             with pytest.raises(UserError, match=rf"{word} 9,000 bytes of activations failed: {os.strerror(code)}"):
                 move().result()
     store.close()

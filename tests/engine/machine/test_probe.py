@@ -130,7 +130,7 @@ def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.
     def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     start = time.monotonic()
     with pytest.raises(UserError, match="free some space on this disk"):
         drives.probe_drives([tmp_path], 60, block_bytes=BLOCK, most_bytes=64 * BLOCK)
