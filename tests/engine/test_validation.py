@@ -287,22 +287,6 @@ def test_older_runs_keep_their_digest_and_their_place_in_the_data(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": tiny.data()}, r"train\.validate_every: 2, but no documents are held out.*data\.validation_documents"),
-        (
-            {"data": tiny.data(validation_documents=500, max_documents=None)},
-            r"data\.validation_documents: 500, but the corpus has 64 documents",
-        ),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train_run(tmp_path, tiny.Silent(), **changes)
-    assert not (tmp_path / "state").exists()
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: tiny.training(validate_every=0), r"train\.validate_every: 0 must be at least 1"),

@@ -20,7 +20,7 @@ from engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation,
 from engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
 from engine.machine.profile import Machine
 from engine.plan.plan import Plan
-from engine.plan.problem import PlanOptions
+from engine.plan.problem import PlanInput, PlanOptions
 from engine.schedule.actions import LANES, Lane
 from engine.schedule.builder import ScheduleBuilder, stays_aside
 from engine.schedule.ops import Op
@@ -177,44 +177,30 @@ def test_a_step_takes_at_least_as_long_as_any_of_its_lanes(plan: Plan, machine: 
     assert {span.step for span in found.spans} <= {1, 2}
 
 
-DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
-    "all on the GPU": ({"layers": 32}, PlanOptions(gpu_first="blocks")),
-    "all in RAM": ({"layers": 32, "gpu_budget": 1}, PlanOptions()),
-    "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, PlanOptions(gpu_first="blocks")),
-    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "activation_checkpointing": "auto"}, PlanOptions()),
-    "records on the GPU": (
-        {"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000},
-        PlanOptions(gpu_first="records"),
-    ),
-    "all on NVMe": ({"layers": 28, "gpu_budget": 1, "ram_budget": 1}, PlanOptions()),
-    "weights in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 1_500_000}, PlanOptions()),
-    "activations in RAM": (
-        {"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000},
-        PlanOptions(ram_first="activations"),
-    ),
-    "attention recomputed": (
-        {"layers": 36, "gpu_budget": 1, "activation_checkpointing": "full"},
-        PlanOptions(recompute="all"),
-    ),
-    "streamed": ({"layers": 24, "gpu_budget": 1, "micro_batches": 1, "row_tokens": 512}, PlanOptions(streamed=True)),
-    "streamed, tight": (
-        {"layers": 26, "gpu_budget": 1, "ram_budget": 1, "micro_batches": 1, "row_tokens": 512},
-        PlanOptions(streamed=True),
-    ),
-    "many chunks": ({"layers": 24, "gpu_budget": 1, "micro_batches": 24, "row_tokens": 128}, PlanOptions()),
-    "chunks of two micro-batches": (
-        {"layers": 24, "gpu_budget": 1, "micro_batches": 10, "row_tokens": 192},
-        PlanOptions(),
-    ),
-    "every other window slides": (
-        {"layers": 36, "sliding": frozenset(range(0, 36, 2)), "gpu_budget": 1, "ram_budget": 2_000_000},
-        PlanOptions(),
-    ),
-    "one window in six is full": (
-        {"layers": 60, "sliding": frozenset(set(range(60)) - set(range(5, 60, 6))), "gpu_budget": 1},
-        PlanOptions(),
-    ),
-    "sliding windows below": ({"layers": 30, "sliding": frozenset(range(14)), "gpu_budget": 1}, PlanOptions()),
+def deep(layers: int, choice: PlanOptions | None = None, **shape: Any) -> tuple[PlanInput, PlanOptions]:
+    return problem(layers=layers, **{"kv_window": "auto"} | shape), choice or PlanOptions()
+
+
+BLOCKS_FIRST, STREAMED = PlanOptions(gpu_first="blocks"), PlanOptions(streamed=True)
+ACTIVATIONS_FIRST, RECORDS_FIRST = PlanOptions(ram_first="activations"), PlanOptions(gpu_first="records")
+BUT_EVERY_SIXTH = frozenset(range(60)) - frozenset(range(5, 60, 6))
+DEEP = {
+    "all on the GPU": deep(32, BLOCKS_FIRST),
+    "all in RAM": deep(32, gpu_budget=1),
+    "half on the GPU": deep(40, BLOCKS_FIRST, gpu_budget=4_000_000),
+    "graphs of some": deep(30, gpu_budget=1_200_000, activation_checkpointing="auto"),
+    "records on the GPU": deep(30, RECORDS_FIRST, gpu_budget=1_500_000, ram_budget=1_000_000),
+    "all on NVMe": deep(28, gpu_budget=1, ram_budget=1),
+    "weights in RAM": deep(24, gpu_budget=1, ram_budget=1_500_000),
+    "activations in RAM": deep(24, ACTIVATIONS_FIRST, gpu_budget=1, ram_budget=2_500_000),
+    "attention recomputed": deep(36, PlanOptions(recompute="all"), gpu_budget=1, activation_checkpointing="full"),
+    "streamed": deep(24, STREAMED, gpu_budget=1, micro_batches=1, row_tokens=512),
+    "streamed, tight": deep(26, STREAMED, gpu_budget=1, ram_budget=1, micro_batches=1, row_tokens=512),
+    "many chunks": deep(24, gpu_budget=1, micro_batches=24, row_tokens=128),
+    "chunks of two micro-batches": deep(24, gpu_budget=1, micro_batches=10, row_tokens=192),
+    "every other window slides": deep(36, sliding=frozenset(range(0, 36, 2)), gpu_budget=1, ram_budget=2_000_000),
+    "one window in six is full": deep(60, sliding=BUT_EVERY_SIXTH, gpu_budget=1),
+    "sliding windows below": deep(30, sliding=frozenset(range(14)), gpu_budget=1),
 }
 RATES = {
     "computing": ROUND,
@@ -235,8 +221,7 @@ def _grid() -> list[object]:
 
 @pytest.mark.parametrize(("case", "rates"), _grid())
 def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
-    shape, choice = DEEP[case]
-    plan, machine = some_plan(problem(**({"kv_window": "auto"} | shape)), choice), RATES[rates]
+    plan, machine = some_plan(*DEEP[case]), RATES[rates]
     assert num_ops(plan) > FULL_OPS
     whole, short = estimate(plan, machine, full=True), estimate(plan, machine)
     assert len(short.spans) < len(whole.spans)

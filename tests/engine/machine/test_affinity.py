@@ -21,17 +21,13 @@ GPU = "0000:3b:00.0"
 
 def machine(root: Path, nodes: dict[int, str], node_of_gpu: int, siblings: dict[int, str] | None = None) -> Path:
     """A sysfs tree: CPU lists of NUMA nodes, the GPU's node, and each CPU's hyperthreads."""
-    device = root / "bus/pci/devices" / GPU
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text(f"{node_of_gpu}\n")
-    for node, cpus in nodes.items():
-        folder = root / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cpus + "\n")
+    files = {f"bus/pci/devices/{GPU}/numa_node": str(node_of_gpu)}
+    files |= {f"devices/system/node/node{node}/cpulist": cpus for node, cpus in nodes.items()}
     for cpu, text in (siblings or {}).items():
-        folder = root / f"devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(text + "\n")
+        files[f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = text
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(f"{text}\n")
     return root
 
 

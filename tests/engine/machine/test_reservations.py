@@ -77,14 +77,9 @@ def start(machine: Path, places: object) -> Iterator[Start]:
     processes = []
 
     def begin(name: str, *arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **pipes)
         processes.append(process)
         return process
 
@@ -139,9 +134,7 @@ def test_a_reservation_ends_with_its_process(machine: Path, start: Start, places
 
 
 def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: Start) -> None:
-    holder = start("holder", 1.0, "hold")
-    assert holder.stdout is not None
-    assert holder.stdin is not None
+    holder: Any = start("holder", 1.0, "hold")
     assert holder.stdout.readline() == "reserved\n"
     observer = Silent()
     with reservation(machine, observer, wait_s=0.0) as mine:

@@ -66,14 +66,13 @@ def test_chunks_and_micro_batches_are_exact(qwen3: Any, chunk: int, num_micro_ba
     assert max(relative_errors(grads, reference).values()) <= 1e-5
 
 
-def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
+def test_gradients_are_added_to_what_is_there_and_weights_used_in_place(qwen3: Any) -> None:
     _, _, runner, weights = qwen3
     stream = TokenStream.of(documents([40]))
     (state,) = runner.layers.states(0, stream.documents, [(0, 40)])
-    assert state is not None
     inputs, x = runner.inputs(stream.positions, 39), torch.randn(40, 64)
-    layer = {name: tensor for name, tensor in weights.items() if ".layers.0." in name}
-    runner.layers.forward(0, layer, x, inputs, state)
+    layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.0." in name}
+    before = runner.layers.forward(0, layer, x, inputs, state)
     sums = []
     for base in (0.0, 1.0):
         grads = {name: torch.full_like(tensor, base) for name, tensor in layer.items()}
@@ -82,6 +81,11 @@ def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
         sums.append(grads)
     for name in layer:
         torch.testing.assert_close(sums[1][name], sums[0][name] + 1.0)
+    # Changing the buffer that a layer was given changes the next result: nothing was copied.
+    for tensor in layer.values():
+        tensor.zero_()
+    assert torch.equal(runner.layers.forward(0, layer, x, inputs, state), x)
+    assert not torch.equal(before, x)
 
 
 @pytest.mark.parametrize("logits_bytes", [1, 101 * 4 * 3, 1 << 30])
@@ -125,20 +129,6 @@ def test_embedding_gradient_skips_the_padding_id(qwen3: Any) -> None:
     expected[9], expected[100] = dx[0] + dx[2], dx[3]
     torch.testing.assert_close(grads[name], expected)
     assert torch.equal(runner.embed(table, ids, positions), weights[name][ids]), "the padding id must be restored"
-
-
-def test_weights_are_used_in_place(qwen3: Any) -> None:
-    """Changing the buffer that a layer was given changes the next result: nothing was copied."""
-    _, _, runner, weights = qwen3
-    stream = TokenStream.of(documents([16]))
-    (state,) = runner.layers.states(1, stream.documents, [(0, 16)])
-    inputs, x = runner.inputs(stream.positions, 15), torch.randn(16, 64)
-    layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.1." in name}
-    before = runner.layers.forward(1, layer, x, inputs, state)
-    for tensor in layer.values():
-        tensor.zero_()
-    assert torch.equal(runner.layers.forward(1, layer, x, inputs, state), x)
-    assert not torch.equal(before, x)
 
 
 def test_rotary_tables_come_from_the_longest_position() -> None:
