@@ -347,11 +347,7 @@ def live_digest(session: Session) -> str:
     for array in sorted(session.store.arrays(), key=lambda array: (array.buffer, array.kind)):
         tier = session.plan.buffers[array.buffer].state
         memory = {"gpu": session.gpu.buffers, "ram": session.ram.buffers, "nvme": {}}[tier].get(array.buffer)
-        if memory is None:
-            whole = stored(session.store, array)
-        else:
-            assert memory.state is not None
-            whole = memory.state[array.kind][: array.numel]
+        whole = stored(session.store, array) if memory is None else memory.state[array.kind][: array.numel]
         total.update(whole.numpy().tobytes())
     return total.hexdigest()
 

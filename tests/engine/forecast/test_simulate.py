@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,20 +29,15 @@ B, D = BUILD_S, DISPATCH_S
 CPU = structs.replace(ROUND, gpu=None)
 
 
-class Given:
+def costs(*seconds: float) -> Any:
     """Costs that the test says, by the ops' numbers."""
-
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        self._seconds = seconds
-
-    def seconds(self, op: Op) -> float:
-        return self._seconds[op.id]
+    return SimpleNamespace(seconds=lambda op: seconds[op.id])
 
 
 def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list[tuple[float, float]]:
     """(start, end) of the ops, in their order."""
     clocks = Clocks(machine)
-    clocks.run(ops, Given(dict(enumerate(seconds))))  # type: ignore[arg-type]
+    clocks.run(ops, costs(*seconds))
     found = {op.id: (start, end) for op, start, end in clocks.times}
     assert clocks.done_at == {number: end for number, (_, end) in found.items()}
     return [found[op.id] for op in ops]
@@ -103,7 +98,7 @@ def test_spans_tell_what_was_waited_for() -> None:
         an_op(4, "d2h", 0, 3),
     ]
     clocks = Clocks(ROUND)
-    clocks.run(ops, Given(dict.fromkeys(range(5), 1.0)))  # type: ignore[arg-type]
+    clocks.run(ops, costs(1, 1, 1, 1, 1))
     waited = {span.id: span.waited for span in clocks.spans(0.0)}
     # Op 2 follows op 0 on its own lane at once; op 3 finds op 1 done by its lane, and op 2 D later.
     assert waited == {0: (), 1: (0,), 2: (), 3: (), 4: (0, 3)}

@@ -66,7 +66,6 @@ def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize("allowed", [cpus(range(8, 16)), cpus(range(100, 108))])
 def test_a_process_kept_off_the_gpus_node_uses_what_it_may(tmp_path: Path, allowed: frozenset[int]) -> None:
     found = placement(GPU, allowed, machine(tmp_path, {0: "0-7", 1: "8-15"}, 0))
-    assert found is not None
     assert found.node is None
     assert found.lanes | found.drives | found.optimizer == allowed
     assert len(found.lanes) == 2

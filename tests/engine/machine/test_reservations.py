@@ -91,7 +91,6 @@ def start(machine: Path, places: object) -> Iterator[Start]:
 
 def said(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What a process planned."""
-    assert process.stdout is not None
     assert process.stdout.readline() == "reserved\n"
     return cast(dict[str, Any], json.loads(process.stdout.readline()))
 
