@@ -95,19 +95,8 @@ def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
         store.verify()
 
 
-class Asking(tiny.Silent):
-    """Asks for a checkpoint after the second step."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def checkpoint_requests(self) -> list[str]:
-        return [self._name] if len(self.metrics) == 2 else []
-
-
 def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> None:
-    observer = Asking("before")
+    observer = tiny.Silent(asks={2: "before"})
     rarely = tiny.storage(checkpoint_every=100)
     tiny.train_run(tmp_path, observer, storage=rarely)
     assert observer.checkpoints == [("before", 2, None)]
@@ -120,7 +109,7 @@ def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
-    observer = Asking("bad/name")
+    observer = tiny.Silent(asks={2: "bad/name"})
     result = tiny.train_run(tmp_path, observer)
     assert result.steps == 6
     ((name, step, error),) = observer.checkpoints

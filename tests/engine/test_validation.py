@@ -221,12 +221,7 @@ def test_a_resumed_run_is_validated_at_the_same_steps(tmp_path: Path, stop_after
 
 
 def test_a_checkpoint_asked_for_before_a_validation_is_of_that_step(tmp_path: Path) -> None:
-    class Asking(tiny.Silent):
-        def checkpoint_requests(self) -> list[str]:
-            step = self.metrics[-1].step
-            return [f"at-{step}"] if step in (2, 5) else []
-
-    observer, twin = Asking(), tiny.Silent()
+    observer, twin = tiny.Silent(asks={2: "at-2", 5: "at-5"}), tiny.Silent()
     train_run(tmp_path / "asked", observer)
     assert observer.checkpoints == [("at-2", 2, None), ("at-5", 5, None)]
     train_run(tmp_path / "asked", twin, resume=True, checkpoint="at-2")
