@@ -1,4 +1,4 @@
-"""Blocks computed chunk by chunk against plain autograd."""
+"""Blocks computed chunk by chunk against plain autograd, and what backward's recomputation leaves out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine.model.anatomy import take_apart
 from engine.model.check import TokenStream, reference_gradients, relative_errors
+from engine.model.recompute import GradientOnlyLinear, unread_linear
 from engine.model.reference import forward_backward
 from engine.model.runner import ModelRunner
+from engine.model.shrink import shrink
 from engine.model.tokens import ChunkTokens
 from engine.model.trace import random_model
 
@@ -179,3 +181,47 @@ def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     assert compiled[0] == again[0] == pytest.approx(eager[0], rel=1e-5)
     assert max(relative_errors(compiled[1], eager[1]).values()) <= 1e-5
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_for_gradients_only_gives_those_of_the_linear_layer(bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 4, bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(linear(x), [x, *linear.parameters()], dy)
+    y = GradientOnlyLinear(linear)(x)
+    assert torch.equal(y, torch.zeros_like(dy))
+    computed = torch.autograd.grad(y, [x, *linear.parameters()], dy)
+    torch.testing.assert_close(computed, expected)
+
+
+class _Layer(nn.Module):
+    """`residual + up` with something done to the sum."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + self.up(torch.tanh(self.down(x))))
+        return out
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(False, "up"), (True, None)])
+def test_last_projection_is_left_out_only_if_nothing_reads_it(norm: bool, expected: str | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8, requires_grad=True)
+    layer = _Layer(norm)
+    assert unread_linear(layer, lambda module: module(x), x) == expected
+    assert isinstance(layer.up, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [("llama", "mlp.down_proj"), ("cohere", "mlp.down_proj"), ("gemma2", None), ("mixtral", None)],
+)
+def test_what_the_last_projection_of_architectures_is(model_type: str, expected: str | None) -> None:
+    spec = take_apart(shrink(CONFIG_MAPPING[model_type]())[0])
+    assert set(spec.unread) == {expected}
