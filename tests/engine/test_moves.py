@@ -11,7 +11,6 @@ import pytest
 import tiny
 
 from engine.train import train_step
-from storage.checkpoints import list_checkpoints
 from storage.disk import publish
 from storage.errors import UserError
 from storage.manifest import FILE_NAME, Manifest
@@ -77,19 +76,15 @@ def test_each_step_tells_what_it_moved(tmp_path: Path) -> None:
     assert metrics[1].nvme_read_bytes[root] > 0
 
 
-def kept(run_dir: Path) -> list[str]:
-    return [info.name for info in list_checkpoints(run_dir / "state")]
-
-
 def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
     none, last = (tiny.storage(checkpoint_every=1, keep_last=n, keep_good=None) for n in (1, 2))
     tiny.train_run(tmp_path / "none", tiny.Silent(), storage=none)
-    assert kept(tmp_path / "none") == []
+    assert tiny.kept(tmp_path / "none") == []
     tiny.train_run(tmp_path / "last", tiny.Silent(), storage=last)
-    assert kept(tmp_path / "last") == [automatic_name(5), automatic_name(6)]
+    assert tiny.kept(tmp_path / "last") == [automatic_name(5), automatic_name(6)]
     every = tiny.storage(checkpoint_every=1, keep_every=3, keep_good=None)
     tiny.train_run(tmp_path / "every", tiny.Silent(), storage=every)
-    assert kept(tmp_path / "every") == [automatic_name(3), automatic_name(6)]
+    assert tiny.kept(tmp_path / "every") == [automatic_name(3), automatic_name(6)]
     with closing(NvmeStore.open(tmp_path / "every" / "state" / "checkpoints" / automatic_name(3))) as store:
         assert store.meta["step"] == 3
         store.verify()

@@ -39,6 +39,7 @@ from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
 from engine.session import Session, run_identity, run_meta
 from engine.train import train, train_step
+from storage.checkpoints import list_checkpoints
 from storage.errors import BudgetError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
@@ -334,6 +335,11 @@ def digest(store: NvmeStore) -> str:
     for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
         total.update(stored(store, array).numpy().tobytes())
     return total.hexdigest()
+
+
+def kept(run_dir: Path) -> list[str]:
+    """Names of a run's checkpoints."""
+    return [info.name for info in list_checkpoints(run_dir / "state")]
 
 
 def digest_of(run_dir: Path) -> str:

@@ -46,25 +46,17 @@ def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list
 CHAIN = [an_op(0, "h2d"), an_op(1, "compute", 0), an_op(2, "h2d"), an_op(3, "compute", 2)]
 UPDATE, COPY = ([an_op(0, "compute"), an_op(1, lane)] for lane in ("optimizer", "h2d"))
 LINK = [an_op(0, "h2d"), an_op(1, "d2h")]
+APART = [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")]
+TURNS = [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")]
 BY_HAND: list[tuple[list[Op], list[float], Machine, list[tuple[float, float]]]] = [
     # Load for 1 s, compute on it for 2 s; meanwhile, D after the first load, load for 3 s, then compute for 1 s.
     (CHAIN, [1, 2, 3, 1], ROUND, [(0, 1), (1, 3), (1 + D, 4 + D), (4 + D, 5 + D)]),
     # With a short second load the lane that computes is what everything waits for.
     (CHAIN, [1, 2, 0.5, 1], ROUND, [(0, 1), (1, 3), (1 + D, 1.5 + D), (3 + D, 4 + D)]),
     # Ops start no sooner than they are built.
-    (
-        [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")],
-        [0.5, 0.5, 0.5],
-        ROUND,
-        [(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)],
-    ),
+    (APART, [0.5, 0.5, 0.5], ROUND, [(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)]),
     # A lane keeps program order: op 2 has nothing to wait for, but its lane's op 1 does, until 2 s.
-    (
-        [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")],
-        [2, 1, 1],
-        ROUND,
-        [(0, 2), (2, 3), (3 + D, 4 + D)],
-    ),
+    (TURNS, [2, 1, 1], ROUND, [(0, 2), (2, 3), (3 + D, 4 + D)]),
     # Both directions share a link. Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s
     # are left, at full speed.
     (LINK, [2, 1], ROUND, [(0, 3), (B, 2 + B)]),
