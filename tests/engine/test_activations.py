@@ -10,6 +10,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import TrainConfig
 from engine.schedule.actions import UNSPILL
 from engine.schedule.ops import Op
 from engine.session import Session
@@ -62,24 +63,16 @@ def test_activations_of_four_times_the_ram_budget(tmp_path: Path) -> None:
 @given(
     share=st.floats(0.0, 1.0),
     layers=st.integers(1, 4),
-    sequences=st.integers(1, 2),
-    chunk_tokens=st.sampled_from([16, 33, 64]),
+    t=st.builds(
+        tiny.training, steps=st.just(2), global_batch_size=st.integers(1, 2), chunk_tokens=st.sampled_from([16, 33, 64])
+    ),
     device_reads=st.booleans(),
 )
 def test_any_share_of_activations_on_nvme_changes_no_bit(
-    tmp_path_factory: pytest.TempPathFactory,
-    share: float,
-    layers: int,
-    sequences: int,
-    chunk_tokens: int,
-    device_reads: bool,
+    tmp_path_factory: pytest.TempPathFactory, share: float, layers: int, t: TrainConfig, device_reads: bool
 ) -> None:
-    settings_: dict[str, Any] = {
-        "m": tiny.model(num_layers=layers),
-        "d": tiny.data(sequence_length=96),
-        "t": tiny.training(steps=2, global_batch_size=sequences, chunk_tokens=chunk_tokens),
-        "gpu": tiny.FLOOR,
-    }
+    model, data = tiny.model(num_layers=layers), tiny.data(sequence_length=96)
+    settings_: dict[str, Any] = {"m": model, "d": data, "t": t, "gpu": tiny.FLOOR}
     folder = tmp_path_factory.mktemp("spill")
     with tiny.session(folder / "roomy", **settings_) as session:
         expected = trained(session)

@@ -32,10 +32,6 @@ def run(folder: Path, **options: Any) -> tiny.Silent:
     return observer
 
 
-def good(folder: Path) -> list[str]:
-    return [info.name for info in list_checkpoints(folder / "state")]
-
-
 def largest(folder: Path) -> float:
     """The largest magnitude of a committed master weight."""
     found = 0.0
@@ -58,7 +54,7 @@ def test_a_rate_that_destroys_the_weights(tmp_path: Path, every: int, lr: float)
             storage=tiny.storage(checkpoint_every=every),
         )
     assert largest(tmp_path) <= LARGEST
-    names = good(tmp_path)
+    names = tiny.kept(tmp_path)
     if names:
         assert "last-good" in str(told.value) or "had a good loss" in str(told.value)
     ended = run(tmp_path, resume=True, checkpoint=names[-1] if names else None)
@@ -103,7 +99,7 @@ def test_usable_state() -> None:
 def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
     """Whole, and a run that goes on from it repeats the bits."""
     observer = run(tmp_path)
-    assert good(tmp_path) == ["good-000005"]
+    assert tiny.kept(tmp_path) == ["good-000005"]
     assert not observer.checkpoints
     root = tmp_path / "state"
     assert resolve_checkpoint(root, "last-good") == "good-000005"
@@ -113,7 +109,7 @@ def test_the_last_good_generation_is_kept(tmp_path: Path) -> None:
     before = tiny.digest_of(tmp_path)
     run(tmp_path, resume=True, checkpoint="good-000005")
     assert tiny.digest_of(tmp_path) == before
-    assert good(tmp_path) == ["good-000005"]
+    assert tiny.kept(tmp_path) == ["good-000005"]
 
 
 @pytest.mark.parametrize("bad", [{4}, {4, 5}, {2, 4, 6}, {1, 2, 3, 4, 5, 6}])
@@ -131,7 +127,7 @@ def test_a_generation_that_a_bad_loss_follows_is_not_the_good_one(
     monkeypatch.setattr(LossWatch, "is_good", judge)
     run(tmp_path)
     proved = [k for k in range(6) if k + 1 not in bad]
-    assert good(tmp_path) == [f"good-{k:06}" for k in proved[-1:]]
+    assert tiny.kept(tmp_path) == [f"good-{k:06}" for k in proved[-1:]]
 
 
 def test_a_loss_that_leaps_is_told_once(tmp_path: Path) -> None:
@@ -141,12 +137,12 @@ def test_a_loss_that_leaps_is_told_once(tmp_path: Path) -> None:
     assert len(told) == 1
     assert told[0].startswith("step 2: the loss, ")
     assert "--checkpoint last-good" in told[0]
-    assert good(tmp_path) == ["good-000000"]
+    assert tiny.kept(tmp_path) == ["good-000000"]
 
 
 def test_without_keep_good_none_is_kept(tmp_path: Path) -> None:
     run(tmp_path, storage=tiny.storage(checkpoint_every=1, keep_good=None))
-    assert good(tmp_path) == []
+    assert tiny.kept(tmp_path) == []
     with pytest.raises(UserError, match="has no last-good checkpoint"):
         resolve_checkpoint(tmp_path / "state", "last-good")
 
@@ -160,7 +156,7 @@ def test_no_room_for_it_is_said_once_and_training_goes_on(tmp_path: Path) -> Non
     observer = run(tmp_path / "run", budgets=budgets)
     assert [(name, step) for name, step, _ in observer.checkpoints] == [("last-good", 0)]
     assert "room" in str(observer.checkpoints[0][2])
-    assert good(tmp_path / "run") == []
+    assert tiny.kept(tmp_path / "run") == []
     assert len(observer.metrics) == 6
 
 
@@ -176,7 +172,7 @@ def test_a_full_disk_meanwhile_keeps_the_older_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Retention, "checkpoint", checkpoint)
     observer = run(tmp_path)
-    assert good(tmp_path) == ["good-000005"]
+    assert tiny.kept(tmp_path) == ["good-000005"]
     assert not observer.checkpoints
     assert ("good-000003", ["good-000002"]) in made
 
@@ -198,7 +194,7 @@ def test_a_checkpoint_that_is_being_read_does_not_end_the_run(tmp_path: Path, mo
         held.release()
     assert len(observer.metrics) == 6
     assert {name for name, _, _ in observer.checkpoints} == {"good-000002", "step-000003"}
-    assert set(good(tmp_path)) == {"good-000002", "good-000005", "step-000003", "step-000005", "step-000006"}
+    assert set(tiny.kept(tmp_path)) == {"good-000002", "good-000005", "step-000003", "step-000005", "step-000006"}
 
 
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=40), st.floats(1.5, 10))
@@ -207,7 +203,6 @@ def test_the_loss_watch(losses: list[float], multiple: float) -> None:
     for i, loss in enumerate(losses):
         before = watch.mean
         assert watch.is_good(loss) == (before is None or loss <= multiple * before)
-        assert watch.mean is not None
         assert min(losses[: i + 1]) * 0.999 <= watch.mean <= max(losses[: i + 1]) * 1.001
         if before is not None:  # one loss, however high, moves the mean little
             assert watch.mean <= before * (1 + 0.05 * (multiple - 1)) * 1.001

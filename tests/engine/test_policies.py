@@ -95,9 +95,13 @@ def test_a_streamed_window_gives_the_same_gradients(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    checkpointing=st.sampled_from(["auto", "full", "selective", "none"]),
-    kv_window=st.sampled_from(["whole", "streamed", "auto"]),
-    chunk_tokens=st.integers(5, 70),
+    policy=st.fixed_dictionaries(
+        {
+            "activation_checkpointing": st.sampled_from(["auto", "full", "selective", "none"]),
+            "kv_window": st.sampled_from(["whole", "streamed", "auto"]),
+            "chunk_tokens": st.integers(5, 70),
+        }
+    ),
     sequences=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
     documents=st.integers(1, 40),
     seed=st.integers(0, 3),
@@ -107,9 +111,7 @@ def test_a_streamed_window_gives_the_same_gradients(
 )
 def test_gradients_are_those_of_plain_pytorch(
     tmp_path_factory: pytest.TempPathFactory,
-    checkpointing: str,
-    kv_window: str,
-    chunk_tokens: int,
+    policy: dict[str, Any],
     sequences: tuple[int, int],
     documents: int,
     seed: int,
@@ -117,23 +119,15 @@ def test_gradients_are_those_of_plain_pytorch(
     gpu: str | int,
     ram: str | int,
 ) -> None:
-    per_step, per_micro_batch = sequences
-    t = training(
-        steps=1,
-        activation_checkpointing=checkpointing,
-        kv_window=kv_window,
-        chunk_tokens=chunk_tokens,
-        global_batch_size=per_step,
-        micro_batch_size=per_micro_batch,
-        clip_norm=None,
-    )
+    sizes = dict(zip(("global_batch_size", "micro_batch_size"), sequences, strict=True))
+    roomy = policy["activation_checkpointing"] == "none"
     overrides = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
     options: dict[str, Any] = {
         "m": tiny.model(num_layers=2, overrides=overrides),
         "d": tiny.data(sequence_length=64, max_documents=documents, seed=seed),
-        "t": t,
-        "gpu": "1GiB" if checkpointing == "none" else gpu,
-        "ram": ram if checkpointing != "none" else "1GiB",
+        "t": training(steps=1, clip_norm=None, **sizes, **policy),
+        "gpu": "1GiB" if roomy else gpu,
+        "ram": "1GiB" if roomy else ram,
     }
     folder = tmp_path_factory.mktemp("any")
     with tiny.session(folder / "plain", **options) as reference:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import tiny
 
 from engine.config import BudgetConfig, state_folder
 from engine.train import train
-from storage.nvme import NvmeStore
+from storage.manifest import Manifest
 
 
 def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None) -> dict[str, Any]:
@@ -35,13 +34,11 @@ def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None
     )
     resume = (state_folder(folder) / "manifest.json").exists()
     result = train(recipe, run_dir=folder, observer=observer, resume=resume)
-    with closing(NvmeStore.open(state_folder(folder))) as store:
-        digest, step = tiny.digest(store), store.meta["step"]
     return {
         "steps": result.steps,
         "steps_done": result.steps_done,
-        "committed_step": step,
-        "digest": digest,
+        "committed_step": Manifest.read(state_folder(folder)).meta["step"],
+        "digest": tiny.digest_of(folder),
         "tiers": result.tiers,
         "planned": {tier: part["peak_bytes"] for tier, part in observer.plan["tiers"].items()},
         "spilled": observer.plan["tiers"]["nvme"]["parts"].get("spilled activations", 0),

@@ -176,12 +176,10 @@ class Arithmetic:
 
     def _graph_bytes(self, index: int, tokens: int) -> int:
         kept = self._plan.blocks[index + 1].graph_bytes_per_token
-        assert kept is not None
         return tokens * kept
 
     def _projection(self, index: int, tokens: int) -> Projection:
         shape = self.spec.attention[index]
-        assert shape is not None
         sizes = [(shape.heads, shape.qk_dim), (shape.kv_heads, shape.qk_dim), (shape.kv_heads, shape.v_dim)]
         q, k, v = (self._cuda.scratch(tokens, *size, dtype=self.dtype) for size in sizes)
         return Projection(q, k, v, AttentionCall(softmax_scale=1.0))
@@ -198,8 +196,6 @@ class Arithmetic:
 
     def _attend_back(self, state: AttentionState | None) -> None:
         if state is not None:
-            assert state.dk is not None
-            assert state.dv is not None
             self._cuda.use(state.k[: state.end], state.v[: state.end], state.out, state.lse, write=False)
             self._cuda.use(state.dk[: state.end], state.dv[: state.end], write=True)
 
@@ -437,7 +433,6 @@ def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
             compute_dtype=compute_dtype(train),
             gradient_dtype=torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32,
         )
-        assert ram.arena._bytes is not None
         cuda.arena(ram.arena._bytes.data_ptr(), ram.arena.capacity_bytes)
         ram.arena.pin(cuda.watch)
     for address, nbytes in slots:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import tiny
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine.data.loader import MicroBatch
 from engine.optim.lr import learning_rate
 from engine.session import Session
+
+
+def document_losses(model: nn.Module, m: MicroBatch) -> Iterator[Tensor]:
+    """The loss of each document, summed over its targets, in float64."""
+    for first, last in itertools.pairwise([*m.documents, len(m.ids)]):
+        logits = model(input_ids=m.ids[None, first:last]).logits[0].double()
+        yield nn.functional.cross_entropy(logits, m.labels[first:last], ignore_index=-100, reduction="sum")
 
 
 def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -37,13 +46,9 @@ def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str,
         targets = sum(m.num_targets for m in micro_batches)
         total = 0.0
         for m in micro_batches:
-            bounds = [*m.documents, len(m.ids)]
-            for first, last in itertools.pairwise(bounds):
-                logits = model(input_ids=m.ids[None, first:last]).logits[0]
-                labels = m.labels[first:last]
-                loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets
-                loss.backward()
-                total += loss.item()
+            for loss in document_losses(model, m):
+                (loss / targets).backward()
+                total += loss.item() / targets
         if t.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
         for group in adamw.param_groups:

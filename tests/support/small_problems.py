@@ -167,7 +167,6 @@ def with_need(shape: PlanInput, refusal: BudgetError) -> PlanInput:
     assert refusal.tier is not None
     field = TIERS[refusal.tier]
     given = getattr(shape, field)
-    assert given is not None
     assert refusal.budget_bytes <= given < refusal.need_bytes
     assert f"budgets.{refusal.tier}" in str(refusal)
     assert f"give at least {refusal.need_bytes} bytes" in str(refusal)

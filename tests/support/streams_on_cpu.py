@@ -99,8 +99,6 @@ class EventOnCpu:
         assert self._record.done.wait(20), "deadlock"
 
     def elapsed_time(self, end: EventOnCpu) -> float:
-        assert self._record is not None
-        assert end._record is not None
         assert self._record.done.is_set()
         assert end._record.done.is_set(), "the time of an event that has not happened"
         return float(np.float32((end._record.at_s - self._record.at_s) * 1e3))

@@ -39,6 +39,7 @@ from engine.schedule.actions import LANES
 from engine.schedule.ops import Op
 from engine.session import Session, run_identity, run_meta
 from engine.train import train, train_step
+from storage.checkpoints import list_checkpoints
 from storage.errors import BudgetError
 from storage.manifest import ArraySpec
 from storage.nvme import NvmeStore
@@ -52,9 +53,9 @@ TIERS = [("1GiB", "1GiB"), (FLOOR, "1GiB"), (FLOOR, FLOOR), (1_100_000, 750_000)
 
 
 class Silent:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it is told; `asks`: step after which it asks for a checkpoint -> the name of that."""
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, asks: dict[int, str] | None = None) -> None:
         self.metrics: list[StepMetrics] = []
         self.validations: list[ValidationMetrics] = []
         self.spans: list[Span] = []
@@ -62,7 +63,7 @@ class Silent:
         self.prepared: list[Preparing] = []
         self.messages: list[str] = []
         self.checkpoints: list[tuple[str, int, str | None]] = []
-        self._stop_after = stop_after
+        self._stop_after, self._asks = stop_after, asks or {}
 
     def on_prepare(self, item: Preparing) -> None:
         self.prepared.append(item)
@@ -83,7 +84,8 @@ class Silent:
         self.messages.append(text)
 
     def checkpoint_requests(self) -> list[str]:
-        return []
+        step = self.metrics[-1].step if self.metrics else 0
+        return [self._asks[step]] if step in self._asks else []
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
         self.checkpoints.append((name, step, error))
@@ -333,6 +335,11 @@ def digest(store: NvmeStore) -> str:
     for array in sorted(store.arrays(), key=lambda array: (array.buffer, array.kind)):
         total.update(stored(store, array).numpy().tobytes())
     return total.hexdigest()
+
+
+def kept(run_dir: Path) -> list[str]:
+    """Names of a run's checkpoints."""
+    return [info.name for info in list_checkpoints(run_dir / "state")]
 
 
 def digest_of(run_dir: Path) -> str:

@@ -182,6 +182,7 @@ def test_measuring_ahead_covers_what_training_asks_for() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_deterministic_mode_measures_nothing_and_repeats_bit_by_bit(dtype: torch.dtype) -> None:
     def run() -> list[Tensor]:
+        torch.manual_seed(0)
         x = operands(n=200, earlier=130, dtype=dtype)
         x = replace(x, call=AttentionCall(0.3, window=150), documents=[0, 190])
         out, lse = attention.attend(x)
@@ -191,10 +192,7 @@ def test_deterministic_mode_measures_nothing_and_repeats_bit_by_bit(dtype: torch
 
     torch.use_deterministic_algorithms(True)
     try:
-        torch.manual_seed(0)
-        first = run()
-        torch.manual_seed(0)
-        second = run()
+        first, second = run(), run()
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

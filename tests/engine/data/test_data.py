@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -82,26 +83,21 @@ def test_tokenizer_is_deterministic_and_lossless(tmp_path, tokenizer):
         assert tokenizer.eos_id not in ids
 
 
-def test_trained_tokenizer_is_a_hugging_face_folder(tokenizer):
+def test_trained_tokenizer_is_a_hugging_face_folder_whose_one_file_is_enough(tmp_path, tokenizer):
     plain = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
     assert plain.eos_token == EOS_TOKEN
     assert plain.eos_token_id == tokenizer.eos_id
     assert plain(TEXTS[3])["input_ids"] == tokenizer.encode_batch(TEXTS[3:4])[0]
-    loaded, texts = load_tokenizer(tokenizer.folder), [*TEXTS, f"{EOS_TOKEN} in a text", " x", ""]
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tokenizer.folder / "tokenizer.json", tmp_path / "alone")
+    loaded, alone = load_tokenizer(tokenizer.folder), load_tokenizer(tmp_path / "alone" / "tokenizer.json")
+    texts = [*TEXTS, f"{EOS_TOKEN} in a text", " x", ""]
     ids = tokenizer.encode_batch(texts)
-    assert loaded.encode_batch(texts) == ids
-    assert [loaded.decode(each) for each in ids] == [tokenizer.decode(each) for each in ids]
-    assert (loaded.eos_id, loaded.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
+    for each in (loaded, alone):
+        assert each.encode_batch(texts) == ids
+        assert [each.decode(one) for one in ids] == [tokenizer.decode(one) for one in ids]
+        assert (each.eos_id, each.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
     assert loaded.fingerprint == tokenizer.fingerprint
-
-
-def test_load_tokenizer_from_file_alone(tmp_path, tokenizer):
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "tokenizer.json").write_bytes((tokenizer.folder / "tokenizer.json").read_bytes())
-    loaded = load_tokenizer(alone / "tokenizer.json")
-    assert loaded.eos_id == tokenizer.eos_id
-    assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
 def test_load_tokenizer_refuses_what_is_none(tmp_path, tokenizer):

@@ -61,7 +61,6 @@ tasks = st.builds(
 def test_every_suggested_change_is_accepted(task: PlanRequest) -> None:
     error = task.refusal()
     assume(error is not None)
-    assert error is not None
     assert error.tier in SIZES
     assert error.need_bytes > error.budget_bytes
     changes = fixes(task, SIZES)
@@ -117,7 +116,6 @@ def test_the_best_change_is_faster_per_token() -> None:
     )
     found, tokens = task.search(GENERIC), 96
     best = best_change(task, GENERIC, found, tokens)
-    assert best is not None
     assert best["gain"] >= 1.02
     assert best["gain"] == pytest.approx(best["tokens_per_s"] / (tokens / found.best.step_s))
     assert best["text"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation,
 from engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
 from engine.machine.profile import Machine
 from engine.plan.plan import Plan
-from engine.plan.problem import PlanOptions
+from engine.plan.problem import PlanInput, PlanOptions
 from engine.schedule.actions import LANES, Lane
 from engine.schedule.builder import ScheduleBuilder, stays_aside
 from engine.schedule.ops import Op
@@ -29,20 +29,15 @@ B, D = BUILD_S, DISPATCH_S
 CPU = structs.replace(ROUND, gpu=None)
 
 
-class Given:
+def costs(*seconds: float) -> Any:
     """Costs that the test says, by the ops' numbers."""
-
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        self._seconds = seconds
-
-    def seconds(self, op: Op) -> float:
-        return self._seconds[op.id]
+    return SimpleNamespace(seconds=lambda op: seconds[op.id])
 
 
 def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list[tuple[float, float]]:
     """(start, end) of the ops, in their order."""
     clocks = Clocks(machine)
-    clocks.run(ops, Given(dict(enumerate(seconds))))  # type: ignore[arg-type]
+    clocks.run(ops, costs(*seconds))
     found = {op.id: (start, end) for op, start, end in clocks.times}
     assert clocks.done_at == {number: end for number, (_, end) in found.items()}
     return [found[op.id] for op in ops]
@@ -51,25 +46,17 @@ def times(ops: list[Op], seconds: list[float], machine: Machine = ROUND) -> list
 CHAIN = [an_op(0, "h2d"), an_op(1, "compute", 0), an_op(2, "h2d"), an_op(3, "compute", 2)]
 UPDATE, COPY = ([an_op(0, "compute"), an_op(1, lane)] for lane in ("optimizer", "h2d"))
 LINK = [an_op(0, "h2d"), an_op(1, "d2h")]
+APART = [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")]
+TURNS = [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")]
 BY_HAND: list[tuple[list[Op], list[float], Machine, list[tuple[float, float]]]] = [
     # Load for 1 s, compute on it for 2 s; meanwhile, D after the first load, load for 3 s, then compute for 1 s.
     (CHAIN, [1, 2, 3, 1], ROUND, [(0, 1), (1, 3), (1 + D, 4 + D), (4 + D, 5 + D)]),
     # With a short second load the lane that computes is what everything waits for.
     (CHAIN, [1, 2, 0.5, 1], ROUND, [(0, 1), (1, 3), (1 + D, 1.5 + D), (3 + D, 4 + D)]),
     # Ops start no sooner than they are built.
-    (
-        [an_op(0, "h2d"), an_op(1, "compute"), an_op(2, "optimizer")],
-        [0.5, 0.5, 0.5],
-        ROUND,
-        [(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)],
-    ),
+    (APART, [0.5, 0.5, 0.5], ROUND, [(0, 0.5), (B, B + 0.5), (2 * B, 2 * B + 0.5)]),
     # A lane keeps program order: op 2 has nothing to wait for, but its lane's op 1 does, until 2 s.
-    (
-        [an_op(0, "compute"), an_op(1, "h2d", 0), an_op(2, "h2d")],
-        [2, 1, 1],
-        ROUND,
-        [(0, 2), (2, 3), (3 + D, 4 + D)],
-    ),
+    (TURNS, [2, 1, 1], ROUND, [(0, 2), (2, 3), (3 + D, 4 + D)]),
     # Both directions share a link. Alone for B, then both at half speed: 1 s of work takes 2 s; of the load 2 - B - 1 s
     # are left, at full speed.
     (LINK, [2, 1], ROUND, [(0, 3), (B, 2 + B)]),
@@ -103,7 +90,7 @@ def test_spans_tell_what_was_waited_for() -> None:
         an_op(4, "d2h", 0, 3),
     ]
     clocks = Clocks(ROUND)
-    clocks.run(ops, Given(dict.fromkeys(range(5), 1.0)))  # type: ignore[arg-type]
+    clocks.run(ops, costs(1, 1, 1, 1, 1))
     waited = {span.id: span.waited for span in clocks.spans(0.0)}
     # Op 2 follows op 0 on its own lane at once; op 3 finds op 1 done by its lane, and op 2 D later.
     assert waited == {0: (), 1: (0,), 2: (), 3: (), 4: (0, 3)}
@@ -177,44 +164,30 @@ def test_a_step_takes_at_least_as_long_as_any_of_its_lanes(plan: Plan, machine: 
     assert {span.step for span in found.spans} <= {1, 2}
 
 
-DEEP: dict[str, tuple[dict[str, Any], PlanOptions]] = {
-    "all on the GPU": ({"layers": 32}, PlanOptions(gpu_first="blocks")),
-    "all in RAM": ({"layers": 32, "gpu_budget": 1}, PlanOptions()),
-    "half on the GPU": ({"layers": 40, "gpu_budget": 4_000_000}, PlanOptions(gpu_first="blocks")),
-    "graphs of some": ({"layers": 30, "gpu_budget": 1_200_000, "activation_checkpointing": "auto"}, PlanOptions()),
-    "records on the GPU": (
-        {"layers": 30, "gpu_budget": 1_500_000, "ram_budget": 1_000_000},
-        PlanOptions(gpu_first="records"),
-    ),
-    "all on NVMe": ({"layers": 28, "gpu_budget": 1, "ram_budget": 1}, PlanOptions()),
-    "weights in RAM": ({"layers": 24, "gpu_budget": 1, "ram_budget": 1_500_000}, PlanOptions()),
-    "activations in RAM": (
-        {"layers": 24, "gpu_budget": 1, "ram_budget": 2_500_000},
-        PlanOptions(ram_first="activations"),
-    ),
-    "attention recomputed": (
-        {"layers": 36, "gpu_budget": 1, "activation_checkpointing": "full"},
-        PlanOptions(recompute="all"),
-    ),
-    "streamed": ({"layers": 24, "gpu_budget": 1, "micro_batches": 1, "row_tokens": 512}, PlanOptions(streamed=True)),
-    "streamed, tight": (
-        {"layers": 26, "gpu_budget": 1, "ram_budget": 1, "micro_batches": 1, "row_tokens": 512},
-        PlanOptions(streamed=True),
-    ),
-    "many chunks": ({"layers": 24, "gpu_budget": 1, "micro_batches": 24, "row_tokens": 128}, PlanOptions()),
-    "chunks of two micro-batches": (
-        {"layers": 24, "gpu_budget": 1, "micro_batches": 10, "row_tokens": 192},
-        PlanOptions(),
-    ),
-    "every other window slides": (
-        {"layers": 36, "sliding": frozenset(range(0, 36, 2)), "gpu_budget": 1, "ram_budget": 2_000_000},
-        PlanOptions(),
-    ),
-    "one window in six is full": (
-        {"layers": 60, "sliding": frozenset(set(range(60)) - set(range(5, 60, 6))), "gpu_budget": 1},
-        PlanOptions(),
-    ),
-    "sliding windows below": ({"layers": 30, "sliding": frozenset(range(14)), "gpu_budget": 1}, PlanOptions()),
+def deep(layers: int, choice: PlanOptions | None = None, **shape: Any) -> tuple[PlanInput, PlanOptions]:
+    return problem(layers=layers, **{"kv_window": "auto"} | shape), choice or PlanOptions()
+
+
+BLOCKS_FIRST, STREAMED = PlanOptions(gpu_first="blocks"), PlanOptions(streamed=True)
+ACTIVATIONS_FIRST, RECORDS_FIRST = PlanOptions(ram_first="activations"), PlanOptions(gpu_first="records")
+BUT_EVERY_SIXTH = frozenset(range(60)) - frozenset(range(5, 60, 6))
+DEEP = {
+    "all on the GPU": deep(32, BLOCKS_FIRST),
+    "all in RAM": deep(32, gpu_budget=1),
+    "half on the GPU": deep(40, BLOCKS_FIRST, gpu_budget=4_000_000),
+    "graphs of some": deep(30, gpu_budget=1_200_000, activation_checkpointing="auto"),
+    "records on the GPU": deep(30, RECORDS_FIRST, gpu_budget=1_500_000, ram_budget=1_000_000),
+    "all on NVMe": deep(28, gpu_budget=1, ram_budget=1),
+    "weights in RAM": deep(24, gpu_budget=1, ram_budget=1_500_000),
+    "activations in RAM": deep(24, ACTIVATIONS_FIRST, gpu_budget=1, ram_budget=2_500_000),
+    "attention recomputed": deep(36, PlanOptions(recompute="all"), gpu_budget=1, activation_checkpointing="full"),
+    "streamed": deep(24, STREAMED, gpu_budget=1, micro_batches=1, row_tokens=512),
+    "streamed, tight": deep(26, STREAMED, gpu_budget=1, ram_budget=1, micro_batches=1, row_tokens=512),
+    "many chunks": deep(24, gpu_budget=1, micro_batches=24, row_tokens=128),
+    "chunks of two micro-batches": deep(24, gpu_budget=1, micro_batches=10, row_tokens=192),
+    "every other window slides": deep(36, sliding=frozenset(range(0, 36, 2)), gpu_budget=1, ram_budget=2_000_000),
+    "one window in six is full": deep(60, sliding=BUT_EVERY_SIXTH, gpu_budget=1),
+    "sliding windows below": deep(30, sliding=frozenset(range(14)), gpu_budget=1),
 }
 RATES = {
     "computing": ROUND,
@@ -235,8 +208,7 @@ def _grid() -> list[object]:
 
 @pytest.mark.parametrize(("case", "rates"), _grid())
 def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
-    shape, choice = DEEP[case]
-    plan, machine = some_plan(problem(**({"kv_window": "auto"} | shape)), choice), RATES[rates]
+    plan, machine = some_plan(*DEEP[case]), RATES[rates]
     assert num_ops(plan) > FULL_OPS
     whole, short = estimate(plan, machine, full=True), estimate(plan, machine)
     assert len(short.spans) < len(whole.spans)

@@ -21,17 +21,13 @@ GPU = "0000:3b:00.0"
 
 def machine(root: Path, nodes: dict[int, str], node_of_gpu: int, siblings: dict[int, str] | None = None) -> Path:
     """A sysfs tree: CPU lists of NUMA nodes, the GPU's node, and each CPU's hyperthreads."""
-    device = root / "bus/pci/devices" / GPU
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text(f"{node_of_gpu}\n")
-    for node, cpus in nodes.items():
-        folder = root / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cpus + "\n")
+    files = {f"bus/pci/devices/{GPU}/numa_node": str(node_of_gpu)}
+    files |= {f"devices/system/node/node{node}/cpulist": cpus for node, cpus in nodes.items()}
     for cpu, text in (siblings or {}).items():
-        folder = root / f"devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(text + "\n")
+        files[f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = text
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(f"{text}\n")
     return root
 
 
@@ -70,7 +66,6 @@ def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize("allowed", [cpus(range(8, 16)), cpus(range(100, 108))])
 def test_a_process_kept_off_the_gpus_node_uses_what_it_may(tmp_path: Path, allowed: frozenset[int]) -> None:
     found = placement(GPU, allowed, machine(tmp_path, {0: "0-7", 1: "8-15"}, 0))
-    assert found is not None
     assert found.node is None
     assert found.lanes | found.drives | found.optimizer == allowed
     assert len(found.lanes) == 2

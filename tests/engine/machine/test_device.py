@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine.model.loss import _block_
 from engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
 from engine.optim.base import UpdateRange
 from engine.runtime.executor import Executor
-from engine.train import train, train_step
+from engine.train import train_step
 from storage.errors import UserError
 from storage.layout import FlatLayout
 
@@ -130,30 +131,21 @@ def test_state_on_the_gpu_is_updated_by_the_same_function(tmp_path: Path) -> Non
 
 
 class Collections(tiny.Silent):
-    """Counts the garbage collector's runs within each step."""
+    """Notes how often garbage has been looked for by the end of each step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[int] = []
-        self._count = 0
-
-    def seen(self, phase: str, info: dict[str, int]) -> None:
-        self._count += phase == "start"
 
     def on_step(self, metrics: StepMetrics) -> None:
         super().on_step(metrics)
-        self.counts.append(self._count)
-        self._count = 0
+        self.counts.append(sum(generation["collections"] for generation in gc.get_stats()))
 
 
 def test_garbage_is_looked_for_once_a_step(tmp_path: Path) -> None:
     observer = Collections()
-    gc.callbacks.append(observer.seen)
-    try:
-        train(tiny.recipe(train=tiny.training(steps=6)), run_dir=tmp_path, observer=observer, resume=False)
-    finally:
-        gc.callbacks.remove(observer.seen)
-    assert observer.counts[1:] == [1, 1, 1, 1, 1]
+    tiny.train_run(tmp_path, observer, storage=tiny.storage())
+    assert [after - before for before, after in itertools.pairwise(observer.counts)] == [1, 1, 1, 1, 1]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

@@ -1,4 +1,4 @@
-"""Presets: complete, checked by hand against their sheets, and found by name."""
+"""Presets: complete, checked by hand against their sheets, and found by name; peaks by name, and utilisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.machine.peaks import peak_flops
+from engine.machine.peaks import hfu, mfu, peak_flops
 from engine.machine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
 from engine.machine.profile import VERSION, Machine, from_json
 from storage.errors import UserError
@@ -42,13 +42,11 @@ def test_round_trip_through_json(machine: Machine) -> None:
 def test_rates_stay_below_the_sheet(name: str) -> None:
     machine = PRESETS[name]
     assert machine.source.startswith("data sheets, not measured")
-    assert machine.gpu is not None
     peak = peak_flops(machine.gpu)
     if name == "dgx-spark":
         assert peak is None, "no bfloat16 rate is published"
         assert "derived, not published" in machine.source
         peak = 125e12
-    assert peak is not None
     assert machine.matmul_flops == pytest.approx(0.70 * peak)
     assert {rate.head_dim for rate in machine.attention} == {64, 128}
     for rate in machine.attention:
@@ -156,3 +154,46 @@ def test_profile_path_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert profile_path() == tmp_path / ".config/penstock/machine.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA GH200 144G HBM3e", 989.5),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 3090", 71.0),
+        ("NVIDIA GeForce RTX 3090 Ti", 80.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        # Unknown ones get no other's figure.
+        ("", None),
+        ("cpu", None),
+        ("NVIDIA GB10", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 80GB HBM2e", None),
+        ("AMD Instinct MI300X", None),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_peaks_by_name(name: str, tera: float | None) -> None:
+    assert peak_flops(name) == (None if tera is None else pytest.approx(tera * 1e12))
+
+
+def test_utilisation_by_hand() -> None:
+    # 6 TFLOP in 2 s are 3 TFLOP/s, 30 % of 10; 8 TFLOP, recomputation included, are 40 %.
+    assert mfu(6e12, 2.0, 1e13) == pytest.approx(0.3)
+    assert hfu(8e12, 2.0, 1e13) == pytest.approx(0.4)
+    assert mfu(6e12, 2.0, None) is None
+    assert hfu(8e12, 2.0, None) is None

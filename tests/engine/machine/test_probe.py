@@ -149,7 +149,6 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) 
     environment = os.environ | {"PYTHONPATH": str(Path(drives.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command, pipes = [sys.executable, "-c", script], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-        assert process.stdout is not None
         while "filling" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(number)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from tiny import Silent
 from engine.machine.budgets import Reserved, free_budgets, words
 from engine.machine.limits import GIB
 from engine.machine.reservations import Reservation, reserved
-from engine.plan.plan import Plan
 from engine.preparing import Checklist
 from storage.errors import BudgetError
 from storage.units import bytes_text
@@ -29,6 +30,7 @@ CPU = torch.device("cpu")
 
 PROCESS = """
 import json, sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace as Some
 from engine.machine.budgets import free_budgets
@@ -77,14 +79,9 @@ def start(machine: Path, places: object) -> Iterator[Start]:
     processes = []
 
     def begin(name: str, *arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", PROCESS, str(machine), str(machine / name), *map(str, arguments)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **pipes)
         processes.append(process)
         return process
 
@@ -94,11 +91,10 @@ def start(machine: Path, places: object) -> Iterator[Start]:
         process.communicate()
 
 
-def said(process: subprocess.Popen[str]) -> dict[str, Any]:
+def said(process: subprocess.Popen[str]) -> Any:
     """What a process planned."""
-    assert process.stdout is not None
     assert process.stdout.readline() == "reserved\n"
-    return cast(dict[str, Any], json.loads(process.stdout.readline()))
+    return json.loads(process.stdout.readline())
 
 
 def reservation(machine: Path, observer: Any = None, **settings: Any) -> Reservation:
@@ -106,9 +102,8 @@ def reservation(machine: Path, observer: Any = None, **settings: Any) -> Reserva
     return Reservation(machine / "mine", CPU, observer, Checklist(observer), root=machine, **settings)
 
 
-def plan(ram: int, gpu: int) -> Plan:
-    tiers = {"ram": SimpleNamespace(peak_bytes=ram), "gpu": SimpleNamespace(peak_bytes=gpu)}
-    return cast(Plan, SimpleNamespace(tiers=tiers))
+def plan(ram: int, gpu: int) -> Any:
+    return SimpleNamespace(tiers={"ram": SimpleNamespace(peak_bytes=ram), "gpu": SimpleNamespace(peak_bytes=gpu)})
 
 
 @pytest.mark.parametrize("takes", [1.0, 0.5])
@@ -139,9 +134,7 @@ def test_a_reservation_ends_with_its_process(machine: Path, start: Start, places
 
 
 def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: Start) -> None:
-    holder = start("holder", 1.0, "hold")
-    assert holder.stdout is not None
-    assert holder.stdin is not None
+    holder: Any = start("holder", 1.0, "hold")
     assert holder.stdout.readline() == "reserved\n"
     observer = Silent()
     with reservation(machine, observer, wait_s=0.0) as mine:
@@ -212,8 +205,6 @@ def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places
 
 
 def test_what_is_no_record_is_left_out(machine: Path, places: tuple[Path, Path]) -> None:
-    import fcntl
-
     places[0].mkdir(mode=0o700)
     os.mkfifo(places[0] / "run-pipe")
     (places[0] / "run-link").symlink_to("/dev/zero")
@@ -221,19 +212,15 @@ def test_what_is_no_record_is_left_out(machine: Path, places: tuple[Path, Path])
     good = {"run": "/x\x1b[2J", "pid": 1, "base_bytes": 2**62, "ram_bytes": 7, "gpu_bytes": {"one": 5}}
     bad: list[Any] = [{}, [], 1, good | {"pid": "1"}, good | {"ram_bytes": -1}, good | {"gpu_bytes": {"one": 1.5}}]
     contents = [json.dumps(each).encode() for each in [good, *bad]] + [b"", b"[" * 8000, b"\xff" * 9000]
-    held = []
-    for number, content in enumerate(contents):
-        (places[0] / f"run-{number}").write_bytes(content)
-        held.append(os.open(places[0] / f"run-{number}", os.O_RDONLY))
-        fcntl.flock(held[-1], fcntl.LOCK_EX)
-    try:
+    with ExitStack() as held:
+        for number, content in enumerate(contents):
+            (places[0] / f"run-{number}").write_bytes(content)
+            file = held.enter_context((places[0] / f"run-{number}").open("rb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         assert reserved() == [Reserved("/x\x1b[2J", 1, 7, {"one": 5})]
         assert words(reserved(), "one") == "/x�[2J (process 1) has 5 B reserved"
         with reservation(machine) as mine:
             assert mine.others == reserved()
-    finally:
-        for fd in held:
-            os.close(fd)
 
 
 @pytest.mark.parametrize("integrated", [False, True])

@@ -1,4 +1,4 @@
-"""Blocks computed chunk by chunk against plain autograd."""
+"""Blocks computed chunk by chunk against plain autograd, and what backward's recomputation leaves out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from engine.model.anatomy import take_apart
 from engine.model.check import TokenStream, reference_gradients, relative_errors
+from engine.model.recompute import GradientOnlyLinear, unread_linear
 from engine.model.reference import forward_backward
 from engine.model.runner import ModelRunner
+from engine.model.shrink import shrink
 from engine.model.tokens import ChunkTokens
 from engine.model.trace import random_model
 
@@ -66,14 +68,13 @@ def test_chunks_and_micro_batches_are_exact(qwen3: Any, chunk: int, num_micro_ba
     assert max(relative_errors(grads, reference).values()) <= 1e-5
 
 
-def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
+def test_gradients_are_added_to_what_is_there_and_weights_used_in_place(qwen3: Any) -> None:
     _, _, runner, weights = qwen3
     stream = TokenStream.of(documents([40]))
     (state,) = runner.layers.states(0, stream.documents, [(0, 40)])
-    assert state is not None
     inputs, x = runner.inputs(stream.positions, 39), torch.randn(40, 64)
-    layer = {name: tensor for name, tensor in weights.items() if ".layers.0." in name}
-    runner.layers.forward(0, layer, x, inputs, state)
+    layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.0." in name}
+    before = runner.layers.forward(0, layer, x, inputs, state)
     sums = []
     for base in (0.0, 1.0):
         grads = {name: torch.full_like(tensor, base) for name, tensor in layer.items()}
@@ -82,6 +83,11 @@ def test_gradients_are_added_to_what_is_there(qwen3: Any) -> None:
         sums.append(grads)
     for name in layer:
         torch.testing.assert_close(sums[1][name], sums[0][name] + 1.0)
+    # Changing the buffer that a layer was given changes the next result: nothing was copied.
+    for tensor in layer.values():
+        tensor.zero_()
+    assert torch.equal(runner.layers.forward(0, layer, x, inputs, state), x)
+    assert not torch.equal(before, x)
 
 
 @pytest.mark.parametrize("logits_bytes", [1, 101 * 4 * 3, 1 << 30])
@@ -125,20 +131,6 @@ def test_embedding_gradient_skips_the_padding_id(qwen3: Any) -> None:
     expected[9], expected[100] = dx[0] + dx[2], dx[3]
     torch.testing.assert_close(grads[name], expected)
     assert torch.equal(runner.embed(table, ids, positions), weights[name][ids]), "the padding id must be restored"
-
-
-def test_weights_are_used_in_place(qwen3: Any) -> None:
-    """Changing the buffer that a layer was given changes the next result: nothing was copied."""
-    _, _, runner, weights = qwen3
-    stream = TokenStream.of(documents([16]))
-    (state,) = runner.layers.states(1, stream.documents, [(0, 16)])
-    inputs, x = runner.inputs(stream.positions, 15), torch.randn(16, 64)
-    layer = {name: tensor.clone() for name, tensor in weights.items() if ".layers.1." in name}
-    before = runner.layers.forward(1, layer, x, inputs, state)
-    for tensor in layer.values():
-        tensor.zero_()
-    assert torch.equal(runner.layers.forward(1, layer, x, inputs, state), x)
-    assert not torch.equal(before, x)
 
 
 def test_rotary_tables_come_from_the_longest_position() -> None:
@@ -189,3 +181,47 @@ def test_compiled_template_serves_every_layer_without_recompiling() -> None:
     assert compiled[0] == again[0] == pytest.approx(eager[0], rel=1e-5)
     assert max(relative_errors(compiled[1], eager[1]).values()) <= 1e-5
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_for_gradients_only_gives_those_of_the_linear_layer(bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 4, bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(linear(x), [x, *linear.parameters()], dy)
+    y = GradientOnlyLinear(linear)(x)
+    assert torch.equal(y, torch.zeros_like(dy))
+    computed = torch.autograd.grad(y, [x, *linear.parameters()], dy)
+    torch.testing.assert_close(computed, expected)
+
+
+class _Layer(nn.Module):
+    """`residual + up` with something done to the sum."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + self.up(torch.tanh(self.down(x))))
+        return out
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(False, "up"), (True, None)])
+def test_last_projection_is_left_out_only_if_nothing_reads_it(norm: bool, expected: str | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8, requires_grad=True)
+    layer = _Layer(norm)
+    assert unread_linear(layer, lambda module: module(x), x) == expected
+    assert isinstance(layer.up, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [("llama", "mlp.down_proj"), ("cohere", "mlp.down_proj"), ("gemma2", None), ("mixtral", None)],
+)
+def test_what_the_last_projection_of_architectures_is(model_type: str, expected: str | None) -> None:
+    spec = take_apart(shrink(CONFIG_MAPPING[model_type]())[0])
+    assert set(spec.unread) == {expected}

@@ -50,7 +50,6 @@ def test_qwen3_blocks_and_buffers() -> None:
     assert {p.name: p.decay for p in spec.buffers["head"]} == {"model.norm.weight": False, "lm_head.weight": True}
     assert spec.structures == (0, 0, 0)
     shape = spec.attention[2]
-    assert shape is not None
     assert (shape.heads, shape.kv_heads, shape.qk_dim, shape.v_dim, shape.window) == (4, 2, 24, 24, None)
     assert not spec.recurrent
     assert not spec.length_dependent_rotary

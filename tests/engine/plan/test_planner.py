@@ -21,6 +21,10 @@ ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")
 TIERS = ["gpu", "ram", "nvme"]
 
 
+def made(choice: PlanOptions | None = None, **shape: Any) -> Plan:
+    return make_plan(problem(**shape), choice or PlanOptions())
+
+
 def floor(tier: str, choice: PlanOptions | None = None, **shape: Any) -> int:
     """The least budget of a tier that the problem is planned with."""
     return some_plan(problem(**shape | {f"{tier}_budget": 1}), choice).tiers[tier].peak_bytes
@@ -55,16 +59,16 @@ def test_what_is_saved_of_a_chunk_is_in_one_place(plan: Plan) -> None:
 
 def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
     blocks = PlanOptions(gpu_first="blocks")
-    roomy = make_plan(problem(), blocks)
+    roomy = made(blocks)
     assert {b.state for b in roomy.buffers.values()} == {"gpu"}
     gpu = floor("gpu")
-    in_ram = make_plan(problem(gpu_budget=gpu), blocks)
+    in_ram = made(blocks, gpu_budget=gpu)
     assert {b.state for b in in_ram.buffers.values()} == {"ram"}
     ram = floor("ram", gpu_budget=gpu)
-    on_disk = make_plan(problem(gpu_budget=gpu, ram_budget=ram), blocks)
+    on_disk = made(blocks, gpu_budget=gpu, ram_budget=ram)
     assert {(b.weights, b.gradient, b.state) for b in on_disk.buffers.values()} == {("nvme", "nvme", "nvme")}
     assert len(on_disk.spilled) == 3 * len(on_disk.chunks)
-    mixed = make_plan(problem(gpu_budget=gpu, ram_budget=ram + 500_000), blocks)
+    mixed = made(blocks, gpu_budget=gpu, ram_budget=ram + 500_000)
     assert "nvme" in {b.state for b in mixed.buffers.values()}
     assert 0 <= len(mixed.spilled) < len(on_disk.spilled)
 
@@ -77,7 +81,7 @@ def test_ram_is_filled_in_the_order_that_the_choice_says() -> None:
     assert room["activations"] == room["weights"] + records - 2 * 2 * 4096, "no record may leave, so no stage for any"
 
     def plan(first: RamFirst, more: int) -> Plan:
-        return make_plan(problem(gpu_budget=gpu, ram_budget=room[first] + more), PlanOptions(ram_first=first))
+        return made(PlanOptions(ram_first=first), gpu_budget=gpu, ram_budget=room[first] + more)
 
     for first in ORDERS:
         assert {b.weights for b in plan(first, weights).buffers.values()} == {"ram"}
@@ -115,7 +119,7 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
     shape = {"activation_checkpointing": "auto", "edge": 16, "row_tokens": 512, "chunk_tokens": 64}
     budget = floor("gpu", **shape) + 1_100_000
     plans: dict[str, Plan] = {
-        first: make_plan(problem(gpu_budget=budget, **shape), PlanOptions(gpu_first=first, ram_first="activations"))
+        first: made(PlanOptions(gpu_first=first, ram_first="activations"), gpu_budget=budget, **shape)
         for first in ("graphs", "blocks", "half", "records")
     }
     resident = {first: sum(b.numel for b in plan.buffers.values() if b.state == "gpu") for first, plan in plans.items()}
@@ -129,14 +133,10 @@ def test_the_gpu_goes_to_what_the_choice_says() -> None:
     held = plans["records"]
     assert held.tiers["gpu"].parts["saved activations"] == sum(held.record_bytes(*key) for key in held.saved_on_gpu)
     for first in ("graphs", "blocks", "half"):
-        roomy = make_plan(
-            problem(activation_checkpointing="auto"), PlanOptions(gpu_first=first, ram_first="activations")
-        )  # type: ignore[arg-type]
+        roomy = made(PlanOptions(gpu_first=first, ram_first="activations"), activation_checkpointing="auto")  # type: ignore[arg-type]
         assert roomy.saved_graphs == {(i, c.index) for i in (1, 2, 3) for c in roomy.chunks}
         assert {b.state for b in roomy.buffers.values()} == {"gpu"}
-    assert not make_plan(
-        problem(activation_checkpointing="auto"), PlanOptions(gpu_first="graphs", ram_first="weights")
-    ).saved_graphs
+    assert not made(PlanOptions(gpu_first="graphs", ram_first="weights"), activation_checkpointing="auto").saved_graphs
 
 
 def test_attention_is_computed_again_as_far_as_the_choice_says() -> None:
@@ -159,10 +159,10 @@ def test_stages_are_as_many_as_the_choice_says() -> None:
     gpu = floor("gpu")
     budget = floor("ram", PlanOptions(stages=4), gpu_budget=gpu)
     for stages in (2, 4):
-        plan = make_plan(problem(gpu_budget=gpu, ram_budget=budget), PlanOptions(stages=stages))
+        plan = made(PlanOptions(stages=stages), gpu_budget=gpu, ram_budget=budget)
         assert (plan.state_stages, plan.part_stages) == (stages, stages)
     with pytest.raises(BudgetError, match="staging"):
-        make_plan(problem(gpu_budget=gpu, ram_budget=budget - 1), PlanOptions(stages=4))
+        made(PlanOptions(stages=4), gpu_budget=gpu, ram_budget=budget - 1)
 
 
 def test_a_streamed_window_takes_the_same_memory_at_any_length() -> None:
@@ -171,20 +171,16 @@ def test_a_streamed_window_takes_the_same_memory_at_any_length() -> None:
     need = floor("gpu", streamed, **long)
     assert need < floor("gpu", whole, **long)
     with pytest.raises(BudgetError, match=r"budgets\.gpu: .*give at least \d+ bytes"):
-        make_plan(problem(**long, gpu_budget=need), whole)
-    assert make_plan(problem(**long, gpu_budget=need), streamed).streamed
-    windows = [
-        make_plan(problem(**long | {"row_tokens": n}), streamed).tiers["gpu"].parts["K/V window"] for n in (1024, 4096)
-    ]
+        made(whole, **long, gpu_budget=need)
+    assert made(streamed, **long, gpu_budget=need).streamed
+    windows = [made(streamed, **long | {"row_tokens": n}).tiers["gpu"].parts["K/V window"] for n in (1024, 4096)]
     assert windows[0] == windows[1]
 
 
 def test_layers_fetched_ahead_take_slots() -> None:
     gpu = floor("gpu")
     slots = [
-        make_plan(
-            problem(layers=5, gpu_budget=gpu + 100_000), PlanOptions(spare_slots=n, gpu_first="records")
-        ).weight_slots
+        made(PlanOptions(spare_slots=n, gpu_first="records"), layers=5, gpu_budget=gpu + 100_000).weight_slots
         for n in (1, 2)
     ]
     assert [found["layer"] for found in slots] == [2, 3]
@@ -205,28 +201,28 @@ def test_only_what_can_differ_is_tried() -> None:
 
 def test_everything_is_kept_or_refused_with_the_need() -> None:
     with pytest.raises(BudgetError, match=r"budgets\.gpu: .*train\.activation_checkpointing=none needs") as e:
-        make_plan(problem(activation_checkpointing="none", gpu_budget=400_000), PlanOptions())
+        made(activation_checkpointing="none", gpu_budget=400_000)
     assert e.value.tier == "gpu"
-    plan = make_plan(problem(activation_checkpointing="none", gpu_budget=e.value.need_bytes), PlanOptions())
+    plan = made(activation_checkpointing="none", gpu_budget=e.value.need_bytes)
     assert len(plan.saved_graphs) == 3 * len(plan.chunks)
     with pytest.raises(
         BudgetError, match=r"train\.activation_checkpointing: what layers\.0 would have to keep is not known"
     ):
-        make_plan(problem(activation_checkpointing="none", graph_bytes=None), PlanOptions())
+        made(activation_checkpointing="none", graph_bytes=None)
 
 
 def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:
     # 8 pages of 2,048 in embedding and head, 4 in each of 3 layers: 28 pages of parameters, 12 bytes of state each,
     # in chunk files of parts of 4,096 parameters or less.
-    parts = make_plan(problem(), PlanOptions()).tiers["nvme"].parts
+    parts = made().tiers["nvme"].parts
     generation = parts["state, two generations"] // 2
     assert 28 * 2048 * 12 <= generation < 28 * 2048 * 12 * 1.6
-    kept = make_plan(problem(kept_generations=3), PlanOptions()).tiers["nvme"]
+    kept = made(kept_generations=3).tiers["nvme"]
     assert kept.parts["kept generations"] == 3 * generation
     with pytest.raises(BudgetError, match=r"budgets\.nvme: .*give at least (\d+) bytes") as e:
-        make_plan(problem(kept_generations=3, nvme_budget=kept.peak_bytes - 1), PlanOptions())
+        made(kept_generations=3, nvme_budget=kept.peak_bytes - 1)
     assert (e.value.tier, e.value.need_bytes) == ("nvme", kept.peak_bytes)
-    assert make_plan(problem(kept_generations=3, nvme_budget=kept.peak_bytes), PlanOptions()).tiers["nvme"] == kept
+    assert made(kept_generations=3, nvme_budget=kept.peak_bytes).tiers["nvme"] == kept
 
 
 @pytest.mark.parametrize("tier", ["gpu", "ram", "nvme"])

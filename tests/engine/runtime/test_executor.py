@@ -159,7 +159,6 @@ def test_spans_tell_what_was_waited_for_and_what_is_under_way(device: str) -> No
         assert held.wait(20)
         clock_s, now = executor.under_way()
         assert [(op.lane, op.chunk) for op in now] == [("compute", 1)]
-        assert now[0].start_s is not None
         assert 0 <= now[0].start_s <= clock_s + 1e-3
         time.sleep(0.05)  # the optimizer's lane gets to its op meanwhile
         hold.set()
@@ -180,11 +179,5 @@ def test_a_lane_that_cannot_start_is_a_failure() -> None:
 
     executor = Executor(lambda op: None, torch.device("cpu"), on_start=refuse)
     with pytest.raises(OSError, match="no such CPU"):
-        executor.wait(executor_op(executor))
+        executor.call("h2d", int)
     executor.close()
-
-
-def executor_op(executor: Executor) -> int:
-    """Hand over an op of the lane that did not start, unless that is known by now."""
-    executor.submit([an_op(0, "h2d")])
-    return 0
