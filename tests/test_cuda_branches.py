@@ -1,7 +1,5 @@
 """The list of code that only a GPU executes: how it is made, and that its reasons name code that is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Imports go one way: between packages, between the rooms of the engine, and never in a circle."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

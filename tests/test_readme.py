@@ -1,7 +1,5 @@
 """The pages for users: their commands exist, the first three lines train a model, planned figures are the plan's."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

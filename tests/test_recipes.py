@@ -1,7 +1,5 @@
 """Every file of recipes/: what it says of itself, the model it describes, and that it runs when shrunk."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

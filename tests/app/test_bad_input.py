@@ -1,7 +1,5 @@
 """What a user may get wrong: one message that names it, and exit code 2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every input of the catalogue (bad_inputs.py) through the real command line: one message, exit 2, nothing lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The planned tables and the heat map: what is planned for which machine, and how the figures are shown."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a model comes from: a folder, a shape, both, or neither."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

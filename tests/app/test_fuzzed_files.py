@@ -1,7 +1,5 @@
 """Files that are nearly right: mutated ones are read or refused by a UserError, and nothing else happens."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """`make gpu-check` on a machine without a GPU, and with an interpreter that has nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import venv

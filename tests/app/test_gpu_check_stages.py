@@ -1,7 +1,5 @@
 """gpu-check's own stages: their order and estimates, their tables, and the smoke whole on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A backup of a run directory by hard links (cp -al, rsync --link-dest) stays as it was, and is a run of its own."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

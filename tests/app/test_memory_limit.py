@@ -1,7 +1,5 @@
 """The bound on a served window's memory, and that what it starts has none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

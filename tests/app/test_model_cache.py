@@ -1,7 +1,5 @@
 """What a model is made of, kept between plans: the same forecasts sooner, and never from a file that is not right."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

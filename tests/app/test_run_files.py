@@ -1,7 +1,5 @@
 """Files of a run directory as anybody may have left them: damaged lines, endless ones, links, pipes."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

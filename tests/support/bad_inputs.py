@@ -1,7 +1,5 @@
 """A catalogue of what a command may be given by mistake or malice: all is bad, and nothing may end in a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

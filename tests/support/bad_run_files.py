@@ -1,7 +1,5 @@
 """Damaged and hostile files of a run directory, by name: what it holds, and manifests whose checksum is right."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Recipe files of a tiny model, for tests that go through the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
