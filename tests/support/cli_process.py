@@ -48,6 +48,20 @@ def done(process: subprocess.Popen[str], code: int = 0) -> Done:
     return found
 
 
+def started(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """A command in `folder` that imports this checkout."""
+    paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | paths | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_signals,
+    )
+
+
 class Cli:
     """Starts commands in a folder of their own, which holds the recipe tiny.py."""
 
@@ -56,16 +70,7 @@ class Cli:
         (folder / "tiny.py").write_text(recipe)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
-        return subprocess.Popen(
-            [*self.program, *arguments],
-            cwd=self.folder,
-            env=os.environ | paths | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=default_signals,
-        )
+        return started(self.folder, *self.program, *arguments, **environment)
 
     def run(self, *arguments: str, code: int = 0, **environment: str) -> Done:
         """A command that ends with that exit code."""
