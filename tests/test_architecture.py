@@ -1,7 +1,5 @@
 """What docs/ARCHITECTURE.md names is there: files, functions, ops, and the lines of the step that it quotes."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

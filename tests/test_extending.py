@@ -1,7 +1,5 @@
 """docs/EXTENDING.md, followed to the letter in a copy of the source: what it adds is trained, planned and shown."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,17 +1,14 @@
 """Imports go one way: between packages, between the rooms of the engine, and never in a circle."""
 
-from __future__ import annotations
-
 import ast
-import subprocess
 import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from cli_process import REPOSITORY, done, started
 
-REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ["storage", "engine", "app", "tui"]
 """From the ground up; a package imports itself and those before it."""
 GROUND = ["config", "events", "clock", "preparing"]
@@ -59,9 +56,7 @@ def floor(module: str) -> int:
 def loaded(modules: list[str], names: set[str]) -> list[str]:
     """Which of `names` a new interpreter has loaded behind `modules`."""
     code = f"import sys, {', '.join(modules)}; print(*({names!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return done(started(REPOSITORY, sys.executable, "-c", code)).stdout.split()
 
 
 def inside(*packages: str) -> list[str]:

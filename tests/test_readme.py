@@ -1,12 +1,7 @@
 """The pages for users: their commands exist, the first three lines train a model, planned figures are the plan's."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +9,7 @@ import pytest
 import torch
 import typer
 from bad_model_files import CONFIG
+from cli_process import REAL, done, started
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tui.commands  # noqa: F401  # the commands that the terminal application adds
@@ -76,15 +72,7 @@ def test_three_lines_fine_tune_a_model_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
     settings = " ".join(f"--set {item}" for item in SMALL)
     for line in (write, plan, f"{train} --run-dir run {settings}"):
-        done = subprocess.run(
-            line.replace("penstock", f"{sys.executable} -m app.cli"),
-            shell=True,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        done(started(tmp_path, "sh", "-c", line.replace("penstock", " ".join(REAL))))
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
 

@@ -1,16 +1,12 @@
 """Every file of recipes/: what it says of itself, the model it describes, and that it runs when shrunk."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cli_process import refusal
+from cli_process import done, refusal, started
 from real_runs import make_corpus
 from recipe_texts import settings
 
@@ -116,14 +112,8 @@ def test_a_shrunk_recipe_trains_from_scratch(path: Path, folder: Path, capsys: p
 
 @pytest.mark.parametrize("stem", ["7b_512k", "120b_moe"])
 def test_a_recipe_is_a_script(stem: str, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "recipes" / f"{stem}.py"), *arguments(stem)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "trained to step 1, " in done.stdout
+    recipe = str(REPOSITORY / "recipes" / f"{stem}.py")
+    assert "trained to step 1, " in done(started(folder, sys.executable, recipe, *arguments(stem))).stdout
     assert json.loads((folder / "run" / "recipe.json").read_text())["model"]["path"] is None
 
 
@@ -144,5 +134,4 @@ def test_without_its_model_and_text_a_recipe_says_what_helps(
 def test_what_is_missing_is_said_before_torch_is_loaded(folder: Path) -> None:
     code = "import sys; from app.cli import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
     command = [sys.executable, "-c", code, "train", str(REPOSITORY / "recipes" / "7b_512k.py"), "--from-scratch"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done(started(folder, *command), code=2).stdout == ""

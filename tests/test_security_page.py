@@ -1,7 +1,5 @@
 """docs/security.md names the test of each of its sentences: they are there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,13 +1,11 @@
-"""What a user may get wrong: one message that names it, and exit code 2."""
-
-from __future__ import annotations
+"""What a user may get wrong: one message that names it, exit code 2, and nothing lost."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import setting, tiny
+from bad_inputs import catalogue, faults, run, setting, tiny
 from bad_model_files import CONFIG
 from cli_process import refusal
 from transformers import GPT2Config, PretrainedConfig, Qwen3Config
@@ -118,3 +116,16 @@ def test_how_far_positions_reach(config: PretrainedConfig, reach: int | None) ->
     with pytest.raises(UserError, match=f"{reach + 1} tokens .* positions end at {reach}") as caught:
         validate_context(spec, reach + 1)
     assert ("rope_parameters" in str(caught.value)) == (config.model_type != "gpt2")
+
+
+INPUTS = {f"{bad.family}: {bad.name}".encode("unicode_escape").decode(): bad for bad in catalogue()}
+
+
+def test_the_catalogue_is_large() -> None:
+    assert len(INPUTS) >= 300
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
+    found = run(INPUTS[name], tmp_path)
+    assert faults(INPUTS[name], found) == [], found

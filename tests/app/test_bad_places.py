@@ -1,7 +1,5 @@
 """Folders that a machine does not give: one clear message, whatever was to be done."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

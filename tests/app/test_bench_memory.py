@@ -1,7 +1,5 @@
 """The memory law's arithmetic, and one small measurement of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The comparison of plans with runs: the cases, the arithmetic, the page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

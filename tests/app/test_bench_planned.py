@@ -1,13 +1,12 @@
 """The planned tables and the heat map: what is planned for which machine, and how the figures are shown."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_texts import TINY
 from sample_forecast import fitting, refused
 
 from app.bench import heatmap, planned
@@ -17,15 +16,7 @@ from engine.machine.presets import PRESETS
 from storage.errors import UserError
 
 MACHINES = ["gh200-480", "rtx3090-64"]
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
+SHAPE = TINY["model"] | {"vocab_size": 512}
 
 
 def recipe(name: str, machine: str = "") -> Recipe:
@@ -73,7 +64,7 @@ def test_the_grid_has_every_model_context_and_machine_once() -> None:
         assert job.recipe.train.chunk_tokens is None
         assert job.recipe.train.activation_checkpointing == job.recipe.train.kv_window == "auto"
         assert job.recipe.model.path is None
-        assert job.recipe.model.hidden_size == 64
+        assert job.recipe.model.hidden_size == 32
 
 
 def test_a_missing_recipe_is_named() -> None:

@@ -1,7 +1,5 @@
 """The step suites: what they choose, the figures they compute, and the whole path on the CPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

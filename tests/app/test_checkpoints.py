@@ -1,7 +1,5 @@
 """Checkpoints, scrub and a resume with other means, by the real command line on a real tiny run."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any damaged file that a run needs stops a resume and a scrub, by name; and runs leave each other their memory."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

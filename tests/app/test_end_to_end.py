@@ -1,7 +1,5 @@
 """The command line around the real engine: a tiny model, trained, stopped, resumed, exported and sampled."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

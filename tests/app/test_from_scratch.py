@@ -1,12 +1,11 @@
 """Where a model comes from: a folder, a shape, both, or neither."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
+import bad_model_files
 import pytest
+from recipe_texts import TINY
 from transformers import PretrainedConfig
 
 from app.launch import from_scratch, require_weights
@@ -17,30 +16,9 @@ from engine.hf.config import model_config
 from engine.model.anatomy import take_apart
 from storage.errors import UserError
 
-SHAPE: dict[str, Any] = {
-    "model_type": "llama",
-    "num_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "vocab_size": 300,
-    "max_position": 128,
-}
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-3,
-    "rope_theta": 5e5,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-}
+SHAPE = TINY["model"] | {"vocab_size": 300, "max_position": 128}
+CONFIG = bad_model_files.CONFIG | {"rms_norm_eps": 1e-3, "rope_theta": 5e5, "rope_scaling": None}
+del CONFIG["torch_dtype"]
 DATA = DataConfig(source="random", sequence_length=32)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 5e5}
 
@@ -68,14 +46,14 @@ def test_a_folder_and_its_shape_are_one_model(folder: Path) -> None:
     ("field", "value", "found"),
     [
         ("num_layers", 3, "2"),
-        ("hidden_size", 32, "64"),
-        ("intermediate_size", 97, "96"),
+        ("hidden_size", 64, "32"),
+        ("intermediate_size", 97, "64"),
         ("num_heads", 8, "4"),
         ("num_kv_heads", 4, "2"),
-        ("head_dim", 32, "16"),
+        ("head_dim", 32, "8"),
         ("vocab_size", 301, "300"),
         ("max_position", 64, "128"),
-        ("model_type", "mistral", "llama"),
+        ("model_type", "mistral", "qwen3"),
         ("tie_embeddings", True, "False"),
     ],
 )

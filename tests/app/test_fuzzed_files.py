@@ -1,7 +1,5 @@
 """Files that are nearly right: mutated ones are read or refused by a UserError, and nothing else happens."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -12,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import RECIPE
 from bad_model_files import CONFIG, safetensors, tensor
 from bad_run_files import SPAN, manifest, signed
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from recipe_texts import tiny_recipe
 from samples import sampled
 
 from app.lanes import lanes_report
-from app.recipe import from_json, to_json
+from app.recipe import from_json, to_dict, to_json
 from engine.config import DataConfig
 from engine.data.corpus import read_pieces
+from engine.hf.config import read_config
 from engine.machine.presets import GENERIC
 from engine.machine.profile import load_machine
 from storage.errors import UserError
@@ -64,64 +63,51 @@ def _places(value: Any, found: list[tuple[Any, Any]]) -> None:
         _places(value[key], found)
 
 
-def _recipe() -> Any:
-    scope: dict[str, Any] = {}
-    exec(RECIPE, scope)
-    return json.loads(to_json(scope["recipe"]))
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
 
 
 def _read_header(folder: Path, text: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(safetensors(text, 24))
+    _written(folder / "model.safetensors", safetensors(text, 24))
     reader = CheckpointReader(folder)
     for name in reader.tensors:
         reader.read(name)
 
 
 def _read_index(folder: Path, text: bytes) -> None:
-    (folder / "a.safetensors").write_bytes(safetensors({"w": tensor(0, 8)}, 8))
-    (folder / "model.safetensors.index.json").write_bytes(text)
+    _written(folder / "a.safetensors", safetensors({"w": tensor(0, 8)}, 8))
+    _written(folder / "model.safetensors.index.json", text)
     CheckpointReader(folder).read("w")
 
 
 def _read_manifest(folder: Path, text: bytes) -> None:
     with contextlib.suppress(ValueError):
         text = signed(parse_object(text))
-    (folder / "manifest.json").write_bytes(text)
+    _written(folder / "manifest.json", text)
     Manifest.read(folder)
 
 
 def _read_lines(folder: Path, text: bytes) -> None:
-    (folder / "a.jsonl").write_bytes(text + b"\n")
-    for piece in read_pieces(DataConfig(source="jsonl", path=str(folder))):
+    for piece in read_pieces(DataConfig(source="jsonl", path=str(_written(folder / "a.jsonl", text + b"\n")))):
         piece.text.encode()
 
 
-def _read_machine(folder: Path, text: bytes) -> None:
-    (folder / "m.json").write_bytes(text)
-    load_machine(folder / "m.json")
-
-
 def _read_spans(folder: Path, text: bytes) -> None:
-    (folder / "spans.jsonl").write_bytes(text.replace(b"\n", b"") + b"\n" + text.replace(b"\n", b"") + b"\n")
+    _written(folder / "spans.jsonl", 2 * (text.replace(b"\n", b"") + b"\n"))
     lanes_report(folder, None, as_json=True)
 
 
-def _read_config(folder: Path, text: bytes) -> None:
-    from engine.hf.config import read_config
-
-    (folder / "config.json").write_bytes(text)
-    read_config(folder)
-
-
-KINDS: dict[str, tuple[Any, Callable[[Path, bytes], None]]] = {
-    "recipe": (_recipe(), lambda folder, text: _through_json(text)),
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+KINDS: dict[str, tuple[Any, Callable[[Path, bytes], object]]] = {
+    "recipe": (to_dict(tiny_recipe()), lambda folder, text: _through_json(text)),
     "header": ({"a": tensor(0, 8), "b": tensor(8, 24), "__metadata__": {"format": "pt"}}, _read_header),
     "index": ({"metadata": {"total_size": 8}, "weight_map": {"w": "a.safetensors"}}, _read_index),
     "manifest": (json.loads(manifest().encode()), _read_manifest),
     "jsonl": ({"text": "hello", "meta": {"a": [1, 2]}}, _read_lines),
-    "machine": (GENERIC.to_json(), _read_machine),
+    "machine": (GENERIC.to_json(), lambda folder, text: load_machine(_written(folder / "m.json", text))),
     "spans": (SPAN | {"id": 1, "waited": [0]}, _read_spans),
-    "config": (CONFIG | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, _read_config),
+    "config": (CONFIG | ROPE, lambda folder, text: read_config(_written(folder / "config.json", text))),
 }
 
 

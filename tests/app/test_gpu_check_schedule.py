@@ -1,7 +1,5 @@
 """gpu-check's order, limits, resuming and last words, with stages that are plain functions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,13 +1,15 @@
 """gpu-check's own stages: their order and estimates, their tables, and the smoke whole on the CPU."""
 
-from __future__ import annotations
-
+import subprocess
+import sys
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_process import REPOSITORY
 
 from app.bench.cases import SUITES, TINY, Rates
 from app.gpu_check import smoke, stages, tables
@@ -174,3 +176,26 @@ def test_every_smokes_state_lives_in_all_three_tiers_of_a_gpu(smoke_case: smoke.
     )
     plan = task.search(generic_gpu("NVIDIA H200")).plan
     assert {buffer.state for buffer in plan.buffers.values()} == {"gpu", "ram", "nvme"}
+
+
+# ---------------------------------------------------------------------- without a GPU, or an interpreter that has torch
+
+
+def gpu_check(python: str, results: Path) -> subprocess.CompletedProcess[str]:
+    command = ["make", "gpu-check", f"PYTHON={python}", f"RESULTS={results}"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_no_gpu_is_said_and_is_no_failure(tmp_path: Path) -> None:
+    done = gpu_check(sys.executable, tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    assert "gpu-check: skipped: torch of" in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_interpreter_without_torch_is_said_too(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    done = gpu_check(str(tmp_path / "bare" / "bin" / "python"), tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    assert "is missing or sees no CUDA device" in done.stdout

@@ -1,7 +1,5 @@
 """Run directories that somebody has prepared: links, pipes, foreign files; and what is told of a run that died."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Busy shares from spans, against shares counted point by point."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

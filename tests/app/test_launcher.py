@@ -1,7 +1,5 @@
 """Runs that are started detached, and pause, stop and resume by command, around a stand-in for the engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

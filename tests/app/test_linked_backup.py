@@ -1,7 +1,5 @@
 """A backup of a run directory by hard links (cp -al, rsync --link-dest) stays as it was, and is a run of its own."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -27,12 +25,15 @@ SPEC = ArraySpec("embed", "master", 1000, "float32", 2048)
 GROWING = ("log.jsonl", "metrics.jsonl", "spans.jsonl", "validation.jsonl")
 
 
-def make_run(run: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
     """A run of one generation, without data."""
+    run = tmp_path / "run"
     RunDir.create(Recipe(name="x"), run).__exit__()
     with closing(NvmeStore.create(run / "state", [SPEC], budget_bytes=None)) as store:
         store.write(SPEC.buffer, SPEC.kind, 0, torch.arange(1000.0)).result()
         store.commit({"step": 1, "constants": write_constants(run / "state/constants.safetensors", {})})
+    return run
 
 
 def linked(run: Path) -> tuple[Path, dict[str, bytes]]:
@@ -54,9 +55,7 @@ def write(log: RunLog, step: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["", '{"torn'], ids=["whole lines", "a torn last line"])
-def test_a_resumed_run_leaves_its_backup_as_it_was(tmp_path: Path, end: str) -> None:
-    run = tmp_path / "run"
-    make_run(run)
+def test_a_resumed_run_leaves_its_backup_as_it_was(run: Path, end: str) -> None:
     log = RunLog(run, total_steps=3)
     write(log, 1)
     log.close("stopped")
@@ -76,9 +75,7 @@ def test_a_resumed_run_leaves_its_backup_as_it_was(tmp_path: Path, end: str) -> 
         assert (run / name).stat().st_nlink == 1
 
 
-def test_a_backup_taken_of_a_live_run_grows_no_more(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make_run(run)
+def test_a_backup_taken_of_a_live_run_grows_no_more(run: Path) -> None:
     with RunDir.open(run):
         log = RunLog(run, total_steps=3)
         write(log, 1)
@@ -92,9 +89,7 @@ def test_a_backup_taken_of_a_live_run_grows_no_more(tmp_path: Path) -> None:
     assert all(b"2" in (run / name).read_bytes() for name in GROWING)
 
 
-def test_a_backup_of_a_live_run_is_not_live_and_both_can_be_worked_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make_run(run)
+def test_a_backup_of_a_live_run_is_not_live_and_both_can_be_worked_on(run: Path) -> None:
     with RunDir.open(run):
         backup, before = linked(run)
         assert is_live(run)
@@ -126,10 +121,8 @@ def read_only() -> Iterator[None]:
         yield
 
 
-def test_a_run_that_cannot_be_written_can_be_scrubbed(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_written_can_be_scrubbed(run: Path) -> None:
     """A read-only disk, or another user's run; nobody can begin to train it meanwhile, if anybody can at all."""
-    run = tmp_path / "run"
-    make_run(run)
     for lock in (True, False):
         if not lock:
             (run / "run.lock").unlink()

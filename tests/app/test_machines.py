@@ -1,7 +1,5 @@
 """The machines to choose from: this one first, with what is known of it, then every preset."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

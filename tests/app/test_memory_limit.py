@@ -1,10 +1,8 @@
 """The bound on a served window's memory, and that what it starts has none."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
-from pathlib import Path
+
+from cli_process import REPOSITORY, done, started
 
 CODE = """
 import resource, subprocess, sys
@@ -26,6 +24,4 @@ memory_limit.unbound(child.pid)  # which has ended
 
 
 def test_memory_is_bounded_for_this_process_and_not_for_what_it_starts() -> None:
-    folder = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=folder, capture_output=True, text=True)
-    assert done.stdout.split() == ["refused", "True", "False"], done.stderr
+    assert done(started(REPOSITORY, sys.executable, "-c", CODE)).stdout.split() == ["refused", "True", "False"]

@@ -1,11 +1,8 @@
 """What a model is made of, kept between plans: the same forecasts sooner, and never from a file that is not right."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 from bad_model_files import CONFIG
-from cli_process import REPOSITORY
+from cli_process import REPOSITORY, done, started
 from transformers import Qwen3Config
 
 from app import model_cache
@@ -190,9 +187,7 @@ def test_plans_are_the_same(name: str) -> None:
         f"code = main(['plan', 'recipes/{name}.py', '--from-scratch', '--json'])\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'\nsys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    again = json.loads(done.stdout)
+    again = json.loads(done(started(REPOSITORY, sys.executable, "-c", code)).stdout)
     for found in (forecast, again):
         del found["search_s"]
     assert again == json.loads(json.dumps(forecast))

@@ -1,7 +1,5 @@
 """`penstock plan`: what a recipe is told before anything is launched."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

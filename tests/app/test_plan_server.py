@@ -1,7 +1,5 @@
 """The plan server as a process: both answers, the newest request wins, errors are one line, nothing stays behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

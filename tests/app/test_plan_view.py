@@ -1,7 +1,5 @@
 """A forecast for people: every number present and right, no line too wide, and on a console never too many lines."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

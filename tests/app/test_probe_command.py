@@ -1,7 +1,5 @@
 """`penstock probe`: keeps the profile where plans look for it, and prints it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

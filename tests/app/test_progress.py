@@ -1,7 +1,5 @@
 """A run on a console: a few lines for a newcomer, a bar on a terminal, every figure right or n/a."""
 
-from __future__ import annotations
-
 import io
 import re
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ scrubbed. The store and the commands' functions are real; training writes conten
 program takes a fraction of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

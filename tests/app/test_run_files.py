@@ -1,17 +1,14 @@
 """Files of a run directory as anybody may have left them: damaged lines, endless ones, links, pipes."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from bad_run_files import OBSTACLES
-from cli_process import REPOSITORY
+from cli_process import done, started
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,10 +111,7 @@ def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
         "lines = JsonLines(Path(sys.argv[1])); print([span.step for span in lines.spans()], lines.damaged)"
     )
     assert resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    assert (done.stdout, done.stderr) == ("[1, 2] 1\n", "")
+    assert done(started(tmp_path, sys.executable, "-c", code, str(path))) == ("[1, 2] 1\n", "")
     last = read_last(path)
     assert last is not None
     assert last["step"] == 2

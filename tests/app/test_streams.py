@@ -1,7 +1,5 @@
 """Standard output and error that nobody reads, and recipes that do more than build one: real processes."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

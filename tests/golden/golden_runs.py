@@ -4,8 +4,6 @@ Started as a program with its own environment (`ENVIRONMENT`), which makes torch
 The recipes in recipes/ are written with the names that fields had when the digests were recorded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 A change that means to compute other bits records them anew: `python tests/golden/golden_runs.py FOLDER > digests.json`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A catalogue of what a command may be given by mistake or malice: all is bad, and nothing may end in a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -23,7 +21,7 @@ from bad_model_files import (
     damaged_indexes,
     damaged_tokenizers,
 )
-from bad_run_files import damaged_manifests, damaged_run_files, make_run, unchanged
+from bad_run_files import at, damaged_manifests, damaged_run_files, make_run, put, unchanged
 from recipe_texts import TINY, recipe_text
 
 from app.recipe_fields import fields
@@ -153,16 +151,6 @@ def each(
         yield Bad(family, f"{prefix}{name}", lambda folder, item=item: make(folder, item), **more)
 
 
-def put(path: Path, what: bytes | str | Callable[[Path], object]) -> None:
-    """Write a file, or have something else take its place."""
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    if callable(what):
-        what(path)
-    else:
-        path.write_bytes(what if isinstance(what, bytes) else what.encode())
-
-
 def given(name: str, *arguments: str, beside: dict[str, bytes] | None = None) -> Callable[[Path, Any], list[str]]:
     """A command beside a right recipe: what `each` has is put at `name`, other files `beside` it."""
 
@@ -184,7 +172,7 @@ def words(folder: Path, arguments: list[str]) -> list[str]:
 def on_run(folder: Path, item: tuple[list[str], Callable[[Path], object]]) -> list[str]:
     """A command with its arguments behind the run's name, and what becomes of the run's directory before."""
     (command, *arguments), damage = item
-    damage(make_run(folder / "runs" / "r", RECIPE))
+    damage(make_run(folder / "runs" / "r"))
     return [command, "r", *arguments]
 
 
@@ -435,10 +423,9 @@ def _runs() -> Iterator[Bad]:
 
 
 def _manifests() -> Iterator[Bad]:
-    def scrub(folder: Path, what: Any) -> list[str]:
-        return on_run(folder, (["scrub"], lambda run: put(run / "state" / "manifest.json", what)))
-
-    yield from each("manifest", damaged_manifests() | _odd_files(), scrub)
+    damaged = damaged_manifests() | _odd_files()
+    found = {name: (["scrub"], at("state/manifest.json", what)) for name, what in damaged.items()}
+    yield from each("manifest", found, on_run)
 
 
 def _places() -> Iterator[Bad]:

@@ -1,7 +1,5 @@
 """Damaged and hostile files of a model folder, by name: config.json, safetensors headers, indexes and tokenizers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

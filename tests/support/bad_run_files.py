@@ -1,7 +1,5 @@
 """Damaged and hostile files of a run directory, by name: what it holds, and manifests whose checksum is right."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -11,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bad_model_files import NO_OBJECT
+from recipe_texts import tiny_recipe
 
+from app.recipe import to_json
 from storage.crc import checksum
 from storage.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
@@ -44,14 +44,10 @@ def manifest() -> Manifest:
     return Manifest("s0", 3, {spec: Stored(0, ("d0",), (1, 2))}, (drive,), meta)
 
 
-def make_run(path: Path, recipe: str) -> Path:
+def make_run(path: Path) -> Path:
     """A finished run's directory, of which the state's chunk files are gone."""
     (path / "state").mkdir(parents=True)
-    scope: dict[str, Any] = {}
-    exec(recipe, scope)
-    from app.recipe import to_json
-
-    (path / "recipe.json").write_text(to_json(scope["recipe"]))
+    (path / "recipe.json").write_text(to_json(tiny_recipe()))
     (path / "state" / "manifest.json").write_bytes(manifest().encode())
     spans = [SPAN, SPAN | {"start_s": 1.0, "end_s": 2.0, "step": 2}]
     (path / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
@@ -73,14 +69,14 @@ def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]
     commands = {"resume": [], "scrub": [], "export": ["out"]}
     for command, rest in commands.items():
         for name, content in texts.items():
-            found[f"recipe.json {name}, {command}"] = ([command, *rest], _write("recipe.json", content))
+            found[f"recipe.json {name}, {command}"] = ([command, *rest], at("recipe.json", content))
     for command in ("lanes", "trace"):  # damaged lines they pass over and count
-        found[f"spans.jsonl gone, {command}"] = ([command], lambda path: (path / "spans.jsonl").unlink())
-        found[f"spans.jsonl a folder, {command}"] = ([command], _folder("spans.jsonl"))
+        found[f"spans.jsonl gone, {command}"] = ([command], at("spans.jsonl", lambda path: None))
+        found[f"spans.jsonl a folder, {command}"] = ([command], at("spans.jsonl", Path.mkdir))
     for command, rest in (commands | {"checkpoint": ["now"]}).items():
-        found[f"run.lock a folder, {command}"] = ([command, *rest], _folder("run.lock"))
-        found[f"run.lock a pipe, {command}"] = ([command, *rest], _pipe("run.lock"))
-        found[f"state a file, {command}"] = ([command, *rest], _file("state"))
+        found[f"run.lock a folder, {command}"] = ([command, *rest], at("run.lock", Path.mkdir))
+        found[f"run.lock a pipe, {command}"] = ([command, *rest], at("run.lock", os.mkfifo))
+        found[f"state a file, {command}"] = ([command, *rest], _state_a_file)
         found[f"state gone, {command}"] = ([command, *rest], lambda path: shutil.rmtree(path / "state"))
         found[f"chunk files gone, {command}"] = ([command, *rest], unchanged)
     names = ("", ".", "..", "a/b", "../x", "a\0b", "a" * 300, "\x1b]0;owned\x07", "step-5", ".hidden", " ")
@@ -100,32 +96,24 @@ def damaged_run_files() -> dict[str, tuple[list[str], Callable[[Path], object]]]
     return found
 
 
-def _write(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda path: (path / name).write_bytes(content)
+def put(path: Path, what: bytes | str | Callable[[Path], object]) -> None:
+    """Write a file, or have something else take its place."""
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if callable(what):
+        what(path)
+    else:
+        path.write_bytes(what if isinstance(what, bytes) else what.encode())
 
 
-def _folder(name: str) -> Callable[[Path], object]:
-    def make(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        (path / name).mkdir()
-
-    return make
+def at(name: str, what: bytes | str | Callable[[Path], object]) -> Callable[[Path], object]:
+    """For a run's directory: `put` of one of its files."""
+    return lambda run: put(run / name, what)
 
 
-def _pipe(name: str) -> Callable[[Path], object]:
-    def make(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        os.mkfifo(path / name)
-
-    return make
-
-
-def _file(name: str) -> Callable[[Path], object]:
-    def make(path: Path) -> None:
-        shutil.rmtree(path / name)
-        (path / name).write_text("mine\n")
-
-    return make
+def _state_a_file(run: Path) -> None:
+    shutil.rmtree(run / "state")
+    put(run / "state", "mine\n")
 
 
 def signed(content: dict[str, Any]) -> bytes:

@@ -1,7 +1,5 @@
 """Subprocesses that run the real command line, around a stand-in for the engine or all of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -38,6 +36,32 @@ def default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+class Done(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+def done(process: subprocess.Popen[str], code: int = 0) -> Done:
+    """What a process that ends with that exit code has printed."""
+    found = Done(*process.communicate(timeout=120))
+    assert process.returncode == code, found.stderr
+    return found
+
+
+def started(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """A command in `folder` that imports this checkout."""
+    paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | paths | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_signals,
+    )
+
+
 class Cli:
     """Starts commands in a folder of their own, which holds the recipe tiny.py."""
 
@@ -46,16 +70,7 @@ class Cli:
         (folder / "tiny.py").write_text(recipe)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        paths = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
-        return subprocess.Popen(
-            [*self.program, *arguments],
-            cwd=self.folder,
-            env=os.environ | paths | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=default_signals,
-        )
+        return started(self.folder, *self.program, *arguments, **environment)
 
     def run(self, *arguments: str, code: int = 0, **environment: str) -> Done:
         """A command that ends with that exit code."""
@@ -67,18 +82,6 @@ class Cli:
         process = self.start("train", "tiny.py", "--set", f"train.steps={steps}", "--run-dir", "out", **environment)
         wait_until(lambda: read_info(run).state == "running")
         return run, process
-
-
-class Done(NamedTuple):
-    stdout: str
-    stderr: str
-
-
-def done(process: subprocess.Popen[str], code: int = 0) -> Done:
-    """What a process that ends with that exit code has printed."""
-    found = Done(*process.communicate(timeout=120))
-    assert process.returncode == code, found.stderr
-    return found
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -3,8 +3,6 @@
 HOW: `well` with forecasts of three values, `sample` with whole ones, `dies`, `dies once`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

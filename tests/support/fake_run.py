@@ -6,8 +6,6 @@ or step:threads makes a step fail.
 With FAKE_SCRIPT=1 the first argument is a recipe to run as a script.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

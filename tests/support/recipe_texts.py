@@ -1,7 +1,5 @@
 """Recipe files of a tiny model, for tests that go through the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -29,14 +27,14 @@ def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: TINY.get(name, {}) | changes.get(name, {}) for name in TINY | changes}
 
 
+def tiny_recipe(**changes: dict[str, Any]) -> Recipe:
+    classes: dict[str, Any] = {field.name: field.default_factory for field in dataclasses.fields(Recipe)}
+    return Recipe(name="tiny", **{name: classes[name](**values) for name, values in sections(**changes).items()})
+
+
 def recipe_text(**changes: dict[str, Any]) -> str:
-    """`sections` as a Python file."""
-    classes = {field.name: field.type for field in dataclasses.fields(Recipe)}
-    lines = ["from app.recipe import Recipe", "from engine.config import *", "", "recipe = Recipe(", "    name='tiny',"]
-    for section, values in sections(**changes).items():
-        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        lines.append(f"    {section}={classes[section]}({given}),")
-    return "\n".join([*lines, ")", ""])
+    """`tiny_recipe` as a Python file."""
+    return f"from engine.config import *\n\nrecipe = {tiny_recipe(**changes)!r}\n"
 
 
 def settings(**changes: dict[str, Any]) -> list[str]:

@@ -1,7 +1,5 @@
 """Forecasts as `penstock plan --json` prints them, made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 GIB = 2**30

@@ -1,7 +1,5 @@
 """The attention kernel of docs/EXTENDING.md, chosen, and its gradients."""
 
-from __future__ import annotations
-
 from transformers import Qwen3Config
 
 from engine.attention.select import attention_report, forget

@@ -1,7 +1,5 @@
 """The data format of docs/EXTENDING.md, trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tiny

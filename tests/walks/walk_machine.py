@@ -1,7 +1,5 @@
 """The machine of docs/EXTENDING.md, planned on."""
 
-from __future__ import annotations
-
 import tiny
 
 from app.machines import machine_infos

@@ -1,7 +1,5 @@
 """The optimizers of docs/EXTENDING.md, streamed over three tiers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

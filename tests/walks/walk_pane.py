@@ -1,7 +1,5 @@
 """The pane of docs/EXTENDING.md, on a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import cast

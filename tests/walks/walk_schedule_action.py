@@ -1,7 +1,5 @@
 """The action of docs/EXTENDING.md: emitted, priced, simulated and carried out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
