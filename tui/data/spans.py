@@ -72,6 +72,11 @@ class Busy:
         inside = np.minimum(times, self.end_s[at]) - self.start_s[at]
         return np.where(i >= 0, self.before_s[at] + inside, 0.0)
 
+    def between(self, start_s: float, end_s: float) -> float:
+        """Busy seconds of a window."""
+        begin, end = self.until(np.array([start_s, end_s]))
+        return float(end - begin)
+
     def merge(self, start_s: Floats, end_s: Floats) -> Busy:
         """With further intervals; only what lies behind the earliest of them is worked on."""
         if not len(start_s):
@@ -188,18 +193,13 @@ class SpanView:
 
     def busy_s(self, lane: str, start_s: float, end_s: float) -> float:
         """Seconds of a window in which the lane had an op under way."""
-        begin, end = self._busy(lane).until(np.array([start_s, end_s]))
-        return float(end - begin)
+        return self._busy(lane).between(start_s, end_s)
 
     def bytes_by_lane(self, start_s: float, end_s: float) -> dict[str, int]:
         """Lane -> payload of the ops that ended in a window."""
         rows = np.flatnonzero((self.end_s > start_s) & (self.end_s <= end_s))
         moved = np.bincount(self.lane[rows], weights=self.bytes[rows], minlength=len(self.lanes))
         return {lane: int(count) for lane, count in zip(self.lanes, moved, strict=True)}
-
-    def bytes_moved(self, lane: str, start_s: float, end_s: float) -> int:
-        """Payload of the lane's ops that ended in a window."""
-        return self.bytes_by_lane(start_s, end_s).get(lane, 0)
 
     def rows_between(self, start_s: float, end_s: float) -> Ints:
         """Rows of all lanes under way in a window, in order of their start."""
@@ -299,7 +299,6 @@ class SpanStore:
         self.capacity = capacity
         self.num_rejected = 0
         """Objects that were no spans."""
-        self.num_added = 0
         self._lanes = _Names(MAX_LANES, LANES)
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)
@@ -317,7 +316,6 @@ class SpanStore:
         for first in range(0, len(rows), self.capacity):
             self._append(rows[first : first + self.capacity])
         if rows:
-            self.num_added += len(rows)
             self.view = self._snapshot()
         return len(rows)
 

@@ -235,10 +235,7 @@ def _rows_with_boxes(scene: LaneScene, length_s: float) -> Ints:
 
 
 def _share(busy: Busy, start_s: float, end_s: float) -> float:
-    if end_s <= start_s:
-        return 0.0
-    before, after = busy.until(np.array([start_s, end_s]))
-    return float(after - before) / (end_s - start_s)
+    return busy.between(start_s, end_s) / (end_s - start_s) if end_s > start_s else 0.0
 
 
 def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats) -> NDArray[np.bool_]:

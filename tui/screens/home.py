@@ -27,7 +27,7 @@ from tui.data.catalog import (
 )
 from tui.render.sparkline import sparkline
 from tui.screens.base import PenstockScreen
-from tui.theme import style
+from tui.theme import style, styled
 
 STATE_TOKENS = {
     "running": "good",
@@ -137,14 +137,9 @@ class HomeScreen(PenstockScreen):
         runs, recipes = len(self._runs), len(self._recipes)
         counts = f"{runs} run{'s' * (runs != 1)}, {live} live   {recipes} recipe{'s' * (recipes != 1)}"
         marked = f"   {len(self._marked)} marked, m compares" if self._marked else ""
-        self.query_one("#title", Static).update(
-            Text.assemble(
-                ("penstock", style("title", dark)),
-                (f"   {_short(self.penstock.root)}   ", style("dim", dark)),
-                (counts, style("text", dark)),
-                (marked, style("accent", dark)),
-            )
-        )
+        root = f"   {_short(self.penstock.root)}   "
+        title = styled([("penstock", "title"), (root, "dim"), (counts, "text"), (marked, "accent")], dark)
+        self.query_one("#title", Static).update(title)
 
     def _draw_detail(self) -> None:
         dark = self.app.current_theme.dark
@@ -179,9 +174,7 @@ class HomeScreen(PenstockScreen):
         self._draw_detail()
         self.refresh_bindings()
 
-    def on_descendant_focus(self) -> None:
-        self._draw_detail()
-        self.refresh_bindings()
+    on_descendant_focus = on_data_table_row_highlighted
 
     def on_data_table_row_selected(self) -> None:
         self.action_open()
