@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ class Prepared(NamedTuple):
     """How much of it is done, 0..1; None where unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A generation that is kept."""
 
     name: str
@@ -282,7 +280,7 @@ class RunData:
         if stamps == self._manifests:
             return set()
         self._manifests = stamps
-        self.checkpoints = [Checkpoint(name, step) for name, step in checkpoint_steps(self.path)]
+        self.checkpoints = [Checkpoint(*found) for found in checkpoint_steps(self.path)]
         self.committed_step = committed_step(self.path)
         return {"checkpoints"}
 
