@@ -20,7 +20,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -187,30 +187,24 @@ def write_run(run: Path) -> None:
 
 
 def _first_frame(root: Path) -> float:
-    terminal = _Terminal([], root)
     shown = b""
-    try:
+    with closing(_Terminal([], root)) as terminal:
         while _SHOWN_AT_FIRST not in shown:
             shown += terminal.read(0.005)
             if time.monotonic() - terminal.started_at > 60:
                 raise UserError("penstock showed nothing within a minute")
         return time.monotonic() - terminal.started_at
-    finally:
-        terminal.close()
 
 
 def _watch(root: Path, run: Path, minutes: float) -> tuple[list[Sample], int]:
     """Samples of `penstock watch` over the time, and what it wrote after the warm-up."""
-    terminal = _Terminal(["watch", str(run)], root)
-    samples, before = [terminal.sample()], 0
-    try:
+    with closing(_Terminal(["watch", str(run)], root)) as terminal:
+        samples, before = [terminal.sample()], 0
         while samples[-1].at_s < minutes * 60:
             terminal.read(SAMPLE_S)
             samples.append(terminal.sample())
             if samples[-1].at_s <= WARM_UP_S:
                 before = terminal.num_bytes
-    finally:
-        terminal.close()
     return samples, terminal.num_bytes - before
 
 

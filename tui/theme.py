@@ -6,9 +6,12 @@ vision tell apart; nothing is told by colour alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from rich.style import Style
+from rich.text import Text
 from textual.theme import Theme
 
 _COLOURS = {
@@ -99,3 +102,8 @@ def style(token: str, dark: bool) -> Style:
         return Style(color="#101418" if dark else "#ffffff", bgcolor=lane)
     bold = name in _BOLD or "bold" in extras
     return Style(color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None)
+
+
+def styled(row: Iterable[tuple[str, str]], dark: bool, **more: Any) -> Text:
+    """A row as Textual's own widgets take it; `more` of Rich's text."""
+    return Text.assemble(*((text, style(token, dark)) for text, token in row), **more)

@@ -126,24 +126,15 @@ class BlockPlaces:
 
         Of a run that is not live everything is at home.
         """
-        blocks = {
-            name: BlockPlace(name, home, dict(home), num_bytes=self._num_bytes[name])
-            for name, home in self._home.items()
-        }
-        if not live:
-            for block in blocks.values():
-                block.place["gradient"] = NOWHERE
-            return list(blocks.values())
-        for pool in self._on_gpu.values():
-            for name in pool:
-                blocks[name].place["weights"] = "gpu"
-        for kind in ("state", "gradient"):
-            for name, place in self._place[kind].items():
-                blocks[name].place[kind] = place
-        for name, block in blocks.items():
-            if name not in self._place["gradient"]:
-                block.place["gradient"] = NOWHERE
-        for op, name in self._under_way(now, clock_s):
+        blocks = {}
+        for name, home in self._home.items():
+            place = home | {"gradient": NOWHERE}
+            if live:
+                place |= {kind: moved[name] for kind, moved in self._place.items() if name in moved}
+                if name in self._on_gpu[self._pool(name)]:
+                    place["weights"] = "gpu"
+            blocks[name] = BlockPlace(name, home, place, num_bytes=self._num_bytes[name])
+        for op, name in self._under_way(now, clock_s) if live else ():
             if name in blocks:
                 _apply(blocks[name], op)
         return list(blocks.values())

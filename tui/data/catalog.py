@@ -180,15 +180,15 @@ def read_run_entry(folder: Path) -> RunEntry | None:
     ]
     if not marks:
         return None
+    if "recipe.json" not in marks:
+        return RunEntry(folder, "damaged", error="has no recipe.json", changed=_stamp(folder)[0] / 1e9)
     try:
-        return _read_run_entry(folder, damaged="recipe.json" not in marks)
+        return _read_run_entry(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return RunEntry(folder, "damaged", error=printable(f"cannot be read: {type(error).__name__}: {error}"))
 
 
-def _read_run_entry(folder: Path, *, damaged: bool) -> RunEntry:
-    if damaged:
-        return RunEntry(folder, "damaged", error="has no recipe.json", changed=_stamp(folder)[0] / 1e9)
+def _read_run_entry(folder: Path) -> RunEntry:
     info = read_info(folder)
     lines = read_tail(folder / "metrics.jsonl")[-_RECENT:]
     losses = tuple(loss for line in lines if (loss := number(line.get("loss"))) is not None)

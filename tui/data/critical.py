@@ -227,7 +227,7 @@ def _idle_times(view: SpanView, window: StepWindow, lane: str, blockers: Blocker
 
 def _gaps(view: SpanView, window: StepWindow, lane: str) -> list[tuple[float, float]]:
     """The stretches of a window in which nothing of the lane was under way."""
-    busy = view.busy[view.lanes.index(lane)]
+    busy = view.busy_of(lane)
     first = int(np.searchsorted(busy.end_s, window.start_s, side="right"))
     last = int(np.searchsorted(busy.start_s, window.end_s, side="left"))
     starts = np.maximum(busy.start_s[first:last], window.start_s).tolist()

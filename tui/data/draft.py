@@ -7,9 +7,11 @@ import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
+
+import numpy as np
 
 from app.recipe import Recipe, apply_overrides, from_dict, to_dict
 from app.recipe_fields import RecipeField, field_type, fields, parse_value
@@ -52,14 +54,8 @@ def may_be_none(key: str) -> bool:
 
 def number_text(value: float) -> str:
     """3e-4 and 1e6 where that is shorter, else as Python writes it; either way the very same value."""
-    sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
-    assert isinstance(exponent, int)
-    power = exponent + len(digits) - 1
-    if not any(digits) or -3 < power < 5:
-        return repr(value)
-    first, rest = str(digits[0]), "".join(map(str, digits[1:]))
-    short = f"{'-' if sign else ''}{first}{'.' + rest if rest else ''}e{power}"
-    return min(repr(value), short, key=len)
+    short = np.format_float_scientific(value, trim="-", exp_digits=1).replace("+", "")
+    return repr(value) if -3 < int(short.partition("e")[2]) < 5 else min(repr(value), short, key=len)
 
 
 def value_text(key: str, value: Any) -> str:
@@ -75,10 +71,7 @@ def value_text(key: str, value: Any) -> str:
 
 def get(recipe: Recipe, key: str) -> Any:
     """The value of a field by its dotted name."""
-    value: Any = recipe
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(key)(recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,9 +137,9 @@ class MetricsLog:
         passed_s = 0.0 if now is None or ended is None else min(max(0.0, now - ended), step_s)
         return step_s * remaining - passed_s
 
-    def recent_mean(self, name: str, steps: int = ETA_STEPS) -> float | None:
-        """The mean of the last `steps` values that are there, the log's first two left out."""
-        values = self.column(name)[max(WARMUP_STEPS, self.rows - steps) :]
+    def recent_mean(self, name: str) -> float | None:
+        """The mean of the last ETA_STEPS values that are there, the log's first two left out."""
+        values = self.column(name)[max(WARMUP_STEPS, self.rows - ETA_STEPS) :]
         values = values[np.isfinite(values)]
         return float(values.mean()) if len(values) else self.last(name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ class Prepared(NamedTuple):
     """How much of it is done, 0..1; None where unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A generation that is kept."""
 
     name: str
@@ -213,30 +211,25 @@ class RunData:
         Of `status`, `plan`, `metrics`, `spans`, `predicted`, `log`, `checkpoints`, `problems`.
         """
         deadline = time.monotonic() + _POLL_S
-        before = (self.state, self.problems)
+        before, problems = (self.exists, self.state), self.problems
         changed: set[str] = set()
-        exists = self.path.is_dir()
-        if exists != self.exists:
-            self.exists = exists
-            changed.add("status")
+        self.exists = self.path.is_dir()
         self.behind = False
-        if exists:
+        if self.exists:
             changed |= self._read_objects()
             self._find_state()
             changed |= self._read_checkpoints()
-            readers = (self._read_metrics, self._read_spans, self._read_log)
             while True:
-                for read in readers:
-                    changed |= read()
+                changed |= self._read_metrics() | self._read_spans() | self._read_log()
                 self.behind = any(tail.behind for tail in (self._metrics.tail, self._spans_tail, self._log_tail))
                 if not self.behind or time.monotonic() > deadline:
                     break
             changed |= self._read_predicted()
         self._find_state()
         self._say_problems()
-        if before[0] != self.state:
+        if before != (self.exists, self.state):
             changed.add("status")
-        if before[1] != self.problems:
+        if problems != self.problems:
             changed.add("problems")
         return changed
 
@@ -249,10 +242,7 @@ class RunData:
                 continue
             found, wrong = examine_object(path, _OBJECT_BYTES)
             self._stamps[name] = stamp
-            if wrong is None:
-                self._wrong.pop(name, None)
-            else:
-                self._wrong[name] = wrong
+            self._note(name, wrong)
             if found is not None or stamp is None:
                 setattr(self, name, found or {})
             changed.add("status" if name == "status" else "plan")
@@ -282,7 +272,7 @@ class RunData:
         if stamps == self._manifests:
             return set()
         self._manifests = stamps
-        self.checkpoints = [Checkpoint(name, step) for name, step in checkpoint_steps(self.path)]
+        self.checkpoints = [Checkpoint(*found) for found in checkpoint_steps(self.path)]
         self.committed_step = committed_step(self.path)
         return {"checkpoints"}
 
@@ -346,10 +336,15 @@ class RunData:
     # ------------------------------------------------------------------ what is wrong
 
     def _count_damage(self, name: str, number_of: int) -> None:
-        if number_of:
-            self._wrong[name] = f"{name}: {number_of:,} line{'s are' if number_of > 1 else ' is'} damaged and left out"
-        else:
+        many = f"{number_of:,} line{'s are' if number_of > 1 else ' is'}"
+        self._note(name, f"{name}: {many} damaged and left out" if number_of else None)
+
+    def _note(self, name: str, wrong: str | None) -> None:
+        """What is wrong with a file; None for nothing."""
+        if wrong is None:
             self._wrong.pop(name, None)
+        else:
+            self._wrong[name] = wrong
 
     def _say_problems(self) -> None:
         if not self.exists:

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from app.lanes import LANES
 from app.ops import STEP_END, VALIDATION_END, op_name
-from app.run_files import MOST_SECONDS
+from app.run_files import span_of
 
 MAX_LANES = 24
 MAX_NAMES = 20_000
 """Distinct ops and blocks; far more than a run has. What a foreign file holds beyond them is called `OTHER`."""
 OTHER = "(other)"
 
-_MAX_INT = 2**62
 _NAME_LENGTH = 80
 
 Floats = NDArray[np.float64]
@@ -71,6 +70,11 @@ class Busy:
         at = np.maximum(i, 0)
         inside = np.minimum(times, self.end_s[at]) - self.start_s[at]
         return np.where(i >= 0, self.before_s[at] + inside, 0.0)
+
+    def between(self, start_s: float, end_s: float) -> float:
+        """Busy seconds of a window."""
+        begin, end = self.until(np.array([start_s, end_s]))
+        return float(end - begin)
 
     def merge(self, start_s: Floats, end_s: Floats) -> Busy:
         """With further intervals; only what lies behind the earliest of them is worked on."""
@@ -184,22 +188,17 @@ class SpanView:
 
     def coverage(self, lane: str, edges: Floats) -> Floats:
         """Share of each cell between two `edges` in which the lane had an op under way."""
-        return np.diff(self._busy(lane).until(edges)) / np.diff(edges)
+        return np.diff(self.busy_of(lane).until(edges)) / np.diff(edges)
 
     def busy_s(self, lane: str, start_s: float, end_s: float) -> float:
         """Seconds of a window in which the lane had an op under way."""
-        begin, end = self._busy(lane).until(np.array([start_s, end_s]))
-        return float(end - begin)
+        return self.busy_of(lane).between(start_s, end_s)
 
     def bytes_by_lane(self, start_s: float, end_s: float) -> dict[str, int]:
         """Lane -> payload of the ops that ended in a window."""
         rows = np.flatnonzero((self.end_s > start_s) & (self.end_s <= end_s))
         moved = np.bincount(self.lane[rows], weights=self.bytes[rows], minlength=len(self.lanes))
         return {lane: int(count) for lane, count in zip(self.lanes, moved, strict=True)}
-
-    def bytes_moved(self, lane: str, start_s: float, end_s: float) -> int:
-        """Payload of the lane's ops that ended in a window."""
-        return self.bytes_by_lane(start_s, end_s).get(lane, 0)
 
     def rows_between(self, start_s: float, end_s: float) -> Ints:
         """Rows of all lanes under way in a window, in order of their start."""
@@ -260,7 +259,8 @@ class SpanView:
             before_step, before_s = step, end_s
         return [window for window in windows if window.end_s > window.start_s]
 
-    def _busy(self, lane: str) -> Busy:
+    def busy_of(self, lane: str) -> Busy:
+        """When the lane had an op under way."""
         return self.busy[self.lanes.index(lane)] if lane in self.lanes else IDLE
 
 
@@ -299,7 +299,6 @@ class SpanStore:
         self.capacity = capacity
         self.num_rejected = 0
         """Objects that were no spans."""
-        self.num_added = 0
         self._lanes = _Names(MAX_LANES, LANES)
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)
@@ -317,28 +316,18 @@ class SpanStore:
         for first in range(0, len(rows), self.capacity):
             self._append(rows[first : first + self.capacity])
         if rows:
-            self.num_added += len(rows)
             self.view = self._snapshot()
         return len(rows)
 
-    def _row(self, span: Any) -> tuple[Any, ...] | None:
-        try:
-            start_s, end_s = float(span["start_s"]), float(span["end_s"])
-            counts = (span.get("chunk", -1), span.get("bytes", 0), span.get("step", 0), span.get("id", -1))
-            chunk, nbytes, step, op_id = (int(count) for count in counts)
-            lane, op, block = span["lane"], span["op"], span.get("block", "")
-            fine = -MOST_SECONDS < start_s <= end_s < MOST_SECONDS
-            fine = fine and max(abs(chunk), abs(nbytes), abs(step), abs(op_id)) < _MAX_INT
-            if not (fine and isinstance(lane, str) and isinstance(op, str) and isinstance(block, str)):
-                raise ValueError
-            waited = span.get("waited")
-            if waited is not None:
-                waited = tuple(int(other) for other in waited)
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+    def _row(self, line: Any) -> tuple[Any, ...] | None:
+        recorded = isinstance(line, dict) and line.get("waited") is not None
+        span = span_of(line if recorded else line | {"waited": []}) if isinstance(line, dict) else None
+        if span is None:
             self.num_rejected += 1
             return None
-        numbers = self._lanes.number(lane), self._ops.number(op_name(op)), self._blocks.number(block)
-        return *numbers, chunk, start_s, end_s, nbytes, step, op_id, waited
+        numbers = self._lanes.number(span.lane), self._ops.number(op_name(span.op)), self._blocks.number(span.block)
+        waited = span.waited if recorded else None
+        return *numbers, span.chunk, span.start_s, span.end_s, span.bytes, span.step, span.id, waited
 
     def _append(self, rows: list[tuple[Any, ...]]) -> None:
         if self._length + len(rows) > 2 * self.capacity:

@@ -51,9 +51,8 @@ class JsonTail:
         """All lines before it have been read."""
         self._mark = b""
         """The bytes before `_offset`: they are others in another file."""
-        self._in_long_line = False
-        self._cut = False
-        """Whether reading began within a line."""
+        self._within_line = False
+        """Whether reading began within a line, or what was read of one is too long: its rest is passed over."""
 
     @property
     def share_read(self) -> float:
@@ -98,7 +97,7 @@ class JsonTail:
     def _begin(self, size: int) -> None:
         start = 0 if self._start_bytes is None else max(0, size - self._start_bytes)
         self.left_out_bytes = start
-        self._offset, self._mark, self._in_long_line, self._cut = start, b"", False, start > 0
+        self._offset, self._mark, self._within_line = start, b"", start > 0
 
     def _is_same(self, fd: int, size: int) -> bool:
         if size < self._offset:
@@ -112,9 +111,9 @@ class JsonTail:
             return []
         self._advance(data[:end])
         lines = data[: end - 1].split(b"\n")
-        if self._cut or self._in_long_line:
+        if self._within_line:
             del lines[0]
-        self._cut = self._in_long_line = False
+        self._within_line = False
         found = []
         for line in lines:
             value = parse_line(line) if len(line) <= self._max_line_bytes else None
@@ -126,11 +125,11 @@ class JsonTail:
 
     def _without_end(self, data: bytes) -> None:
         """A piece of one line: wait for its end, or pass over it where the line is too long already."""
-        if self._in_long_line or self._cut:
+        if self._within_line:
             self._advance(data)
         elif len(data) > self._max_line_bytes or len(data) >= self._read_bytes:
             self.damaged += 1
-            self._in_long_line = True
+            self._within_line = True
             self._advance(data)
 
     def _advance(self, data: bytes) -> None:

@@ -134,9 +134,7 @@ def decimate(x: Floats, y: Floats, low: float, high: float, columns: int) -> tup
     """Least and greatest y in each of `columns` equal parts of [low, high], joined across empty ones; NaN is a gap."""
     least = np.full(columns, np.nan)
     greatest = np.full(columns, np.nan)
-    edges = np.linspace(low, high, columns + 1)
-    bounds = np.searchsorted(x, edges)
-    bounds[-1] = np.searchsorted(x, high, side="right")
+    bounds = _bounds(x, low, high, columns)
     used = np.flatnonzero(bounds[1:] > bounds[:-1])
     if not len(used):
         return least, greatest
@@ -268,7 +266,8 @@ def _draw_line(
     num_dots = height * down
     scale = (num_dots - 1) / (axes.top - axes.bottom)
     if not curve.joined:
-        least[~_has_values(curve.x, axes, width * across)] = np.nan
+        bounds = _bounds(curve.x, axes.low, axes.high, width * across)
+        least[bounds[1:] <= bounds[:-1]] = np.nan
     there = np.isfinite(least)
     sparse = not curve.joined and np.count_nonzero(there) * 2 < width * across
     with np.errstate(invalid="ignore"):
@@ -300,10 +299,11 @@ def _draw_line(
     tokens[mask] = token
 
 
-def _has_values(x: Floats, axes: Axes, columns: int) -> NDArray[np.bool_]:
-    bounds = np.searchsorted(x, np.linspace(axes.low, axes.high, columns + 1))
-    bounds[-1] = np.searchsorted(x, axes.high, side="right")
-    return bounds[1:] > bounds[:-1]
+def _bounds(x: Floats, low: float, high: float, columns: int) -> NDArray[np.int64]:
+    """Where in `x` each of `columns` equal parts of [low, high] begins, and where the last one ends."""
+    bounds = np.searchsorted(x, np.linspace(low, high, columns + 1))
+    bounds[-1] = np.searchsorted(x, high, side="right")
+    return bounds
 
 
 def _draw_points(

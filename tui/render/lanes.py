@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from app.lanes import LANES
 from app.rows import Glyphs, Row, exactly
 from storage.units import rate_text
-from tui.data.spans import IDLE, Busy, Floats, Ints, Span, SpanView, StepWindow
+from tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
 from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
 from tui.render.ticks import fit, linear_ticks, tick_texts
 
@@ -218,8 +218,7 @@ def lane_token(lane: str) -> str:
 
 def _busy(scene: LaneScene, lane: str, known_s: float) -> Busy:
     """The lane's busy time with its ops under way up to what is known."""
-    view = scene.view
-    busy = view.busy[view.lanes.index(lane)] if lane in view.lanes else IDLE
+    busy = scene.view.busy_of(lane)
     starts = [op.start_s for op in scene.under_way if op.lane == lane and op.start_s is not None]
     starts = [start_s for start_s in starts if start_s < known_s]
     return busy.merge(np.array(starts), np.full(len(starts), known_s)) if starts else busy
@@ -235,10 +234,7 @@ def _rows_with_boxes(scene: LaneScene, length_s: float) -> Ints:
 
 
 def _share(busy: Busy, start_s: float, end_s: float) -> float:
-    if end_s <= start_s:
-        return 0.0
-    before, after = busy.until(np.array([start_s, end_s]))
-    return float(after - before) / (end_s - start_s)
+    return busy.between(start_s, end_s) / (end_s - start_s) if end_s > start_s else 0.0
 
 
 def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats) -> NDArray[np.bool_]:
@@ -305,8 +301,7 @@ class _Forecast(NamedTuple):
 def _forecast(scene: LaneScene, lane: str, edges: Floats, known_s: float) -> _Forecast:
     """The forecast's step, laid from the beginning of each step in view."""
     assert scene.predicted is not None
-    predicted = scene.predicted
-    busy = predicted.busy[predicted.lanes.index(lane)] if lane in predicted.lanes else IDLE
+    busy = scene.predicted.busy_of(lane)
     covered = np.zeros(len(edges) - 1)
     windows = [w for w in scene.steps if w.end_s > edges[0] and w.start_s < edges[-1]][-_TILED_STEPS:]
     spans = [(w.start_s, w.end_s) for w in windows]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from app.ops import action_of
 from app.rows import Row
 from storage.units import bytes_text, rate_text, seconds_text
+from tui.data.fields import number, objects, whole
 from tui.data.spans import SpanView, printable
 from tui.render.lanes import UnderWay, lane_token, op_name
 
@@ -66,14 +66,11 @@ def ops_under_way(now: Any, view: SpanView) -> list[UnderWay]:
     """status.json's `now`, without ops whose span has arrived meanwhile and without what is not as it should be."""
     found = []
     recent = slice(max(0, view.num_spans - 4096), view.num_spans)
-    for lane, ops in now.items() if isinstance(now, Mapping) else ():
-        for op in ops if isinstance(ops, list) else ():
-            if not isinstance(op, Mapping):
-                continue
-            start_s, chunk = op.get("start_s"), op.get("chunk")
-            start_s = start_s if isinstance(start_s, float) and math.isfinite(start_s) else None
+    for lane in now if isinstance(now, dict) else ():
+        for op in objects(now, lane):
+            start_s, chunk = number(op, "start_s"), whole(op, "chunk")
             if start_s is not None and (np.abs(view.start_s[recent] - start_s) < 2e-6).any():
                 continue
             name, block = (printable(str(op.get(key, ""))) for key in ("op", "block"))
-            found.append(UnderWay(str(lane), name, block, chunk if isinstance(chunk, int) else -1, start_s))
+            found.append(UnderWay(str(lane), name, block, -1 if chunk is None else chunk, start_s))
     return found[:100]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.rows import Row
+from app.rows import Row, exactly
+from tui.render.ticks import fit
 
 
 def table_rows(
@@ -27,12 +28,6 @@ def table_rows(
 
 
 def _row(cells: Sequence[str], tokens: Sequence[str], widths: Sequence[int], width: int, ellipsis: str) -> Row:
-    row: Row = []
-    left = width
-    for text, token, room in zip(cells, tokens, widths, strict=True):
-        text = text.replace("\n", " ")
-        shown = text if len(text) <= room else text[: room - 1] + ellipsis
-        shown = (shown.ljust(room) + "  ")[:left]
-        left -= len(shown)
-        row.append((shown, token))
-    return [*row, (" " * left, "text")] if left else row
+    pieces = zip(cells, tokens, widths, strict=True)
+    row = [(fit(text.replace("\n", " "), room, ellipsis) + "  ", token) for text, token, room in pieces]
+    return exactly(row, width)

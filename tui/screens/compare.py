@@ -18,6 +18,7 @@ from tui.data.metrics import X_COLUMNS
 from tui.render.chart import Curve, XKind, chart, next_kind
 from tui.render.table import table_rows
 from tui.screens.base import PenstockScreen
+from tui.theme import styled
 from tui.widgets.lines import LineWidget
 
 
@@ -126,16 +127,11 @@ class CompareScreen(PenstockScreen):
         return any([run.poll() for run in self._runs])
 
     def _take(self, _: bool) -> None:
-        from rich.text import Text
-
-        from tui.theme import style
-
-        dark = self.app.current_theme.dark
         parts = [
-            (f"{LETTERS[index]} {printable(run.path.name)} ({run.state})   ", style(f"series.{index} bold", dark))
+            (f"{LETTERS[index]} {printable(run.path.name)} ({run.state})   ", f"series.{index} bold")
             for index, run in enumerate(self._runs)
         ]
-        self.query_one("#legend", Static).update(Text.assemble(*parts))
+        self.query_one("#legend", Static).update(styled(parts, self.app.current_theme.dark))
         for name in ("loss", "speed"):
             self._chart(name).redraw()
         self._draw_tables()

@@ -16,8 +16,9 @@ from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
 from app.plan_view import fixes
-from app.recipe import Recipe, from_dict, load_recipe, resolve_paths, save_recipe
+from app.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
 from storage.errors import UserError
+from storage.units import duration_text, seconds_text
 from tui.data.catalog import SHIPPED
 from tui.data.draft import PATHS, Draft, error_field, kind_of
 from tui.data.plan_client import PlanClient, PlanState
@@ -80,8 +81,7 @@ class ConfigureScreen(PenstockScreen):
     def on_mount(self) -> None:
         self.client = PlanClient(self.penstock.root, self._show_plan)
         if not self._broken:
-            self._titles()
-            self._ask_plan()
+            self._changed()
 
     async def on_unmount(self) -> None:  # type: ignore[override]
         await self.client.close()
@@ -135,8 +135,7 @@ class ConfigureScreen(PenstockScreen):
 
     def on_form_edited(self, event: Form.Edited) -> None:
         event.stop()
-        self._titles()
-        self._ask_plan()
+        self._changed()
 
     def _ask_plan(self) -> None:
         """Of the recipe as it is now; of none while something is wrong with it."""
@@ -178,6 +177,7 @@ class ConfigureScreen(PenstockScreen):
         changed = len(self.draft.differences)
         if changed and await self.penstock.ask("Reset all", f"Undo {changed} changed fields?", "Undo", "Keep"):
             self.draft.reset_all()
+            self.form.update_rows()
             self._changed()
 
     def action_filter(self) -> None:
@@ -239,11 +239,12 @@ class ConfigureScreen(PenstockScreen):
             self.notify(str(error), severity="error")
             return
         self.form.go(settings[0].partition("=")[0].strip())
+        self.form.update_rows()
         self._changed()
         self.notify(f"applied {', '.join(settings)}")
 
     def _changed(self) -> None:
-        self.form.update_rows()
+        """The recipe, or what it is planned for, is another."""
         self._titles()
         self._ask_plan()
 
@@ -261,8 +262,7 @@ class ConfigureScreen(PenstockScreen):
 
     def _set_machine(self, machine: str | None) -> None:
         self.machine = machine
-        self._titles()
-        self._ask_plan()
+        self._changed()
 
     def action_differences(self) -> None:
         self.app.push_screen(ChangesDialog(self._base_name, self.draft.differences))
@@ -383,8 +383,6 @@ class ConfigureScreen(PenstockScreen):
 
 
 def _without_machine(recipe: Recipe) -> Recipe:
-    from app.recipe import apply_overrides
-
     return apply_overrides(recipe, ["machine="])
 
 
@@ -400,8 +398,6 @@ def _missing_weights(recipe: Recipe) -> str | None:
 
 
 def _launch_text(state: PlanState) -> str:
-    from storage.units import duration_text, seconds_text
-
     where = "It starts on this machine, whatever was planned for, and goes on when this window is closed."
     forecast = state.forecast
     if state.trouble is not None or forecast is None:

@@ -27,7 +27,7 @@ from tui.data.catalog import (
 )
 from tui.render.sparkline import sparkline
 from tui.screens.base import PenstockScreen
-from tui.theme import style
+from tui.theme import style, styled
 
 STATE_TOKENS = {
     "running": "good",
@@ -68,7 +68,6 @@ class HomeScreen(PenstockScreen):
         super().__init__()
         self._recipes: list[RecipeEntry] = []
         self._runs: list[RunEntry] = []
-        self._catalog: RunCatalog | None = None
         self._marked: set[Path] = set()
         self._words = ""
         self._drawn: tuple[Any, ...] = ()
@@ -96,7 +95,6 @@ class HomeScreen(PenstockScreen):
         return self.query_one(f"#{id}", DataTable)
 
     def _read(self) -> tuple[list[RunEntry], list[RecipeEntry]]:
-        assert self._catalog is not None
         return self._catalog.read(), find_recipes(self.penstock.root)
 
     def take(self, found: tuple[list[RunEntry], list[RecipeEntry]]) -> None:
@@ -115,10 +113,9 @@ class HomeScreen(PenstockScreen):
         self._drawn = drawn
         self._draw_title(dark)
         columns = _fitted(_RUN_COLUMNS, "run", room)
+        check = self.penstock.glyphs.check
         runs = {
-            str(run.path): _run_cells(run, age, run.path in self._marked, dark, self.penstock.glyphs.check)[
-                : len(columns)
-            ]
+            str(run.path): _run_cells(run, age, check if run.path in self._marked else " ", dark)[: len(columns)]
             for run, age in zip(self._runs, ages, strict=True)
             if matches(self._words, run.name, run.state, run.error or "")
         }
@@ -137,14 +134,9 @@ class HomeScreen(PenstockScreen):
         runs, recipes = len(self._runs), len(self._recipes)
         counts = f"{runs} run{'s' * (runs != 1)}, {live} live   {recipes} recipe{'s' * (recipes != 1)}"
         marked = f"   {len(self._marked)} marked, m compares" if self._marked else ""
-        self.query_one("#title", Static).update(
-            Text.assemble(
-                ("penstock", style("title", dark)),
-                (f"   {_short(self.penstock.root)}   ", style("dim", dark)),
-                (counts, style("text", dark)),
-                (marked, style("accent", dark)),
-            )
-        )
+        root = f"   {_short(self.penstock.root)}   "
+        title = styled([("penstock", "title"), (root, "dim"), (counts, "text"), (marked, "accent")], dark)
+        self.query_one("#title", Static).update(title)
 
     def _draw_detail(self) -> None:
         dark = self.app.current_theme.dark
@@ -179,9 +171,7 @@ class HomeScreen(PenstockScreen):
         self._draw_detail()
         self.refresh_bindings()
 
-    def on_descendant_focus(self) -> None:
-        self._draw_detail()
-        self.refresh_bindings()
+    on_descendant_focus = on_data_table_row_highlighted
 
     def on_data_table_row_selected(self) -> None:
         self.action_open()
@@ -326,10 +316,10 @@ def _fill(table: DataTable[Any], columns: dict[str, int], rows: dict[str, list[A
         table.move_cursor(row=list(rows).index(str(chosen)), animate=False)
 
 
-def _run_cells(run: RunEntry, age: str, marked: bool, dark: bool, mark: str) -> list[Any]:
+def _run_cells(run: RunEntry, age: str, mark: str, dark: bool) -> list[Any]:
     step = f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-"
     return [
-        Text(mark if marked else " ", style=style("accent", dark)),
+        Text(mark, style=style("accent", dark)),
         Text(run.name, no_wrap=True, overflow="ellipsis"),
         Text(run.state, style=style(STATE_TOKENS.get(run.state, "dim"), dark)),
         Text(step, justify="right"),

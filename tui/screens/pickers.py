@@ -19,13 +19,13 @@ from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
 from app.machines import MachineInfo, machine_infos, profile_info
-from app.rows import Glyphs
+from app.rows import Glyphs, Row
 from storage.errors import UserError
 from storage.units import bytes_text
 from storage.untrusted import parse_printable, read_regular
 from tui.data.draft import Difference
 from tui.host import host_of
-from tui.theme import style
+from tui.theme import style, styled
 
 _CONFIG_BYTES = 1 << 20
 """A config.json that is larger is none."""
@@ -75,8 +75,8 @@ class MachinePicker(ModalScreen[str | None]):
 
     def _text(self, info: MachineInfo) -> Text:
         dark = self.app.current_theme.dark
-        title = (f"{info.title:<15} ", style("accent" if info.name == self._current else "title", dark))
-        return Text.assemble(title, (info.text, style("text", dark)), no_wrap=True, overflow="ellipsis")
+        title = (f"{info.title:<15} ", "accent" if info.name == self._current else "title")
+        return styled([title, (info.text, "text")], dark, no_wrap=True, overflow="ellipsis")
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Textual's hook: where that machine's figures come from."""
@@ -94,7 +94,7 @@ class MachinePicker(ModalScreen[str | None]):
         machines = self.query_one(OptionList)
         option = machines.highlighted_option
         if option is not None:
-            self.dismiss("" if option.id == "this" else option.id)
+            self._choose(option)
             return
         try:
             self.dismiss(profile_info(Path(event.value.strip())).name)
@@ -103,7 +103,10 @@ class MachinePicker(ModalScreen[str | None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self.dismiss("" if event.option.id == "this" else event.option.id)
+        self._choose(event.option)
+
+    def _choose(self, option: Option) -> None:
+        self.dismiss("" if option.id == "this" else option.id)
 
     def action_cursor(self, by: int) -> None:
         machines = self.query_one(OptionList)
@@ -160,11 +163,7 @@ class _Tree(DirectoryTree):
     def render_label(self, node: TreeNode[DirEntry], base_style: Style, style: Style) -> Text:
         label = super().render_label(node, base_style, style)
         note = self._notes.get(node.data.path, "") if node.data is not None else ""
-        return label.append(f"  {note}", self._note_style) if note else label
-
-    @property
-    def _note_style(self) -> Style:
-        return style("good", self.app.current_theme.dark)
+        return label.append_text(styled([(f"  {note}", "good")], self.app.current_theme.dark)) if note else label
 
 
 class PathPicker(ModalScreen[str | None]):
@@ -259,10 +258,9 @@ class ChangesDialog(ModalScreen[None]):
         if not self._differences:
             return Text("nothing is changed", style("dim", dark))
         name = max(len(item.key) for item in self._differences)
-        lines = []
-        for item in self._differences:
-            line = Text.assemble((f"{item.key:<{name}}  ", style("title", dark)))
-            line.append(f"{item.before or 'none'}", style("dim", dark))
-            line.append(f" {host_of(self).glyphs.arrow} ", style("axis", dark))
-            lines.append(line.append(item.after or "none", style("good", dark)))
-        return Text("\n").join(lines)
+        arrow = (f" {host_of(self).glyphs.arrow} ", "axis")
+        lines: list[Row] = [
+            [(f"{item.key:<{name}}  ", "title"), (item.before or "none", "dim"), arrow, (item.after or "none", "good")]
+            for item in self._differences
+        ]
+        return Text("\n").join(styled(line, dark) for line in lines)

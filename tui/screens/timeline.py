@@ -271,13 +271,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             self.notify(f"no op of this step has {text}")
         self._redraw()
 
-    def action_next_span(self) -> None:
-        self._move_span(1)
-
-    def action_previous_span(self) -> None:
-        self._move_span(-1)
-
-    def _move_span(self, by: int) -> None:
+    def move_span(self, by: int) -> None:
+        """Along the ops found, else those of the lane."""
         if self.step is None:
             return
         if self.found is None or not len(self.found):

@@ -44,17 +44,24 @@ class Window:
         self._downloads: dict[str, str] = {}
         self._chunks: dict[str, asyncio.Queue[bytes]] = {}
         self._said = b""
-        self._process: asyncio.subprocess.Process | None = None
+        self._input: asyncio.StreamWriter
+        """Of the process; likewise what it shows and what it says."""
+        self._output: asyncio.StreamReader
+        self._errors: asyncio.StreamReader
 
     async def run(self) -> None:
         """Until the browser or the application ends it, which ends the other."""
-        self._process = process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._input, self._output, self._errors = process.stdin, process.stdout, process.stderr
         log.info("%s: opened, process %d", self.name, process.pid)
         saying = asyncio.create_task(self._listen())
         work = [asyncio.create_task(self._from_application()), asyncio.create_task(self._from_browser())]
@@ -71,11 +78,10 @@ class Window:
         for task in tasks[:-1]:
             task.cancel()
         await asyncio.gather(*tasks[:-1], return_exceptions=True)
-        drain = asyncio.create_task(_read_all(process))  # an application that waits for its reader cannot end
+        drain = asyncio.create_task(self._read_all())  # an application that waits for its reader cannot end
         with contextlib.suppress(OSError, RuntimeError):
-            assert process.stdin is not None
-            process.stdin.write(meta({"type": "quit"}))
-            process.stdin.close()
+            self._input.write(meta({"type": "quit"}))
+            self._input.close()
         for wait_s, act in ((_QUIT_S, process.terminate), (_TERMINATE_S, process.kill), (_TERMINATE_S, None)):
             try:
                 await asyncio.wait_for(process.wait(), wait_s)
@@ -122,18 +128,14 @@ class Window:
 
     async def _send(self, packet: bytes) -> None:
         """Raises where the application does not take it."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(packet)
+        self._input.write(packet)
         try:
-            await asyncio.wait_for(self._process.stdin.drain(), _TAKE_S)
+            await asyncio.wait_for(self._input.drain(), _TAKE_S)
         except TimeoutError:
             raise ConnectionError(f"the application has taken no input for {_TAKE_S:.0f} s") from None
 
     async def _from_application(self) -> None:
-        assert self._process is not None
-        stream = self._process.stdout
-        assert stream is not None
+        stream = self._output
         try:
             if await stream.readexactly(len(_FIRST_BYTES)) != _FIRST_BYTES:
                 raise ValueError("the application's first words are not understood")
@@ -174,10 +176,12 @@ class Window:
             self._chunks[key].put_nowait(chunk.encode() if isinstance(chunk, str) else chunk)
 
     async def _listen(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
-        while data := await self._process.stderr.read(_CHUNK_BYTES):
+        while data := await self._errors.read(_CHUNK_BYTES):
             self._said = (self._said + data)[-_SAID_BYTES:]
+
+    async def _read_all(self) -> None:
+        while await self._output.read(_CHUNK_BYTES):
+            pass
 
     def take_download(self, key: str) -> str | None:
         """The name of a file that the application has for the browser, once; None where there is none."""
@@ -195,12 +199,6 @@ class Window:
                 yield chunk
         finally:
             del self._chunks[key]
-
-
-async def _read_all(process: asyncio.subprocess.Process) -> None:
-    assert process.stdout is not None
-    while await process.stdout.read(_CHUNK_BYTES):
-        pass
 
 
 def _plain_name(path: str) -> str:

@@ -22,7 +22,7 @@ from textual.widgets import Input, Static
 from app.rows import Glyphs
 from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
 from tui.host import host_of
-from tui.theme import style
+from tui.theme import style, styled
 from tui.widgets.lines import row_bindings
 
 MARK_CELLS = 2
@@ -133,7 +133,7 @@ class FieldRow(Widget):
         was = f"  was {base or 'none'}"
         if changed and cell_len(was) <= left:
             parts.append((was, "dim"))
-        line = Text.assemble(*((part, style(token, dark)) for part, token in parts), no_wrap=True, overflow="ellipsis")
+        line = styled(parts, dark, no_wrap=True, overflow="ellipsis")
         for message in self._message(width):
             line.append("\n" + set_cell_size(" " * MARK_CELLS + message, width), style("bad", dark))
         if self.is_current:
@@ -312,10 +312,8 @@ class Form(Vertical):
 
     def _title(self, section: str, about: str, num_changed: int) -> None:
         dark = self.app.current_theme.dark
-        title = Text.assemble((section, style("title", dark)))
-        title.append(f"  {about}", style("dim", dark))
-        if num_changed:
-            title.append(f"  {num_changed} changed", style("warn", dark))
+        changed = f"  {num_changed} changed" if num_changed else ""
+        title = styled([(section, "title"), (f"  {about}", "dim"), (changed, "warn")], dark)
         if self._titles.get(section) != (title, dark):
             self._titles[section] = (title, dark)
             self.query_one(f"#section-{section}", Static).update(title, layout=False)
@@ -326,11 +324,9 @@ class Form(Vertical):
         if self._hinted == (key, dark):
             return
         self._hinted = (key, dark)
-        line = Text.assemble((key, style("title", dark)))
         keys = {"text": "enter edits", "choice": "left, right choose", "switch": "space switches"}[kind_of(key)]
         keys += ", o browses" if key in PATHS else ""
-        line.append(f"  {keys}", style("accent", dark))
-        line.append(f"\n{item.help}", style("text", dark))
+        line = styled([(key, "title"), (f"  {keys}", "accent"), (f"\n{item.help}", "text")], dark)
         self.query_one("#hint", Static).update(line, layout=False)
 
     # ------------------------------------------------------------------ moving

@@ -12,7 +12,7 @@ class LaneKeys:
     lane_view: LaneView
 
     def zoomed(self) -> LaneView | LossChart:
-        """What zoom, pan and the steps along it are for."""
+        """What zoom, pan and selection are for."""
         return self.lane_view
 
     def action_zoom_in(self) -> None:
@@ -30,11 +30,15 @@ class LaneKeys:
     def action_fit(self) -> None:
         self.zoomed().fit()
 
+    def move_span(self, by: int) -> None:
+        """Along the ops, or the steps."""
+        self.zoomed().action_move(by)
+
     def action_next_span(self) -> None:
-        self.zoomed().action_move(1)
+        self.move_span(1)
 
     def action_previous_span(self) -> None:
-        self.zoomed().action_move(-1)
+        self.move_span(-1)
 
     def action_lane_up(self) -> None:
         self.lane_view.move_lane(-1)

@@ -461,5 +461,4 @@ class LaneView(LineWidget, can_focus=True):
     def on_focus(self) -> None:
         self.redraw()
 
-    def on_blur(self) -> None:
-        self.redraw()
+    on_blur = on_focus

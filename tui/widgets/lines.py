@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.segment import Segment
 from textual.binding import Binding
 from textual.strip import Strip
@@ -24,11 +26,9 @@ class LineWidget(Widget):
 
     DEFAULT_CSS = "LineWidget { width: 1fr; height: 1fr; }"
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self._strips: list[Strip] = []
-        self._drawn_for: tuple[int, int, bool] | None = None
-        self._blank = Strip([])
+    _strips: Sequence[Strip] = ()
+    _blank = Strip([])
+    _drawn_for: tuple[int, int, bool] | None = None
 
     def rows(self, width: int, height: int) -> list[Row]:
         """What to show in `width` x `height` cells; missing rows are empty, further ones are not drawn."""

@@ -92,14 +92,17 @@ class LossChart(RunPane, can_focus=True):
 
     def _bounds(self) -> tuple[float, float] | None:
         metrics = self._data.metrics
-        if metrics.rows < 2:
-            return None
         x = metrics.column(X_COLUMNS[self.x_kind])
-        return float(x[0]), float(x[-1])
+        return (float(x[0]), float(x[-1])) if metrics.rows > 1 and x[0] < x[-1] else None
+
+    @property
+    def _row(self) -> int | None:
+        """The row under the cursor, while there is one."""
+        return None if self.cursor is None or self.cursor >= self._data.metrics.rows else self.cursor
 
     def _range(self) -> tuple[float, float] | None:
         bounds = self._bounds()
-        if self.window is None or bounds is None or bounds[1] <= bounds[0]:
+        if self.window is None or bounds is None:
             return None
         low, span = bounds[0], bounds[1] - bounds[0]
         return low + self.window[0] * span, low + self.window[1] * span
@@ -133,10 +136,10 @@ class LossChart(RunPane, can_focus=True):
 
     def headline(self) -> str:
         """The step under the cursor in figures, else how the loss is drawn."""
-        metrics, row = self._data.metrics, self.cursor
+        metrics, row = self._data.metrics, self._row
         if self._waits:
             return "before the first step"
-        if row is not None and row < metrics.rows:
+        if row is not None:
             at = {name: float(metrics.column(name)[row]) for name in ("step", "loss", "ema", "total_tokens", "step_s")}
             return (
                 f"step {at['step']:,.0f}  loss {figure(at['loss'], 5)}  ema {figure(at['ema'], 5)}  "
@@ -147,8 +150,7 @@ class LossChart(RunPane, can_focus=True):
         return ", ".join(parts)
 
     def cursor_step(self) -> int | None:
-        metrics = self._data.metrics
-        return None if self.cursor is None or self.cursor >= metrics.rows else int(metrics.column("step")[self.cursor])
+        return None if self._row is None else int(self._data.metrics.column("step")[self._row])
 
     def zoom(self, factor: float) -> None:
         """Show `factor` times as much, around the cursor, or its end."""
@@ -159,15 +161,14 @@ class LossChart(RunPane, can_focus=True):
         elif length > 1e-5:
             centre = self._cursor_share()
             centre = high if centre is None or not low <= centre <= high else centre
-            start = centre - (centre - low) * factor
-            self._set_window(start, length)
+            self._set_window(centre - (centre - low) * factor, length)
         self.redraw()
 
     def _cursor_share(self) -> float | None:
         bounds = self._bounds()
-        if self.cursor is None or bounds is None or self.cursor >= self._data.metrics.rows or bounds[1] <= bounds[0]:
+        if self._row is None or bounds is None:
             return None
-        x = float(self._data.metrics.column(X_COLUMNS[self.x_kind])[self.cursor])
+        x = float(self._data.metrics.column(X_COLUMNS[self.x_kind])[self._row])
         return (x - bounds[0]) / (bounds[1] - bounds[0])
 
     def _set_window(self, start: float, length: float) -> None:

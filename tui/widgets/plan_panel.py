@@ -10,22 +10,38 @@ from tui.render.plan import state_rows, summary_row
 from tui.widgets.lines import LineWidget, row_bindings
 
 
-class PlanPanel(LineWidget, can_focus=True):
+class _Planned(LineWidget):
+    """Draws what is known of a plan."""
+
+    state = PlanState()
+    """What is shown."""
+    _machine = ""
+
+    def show(self, state: PlanState, machine: str) -> None:
+        """Draw another state; `machine` is what is planned for."""
+        if (state, machine) != (self.state, self._machine):
+            self.state, self._machine = state, machine
+            self.redraw()
+
+
+class PlanSummary(_Planned):
+    """The plan in one row."""
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        return [summary_row(self.state, self._machine, width, self.glyphs)]
+
+
+class PlanPanel(_Planned, can_focus=True):
     """The whole plan."""
 
     BINDINGS = [*row_bindings("scroll")]
-    state = PlanState()
-    _machine = ""
     _top = 0
     _num_rows = 0
 
     def show(self, state: PlanState, machine: str) -> None:
-        if (state, machine) == (self.state, self._machine):
-            return
         if state.forecast is not None and self.state.forecast is None:
             self._top = 0
-        self.state, self._machine = state, machine
-        self.redraw()
+        super().show(state, machine)
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The part of the page that is scrolled to."""
@@ -47,17 +63,3 @@ class PlanPanel(LineWidget, can_focus=True):
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         self.action_scroll(-2)
-
-
-class PlanSummary(LineWidget):
-    """The plan in one row."""
-
-    _state = PlanState()
-    _machine = ""
-
-    def show(self, state: PlanState, machine: str) -> None:
-        self._state, self._machine = state, machine
-        self.redraw()
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        return [summary_row(self._state, self._machine, width, self.glyphs)]
