@@ -77,10 +77,15 @@ class Cli:
         return done(self.start(*arguments, **environment), code)
 
     def begin(self, steps: int = 5, **environment: str) -> tuple[Path, subprocess.Popen[str]]:
-        """The run directory `out`, and the process that has begun its steps."""
+        """The run directory `out`, and the process, which is in a step."""
         run = self.folder / "out"
+
+        def in_a_step() -> bool:
+            status = json.loads((run / "status.json").read_text()) if read_info(run).state == "running" else {}
+            return bool(status.get("now") or status.get("step"))
+
         process = self.start("train", "tiny.py", "--set", f"train.steps={steps}", "--run-dir", "out", **environment)
-        wait_until(lambda: read_info(run).state == "running")
+        wait_until(in_a_step)
         return run, process
 
 
