@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 
 from engine.config import TrainConfig
 from engine.schedule.actions import UNSPILL
@@ -59,7 +60,7 @@ def test_activations_of_four_times_the_ram_budget(tmp_path: Path) -> None:
     assert read <= written, "what is still on the GPU is not read back"
 
 
-@settings(max_examples=15, deadline=None)
+@sampled(5, 15)
 @given(
     share=st.floats(0.0, 1.0),
     layers=st.integers(1, 4),

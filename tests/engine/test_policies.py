@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plain import plain_training
+from samples import sampled
 
 from engine.session import Session
 
@@ -93,7 +94,7 @@ def test_a_streamed_window_gives_the_same_gradients(
     assert ops >= {"layer_project", "attend", "attend_backward", "load_kv", "load_dkv", "store_dkv"}
 
 
-@settings(max_examples=25, deadline=None)
+@sampled(8, 25)
 @given(
     policy=st.fixed_dictionaries(
         {

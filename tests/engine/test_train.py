@@ -24,10 +24,10 @@ from storage.errors import UserError
     ("tied", "policy", "gpu"),
     [
         (False, {}, tiny.FLOOR),
-        (True, {}, tiny.FLOOR),
-        (False, {"activation_checkpointing": "full"}, tiny.FLOOR),
+        pytest.param(True, {}, tiny.FLOOR, marks=pytest.mark.long),
+        pytest.param(False, {"activation_checkpointing": "full"}, tiny.FLOOR, marks=pytest.mark.long),
         (True, {"activation_checkpointing": "none"}, "1GiB"),
-        (False, {"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR),
+        pytest.param(False, {"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR, marks=pytest.mark.long),
         (True, {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "full"}, tiny.FLOOR),
         (False, {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "none"}, "1GiB"),
         (False, {"kv_window": "auto", "activation_checkpointing": "auto"}, 1_100_000),

@@ -26,7 +26,7 @@ from tui.synthetic import Writer
 CAPACITY = 20_000
 """Of the store: small, so that it is full many times over."""
 SPANS_PER_S = 300.0
-MINUTES = samples(4, 10)
+MINUTES = samples(2, 10)
 LOOK_S = 5
 """Between two looks at the files."""
 MIB = 1 << 20
