@@ -109,6 +109,11 @@ def test_what_is_imported_loads_nothing_that_it_does_not_need(modules: list[str]
     assert loaded(modules, names) == []
 
 
+def test_help_needs_no_torch() -> None:
+    code = f"import sys; from app.cli import main; main(['--help']); print({HEAVY!r} & set(sys.modules))"
+    assert done(started(REPOSITORY, sys.executable, "-c", code)).stdout.endswith("set()\n")
+
+
 def test_every_package_is_installed() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     folders = {name for name, file in MODULES.items() if file.name == "__init__.py"}
