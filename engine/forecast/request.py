@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.config import Recipe, parse_bytes
 from engine.forecast.costs import Calibration
@@ -119,7 +118,21 @@ class PlanRequest:
         machine: Machine,
         calibration: Calibration | None = None,
         documents: Sequence[Sequence[int]] | None = None,
-        **options: Any,
+        *,
+        known: tuple[int, PlanOptions] | None = None,
+        only: tuple[int, PlanOptions] | None = None,
+        before: SearchResult | None = None,
+        rough: bool = False,
     ) -> SearchResult:
-        """The best plan, with `options` of engine.forecast.search.search. Raises BudgetError where none fits."""
-        return search(self.problem, self.chunks, machine, calibration, documents, **options)
+        """engine.forecast.search.search of this model, recipe and budgets. Raises BudgetError where no plan fits."""
+        return search(
+            self.problem,
+            self.chunks,
+            machine,
+            calibration,
+            documents,
+            known=known,
+            only=only,
+            before=before,
+            rough=rough,
+        )
