@@ -14,7 +14,8 @@ CUDA_VENV := .venv-cuda
 STANDIN_PYTHON ?= $(CUDA_VENV)/bin/python
 STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
-SPREAD := -n 2 --dist worksteal
+# Three on two cores: many a test waits for a process of its own.
+SPREAD := -n 3 --dist worksteal
 
 .PHONY: quickstart test test-all test-long lint types screens gpu-check standin cuda-branches clean
 

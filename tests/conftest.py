@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# Two workers and their children on two cores: threads of their own would wait for one another.
+# Three workers and their children on two cores: threads of their own would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

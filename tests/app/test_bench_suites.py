@@ -160,6 +160,7 @@ def test_what_a_gpu_cannot_hold_is_skipped_with_the_planners_words(tmp_path: Pat
         chosen(replace(SUITES["long"][0], gpu="2GiB", ram="100GiB"), tmp_path)
 
 
+@pytest.mark.long
 def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     case = replace(SUITES["tiers"][0], gpu="70GiB", ram="60GiB")
@@ -312,6 +313,7 @@ def test_a_time_limit_begins_nothing_that_would_end_later(tmp_path: Path) -> Non
     assert "of the time limit are left; name its suite by itself" in report["cases"][0]["reason"]
 
 
+@pytest.mark.long
 def test_a_case_that_meets_the_time_limit_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = bench_suites.probe()  # outside the limit, of which a busy machine's probe would take all
     monkeypatch.setattr(bench_suites, "probe", lambda: machine)

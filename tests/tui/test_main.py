@@ -102,8 +102,11 @@ class Terminal:
         raise AssertionError("it did not end")
 
 
-@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1", "PENSTOCK_ASCII": "1"}], ids=["usual", "ascii"])
-@pytest.mark.parametrize(("arguments", "text"), [([], "quickstart"), (["watch", "first"], "finished")])
+@pytest.mark.parametrize(
+    ("arguments", "text", "environment"),
+    [([], "quickstart", {}), (["watch", "first"], "finished", {"NO_COLOR": "1", "PENSTOCK_ASCII": "1"})],
+    ids=["usual", "ascii"],
+)
 def test_in_a_terminal_it_leaves_that_as_it_was(
     root: Path, arguments: list[str], text: str, environment: dict[str, str]
 ) -> None:
