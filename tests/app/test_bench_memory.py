@@ -33,6 +33,7 @@ def test_deviation_by_hand() -> None:
     assert bench_memory.depth_difference(rows, "whole", "arena_bytes") == pytest.approx(0.02)
 
 
+@pytest.mark.long
 def test_a_small_measurement_follows_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -279,6 +279,7 @@ def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert short["attention_tflops"]["kernels"] == {"forward": "torch-cpu-flash", "backward": "torch-cpu-flash"}
 
 
+@pytest.mark.long
 def test_one_case_that_fails_or_does_not_fit_loses_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

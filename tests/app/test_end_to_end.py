@@ -9,6 +9,7 @@ from cli_process import REAL, Cli, done, json_lines, steps, wait_until
 from real_runs import make_root
 from recipe_texts import recipe_text
 
+from app.cli import main
 from app.recipe import load_recipe
 
 RECIPE = recipe_text(
@@ -108,13 +109,17 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
 
 
 @pytest.mark.parametrize(("model_type", "code"), [("qwen3", 0), ("t5", 1), ("nonsense", 2)])
-def test_check_exit_codes(cli: Cli, model_type: str, code: int) -> None:
-    (cli.folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    found = cli.run("check", "config.json", "--json", code=code)
+def test_check_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_type: str, code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert main(["check", "config.json", "--json"]) == code
+    found = capsys.readouterr()
     if code == 2:
-        assert found.stderr.startswith("error: config.json: unknown architecture 'nonsense'")
+        assert found.err.startswith("error: config.json: unknown architecture 'nonsense'")
         return
-    result = json.loads(found.stdout)
+    result = json.loads(found.out)
     assert list(result) == ["model_type", "ok", "max_rel_error", "worst_parameter", "reason"]
     assert (result["model_type"], result["ok"]) == (model_type, code == 0)
     assert (result["reason"] is None) == (code == 0)

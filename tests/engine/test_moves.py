@@ -26,8 +26,18 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
         return tiny.digest(session.store)
 
 
-@pytest.mark.parametrize("to", tiny.TIERS)
-@pytest.mark.parametrize("start", tiny.TIERS)
+ROUND = [*zip(tiny.TIERS, [*tiny.TIERS[1:], tiny.TIERS[0]], strict=True)]
+"""From every tier to the next."""
+
+
+@pytest.mark.parametrize(
+    ("start", "to"),
+    [
+        pytest.param(start, to, marks=() if (start, to) in ROUND else pytest.mark.long)
+        for start in tiny.TIERS
+        for to in tiny.TIERS
+    ],
+)
 def test_other_budgets(
     tmp_path: Path, straight: str, start: tuple[str | int, str | int], to: tuple[str | int, str | int]
 ) -> None:

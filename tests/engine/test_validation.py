@@ -222,7 +222,7 @@ def test_a_run_is_validated_every_so_many_steps_and_at_its_end(tmp_path: Path) -
     assert observer.validations[-1].loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3])
+@pytest.mark.parametrize("stop_after", [2, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 3))])
 def test_a_resumed_run_is_validated_at_the_same_steps(tmp_path: Path, stop_after: int) -> None:
     """A stop after a step that is due does not wait for the validation: the resumed run makes up for it."""
     straight, first, second = tiny.Silent(), tiny.Silent(stop_after), tiny.Silent()

@@ -21,7 +21,13 @@ from storage.nvme import NvmeStore
 NAMES = [file.stem for file in RECIPES]
 
 
-@pytest.mark.parametrize("names", [NAMES[:4], [*NAMES[4:], "old_run"]], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in [*NAMES, "old_run"] if name != "compiled"], id="eager"),
+        pytest.param(["compiled"], id="compiled", marks=pytest.mark.long),
+    ],
+)
 def test_training_computes_the_recorded_bits(names: list[str], tmp_path: Path) -> None:
     assert len(NAMES) == 8
     done = subprocess.run(

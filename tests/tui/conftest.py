@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,9 +27,17 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with two finished runs, `first` and `second` (other learning rate); read only: tests take `root`."""
-    root = real_runs.make_root(tmp_path_factory.mktemp("tui"))
-    real_runs.train(root, "first")
-    real_runs.train(root, "second", "train.lr=3e-3", "train.steps=8")
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    root, made = shared / "made", shared / "made.txt"
+    with open(shared / "made.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker makes them for all
+        if not made.exists():
+            root.mkdir()
+            real_runs.make_root(root)
+            real_runs.train(root, "first")
+            real_runs.train(root, "second", "train.lr=3e-3", "train.steps=8")
+            made.touch()
     return root
 
 

@@ -32,7 +32,7 @@ SCREENS: dict[str, tuple[Callable[[PenstockApp, Path], None], tuple[str, ...]]] 
 """How each is opened, and keys that change what it shows."""
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("glyphs", [UNICODE, pytest.param(ASCII, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SCREENS)
 async def test_any_size(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, glyphs: Glyphs) -> None:
     if glyphs is ASCII:

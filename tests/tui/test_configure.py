@@ -382,6 +382,7 @@ def test_what_a_folder_is(tmp_path: Path) -> None:
     assert first_folder('["/a"]', tmp_path) == tmp_path
 
 
+@pytest.mark.long
 async def test_any_size(ui: Opened) -> None:
     await ui.planned()
     for size in ((20, 5), (80, 24), (200, 60), (1, 1), (80, 24)):

@@ -13,7 +13,6 @@ from typing import cast
 
 import pytest
 import real_runs
-from samples import samples
 
 from app.rows import plain
 from app.rundir import RunLock
@@ -26,13 +25,13 @@ from tui.synthetic import Writer
 CAPACITY = 20_000
 """Of the store: small, so that it is full many times over."""
 SPANS_PER_S = 300.0
-MINUTES = samples(2, 10)
+MINUTES = 10
 LOOK_S = 5
 """Between two looks at the files."""
 MIB = 1 << 20
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 async def test_minutes_at_rate_hold_no_more_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_data, "SpanStore", partial(SpanStore, CAPACITY))
     monkeypatch.setattr(RunScreen, "start_feed", lambda *_, **__: None)

@@ -51,7 +51,9 @@ MUST_PASS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize(
+    "pieces", [pytest.param(False, id="whole", marks=pytest.mark.long), pytest.param(True, id="pieces")]
+)
 @pytest.mark.parametrize(("model_type", "fields"), MUST_PASS, ids=str)
 def test_models_pass(model_type: str, fields: dict[str, Any], pieces: bool) -> None:
     result = check_model(CONFIG_MAPPING[model_type](**fields), pieces=pieces)
