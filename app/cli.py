@@ -23,6 +23,7 @@ from app.checkpoints import (
     make_for_export,
     scrub_run,
 )
+from app.loading import uncollected
 from app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from app.rundir import RunDir, find_run, is_live, read_recipe
 from app.streams import open_standard_streams, print_failure
@@ -261,8 +262,9 @@ def check(
 
     Exit code 0: all gradients agree. 1: refused, with the first parameter that differs. 2: bad input.
     """
-    from engine.hf.config import read_config
-    from engine.model.check import check_model
+    with uncollected():
+        from engine.hf.config import read_config
+        from engine.model.check import check_model
 
     result = asdict(check_model(read_config(model)))
     if not math.isfinite(result["max_rel_error"] or 0.0):  # JSON has no infinity

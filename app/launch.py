@@ -21,6 +21,7 @@ from rich.console import Console
 
 from app import control
 from app.checkpoints import CheckpointRequests
+from app.loading import uncollected
 from app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from app.run_files import JsonLines, json_text, number, whole
 from app.run_log import Level, RunLog
@@ -340,7 +341,8 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
                 from engine.machine.compilers import compile_headers
 
                 compile_headers()
-            from engine.train import train
+            with uncollected():
+                from engine.train import train
 
         return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
     finally:
@@ -398,7 +400,8 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     something.
     """
     require_new_folder(folder)
-    from engine.export import export
+    with uncollected():
+        from engine.export import export
 
     export(path, recipe, out_dir=folder, checkpoint=checkpoint)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.loading import uncollected
 from engine.config import Recipe
 from storage.errors import BudgetError
 
@@ -28,16 +28,10 @@ def plan_recipe(
     simulated step as a Chrome trace, where the plan fits.
     """
     result: dict[str, Any] = {}
-    # A plan makes little garbage: looking for it among its ops, and while PyTorch is loaded, takes a third of the time.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         for result in plan_stages(recipe, machine, trace=trace):
             if result["fits"] and not advice:
                 break
-    finally:
-        if enabled:
-            gc.enable()
     return result
 
 
