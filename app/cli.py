@@ -23,7 +23,7 @@ from app.checkpoints import (
     make_for_export,
     scrub_run,
 )
-from app.loading import uncollected
+from app.loading import loading
 from app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from app.rundir import RunDir, find_run, is_live, read_recipe
 from app.streams import open_standard_streams, print_failure
@@ -262,7 +262,7 @@ def check(
 
     Exit code 0: all gradients agree. 1: refused, with the first parameter that differs. 2: bad input.
     """
-    with uncollected():
+    with loading():
         from engine.hf.config import read_config
         from engine.model.check import check_model
 

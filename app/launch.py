@@ -21,7 +21,7 @@ from rich.console import Console
 
 from app import control
 from app.checkpoints import CheckpointRequests
-from app.loading import uncollected
+from app.loading import loading
 from app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from app.run_files import JsonLines, json_text, number, whole
 from app.run_log import Level, RunLog
@@ -341,7 +341,7 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
                 from engine.machine.compilers import compile_headers
 
                 compile_headers()
-            with uncollected():
+            with loading():
                 from engine.train import train
 
         return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
@@ -400,7 +400,7 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     something.
     """
     require_new_folder(folder)
-    with uncollected():
+    with loading():
         from engine.export import export
 
     export(path, recipe, out_dir=folder, checkpoint=checkpoint)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.loading import uncollected
+from app.loading import loading, uncollected
 from engine.config import Recipe
 from storage.errors import BudgetError
 
@@ -102,7 +102,8 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
 
 def _take_apart(recipe: Recipe) -> ModelSpec:
     """What the recipe's model is made of; loads PyTorch and transformers."""
-    from engine.hf.config import model_config
-    from engine.model.anatomy import model_spec
+    with loading():
+        from engine.hf.config import model_config
+        from engine.model.anatomy import model_spec
 
     return model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)
