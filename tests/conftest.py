@@ -13,6 +13,11 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test begins first: at the end the other workers would wait for it."""
+    items.sort(key=lambda item: "test_story" not in item.nodeid)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_of_this_machine() -> Iterator[None]:
     """Plans rest on assumed rates, not on what this machine's owner has measured, and leave nothing for the owner's

@@ -110,7 +110,7 @@ def test_a_shrunk_recipe_trains_from_scratch(path: Path, folder: Path, capsys: p
     assert json.loads((folder / "run" / "status.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.parametrize("stem", ["7b_512k", "120b_moe"])
+@pytest.mark.parametrize("stem", ["7b_512k", pytest.param("120b_moe", marks=pytest.mark.long)])
 def test_a_recipe_is_a_script(stem: str, folder: Path) -> None:
     recipe = str(REPOSITORY / "recipes" / f"{stem}.py")
     assert "trained to step 1, " in done(started(folder, sys.executable, recipe, *arguments(stem))).stdout

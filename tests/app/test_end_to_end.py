@@ -94,6 +94,7 @@ def test_trace_of_a_run(cli: Cli, whole_run: tuple[Path, str]) -> None:
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"nvme_read", "compute", "nvme_write"}
 
 
+@pytest.mark.long
 def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run: tuple[Path, str]) -> None:
     path, _ = whole_run
     again = cli.folder / "again"

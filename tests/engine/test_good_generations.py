@@ -43,7 +43,7 @@ def largest(folder: Path) -> float:
     return found
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("lr", [1e36, 1e18, 1e39])
 def test_a_rate_that_destroys_the_weights(tmp_path: Path, every: int, lr: float) -> None:
     """Whatever is committed can be trained on, and the message says what there is."""

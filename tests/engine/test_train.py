@@ -29,7 +29,12 @@ from storage.errors import UserError
         (True, {"activation_checkpointing": "none"}, "1GiB"),
         pytest.param(False, {"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR, marks=pytest.mark.long),
         (True, {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "full"}, tiny.FLOOR),
-        (False, {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "none"}, "1GiB"),
+        pytest.param(
+            False,
+            {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "none"},
+            "1GiB",
+            marks=pytest.mark.long,
+        ),
         (False, {"kv_window": "auto", "activation_checkpointing": "auto"}, 1_100_000),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,

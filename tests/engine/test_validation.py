@@ -131,7 +131,9 @@ def test_delays_change_nothing(tmp_path: Path, name: str) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("gpu", "ram"), [("1GiB", "1GiB"), (tiny.FLOOR, tiny.FLOOR)])
+@pytest.mark.parametrize(
+    ("gpu", "ram"), [pytest.param("1GiB", "1GiB", marks=pytest.mark.long), (tiny.FLOOR, tiny.FLOOR)]
+)
 def test_a_generation_may_be_committed_in_a_validation_or_behind_it(
     tmp_path: Path, gpu: str | int, ram: str | int
 ) -> None:
