@@ -2,7 +2,7 @@
 # make test         lint, types and tests: ten minutes on 2 cores
 # make test-all     the same with longer soaks, more seeds and more kills: 45 minutes
 # make cuda-branches   docs/cuda-branches.md: the lines that only a GPU executes, from a run of all tests under coverage
-# make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; five minutes
+# make screens      docs/screens/*.svg and docs/keys.md, from runs trained for it; three minutes
 # make gpu-check    what ten minutes of a GPU are worth, most valuable first, with the interpreter in PYTHON; installs
 #                   nothing; RESULTS=DIR keeps all of it as it is found, ARGS="--resume --only suites" and the like
 # make standin      tests/standin: PyTorch's CUDA build on a machine without a GPU, see tests/standin/README.md; 5 GB into

@@ -18,7 +18,7 @@ from pathlib import Path
 from app.control import ask
 from app.launcher import start
 from app.recipe import apply_overrides, load_recipe
-from app.rundir import read_info
+from app.rundir import RunInfo, read_info
 from tui.actions import keys_page
 from tui.app import PenstockApp
 from tui.data.catalog import SHIPPED
@@ -68,18 +68,19 @@ def make_runs(root: Path) -> tuple[Path, list[Path]]:
     for name, settings in (("slow-learner", ["train.lr=2e-4"]), ("baseline", ["train.lr=1e-3"])):
         settings += ["train.steps=20", "after.export=false", "after.sample_prompt=none", f"name={name}"]
         finished.append(start(apply_overrides(quickstart, settings), root))
-        _wait(lambda path=finished[-1]: read_info(path).state == "finished", 600)  # type: ignore[misc]
+        _wait(finished[-1], lambda info: info.state == "finished", 600)
     settings = ["train.validate_every=7", "train.validation_sequences=1", "storage.checkpoint_every=10"]
-    settings += ["storage.keep_every=10", "after.export=false", "after.sample_prompt=none"]
+    settings += ["storage.keep_every=10", "budgets.nvme=3GiB", "after.export=false", "after.sample_prompt=none"]
     live = start(apply_overrides(quickstart, settings), root)
-    _wait(lambda: read_info(live).step >= _LIVE_STEP, 600)
+    _wait(live, lambda info: info.step >= _LIVE_STEP, 600)
     return live, finished
 
 
-def _wait(done: Callable[[], bool], limit_s: float) -> None:
+def _wait(run: Path, done: Callable[[RunInfo], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < deadline, "the run does not get on"
+    while not done(info := read_info(run)):
+        if time.monotonic() > deadline or info.state in ("failed", "crashed"):
+            raise SystemExit(f"{run} is {info.state} at step {info.step}: {info.error}")
         time.sleep(0.5)
 
 
@@ -117,7 +118,7 @@ def main() -> None:
             if not wanted or shot.name in wanted:
                 asyncio.run(take(shot, root, out))
         ask(live, "stop")
-        _wait(lambda: read_info(live).state == "stopped", 120)
+        _wait(live, lambda info: info.state == "stopped", 120)
 
 
 if __name__ == "__main__":
