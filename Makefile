@@ -74,7 +74,7 @@ $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 cuda-branches: $(VENV)/.installed-dev
-	$(BIN)/python tests/cuda_branches.py
+	$(BIN)/python tests/cuda_branches.py -- $(SPREAD)
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
