@@ -258,6 +258,7 @@ def check_figures(row: dict[str, Any], case: Case) -> None:
     assert measured["losses"][0] == pytest.approx(6.24, abs=0.1)  # ln 512: a new model's
 
 
+@pytest.mark.long
 def test_the_cpu_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     traces, scratch = tmp_path / "traces", tmp_path / "scratch"
     traces.mkdir()

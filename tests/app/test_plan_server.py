@@ -169,7 +169,7 @@ def test_nothing_is_computed_in_the_server_itself(server: Server) -> None:
     assert len(os.listdir(f"/proc/{server.process.pid}/task")) <= 2
 
 
-@pytest.mark.parametrize("how", ["closed", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("closed", marks=pytest.mark.long), "killed"])
 def test_no_process_stays_behind(how: str) -> None:
     running = Server()
     running.send(asked(1, "120b_gh200.py", "rtx4090-64"))

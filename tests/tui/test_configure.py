@@ -191,24 +191,24 @@ async def test_another_machine_replans(ui: Opened) -> None:
     assert ui.last_request[1] is None
 
 
-async def test_every_key_of_the_table(ui: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["model.path", pytest.param("train.lr_schedule", marks=pytest.mark.long)])
+async def test_every_key_of_the_table(ui: Opened, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """Each does something and none of them fails, with the cursor on each kind of field."""
     monkeypatch.setattr("app.launcher.start", lambda recipe, root: pytest.fail("launched unasked"))
     keys = [key for action in ACTIONS if action.scope == "configure" for key in action.keys.split(",")]
     keys = [key for key in keys if key not in ("q", "ctrl+q", "escape")]
     assert len(keys) > 25
     await ui.planned()
-    for field in ("train.lr_schedule", "model.path"):
-        for key in keys:
-            ui.form.focus_fields()
-            ui.form.go(field)
-            await ui.press(key)
-            for _ in range(3):
-                if ui.app.screen is not ui.configure or isinstance(ui.app.focused, Input):
-                    await ui.press("escape")
-            if ui.app.screen is not ui.configure:
+    for key in keys:
+        ui.form.focus_fields()
+        ui.form.go(field)
+        await ui.press(key)
+        for _ in range(3):
+            if ui.app.screen is not ui.configure or isinstance(ui.app.focused, Input):
                 await ui.press("escape")
-            await ui.until(lambda: ui.app.screen is ui.configure)
+        if ui.app.screen is not ui.configure:
+            await ui.press("escape")
+        await ui.until(lambda: ui.app.screen is ui.configure)
     assert ui.app.screen is ui.configure
 
 

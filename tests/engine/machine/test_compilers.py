@@ -170,6 +170,7 @@ print(len(ahead), ahead == compiled())
 
 
 @needs_gcc
+@pytest.mark.long
 def test_headers_compiled_ahead_are_those_that_kernels_take(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(compilers.__file__).parents[1])}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
