@@ -49,7 +49,7 @@ async def ask(pilot: Pilot[Any], key: str) -> None:
 async def set_field(pilot: Pilot[Any], key: str, text: str) -> None:
     """As a person does it: filter by name, enter to edit, the value, enter."""
     await pilot.press("slash", *key, "enter")
-    await pilot.press("enter", "end", *["backspace"] * 12, *text, "enter")
+    await pilot.press("enter", "end", "ctrl+u", *text, "enter")
     await pilot.press("escape")
 
 
@@ -134,7 +134,7 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         # ---- export
         folder = tmp_path / "exported"
         await ask(pilot, "e")
-        await pilot.press("end", *["backspace"] * 120, *str(folder), "enter")
+        await pilot.press("end", "ctrl+u", *str(folder), "enter")
         await until(pilot, lambda: (folder / "model.safetensors").exists(), "the exported folder")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, RunScreen), "the screen before")
