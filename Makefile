@@ -16,6 +16,8 @@ STANDIN_TORCH := 2.11.0
 STANDIN := build/standin
 # Three on two cores: many a test waits for a process of its own.
 SPREAD := -n 3 --dist worksteal
+# Hundreds of processes are started: each would compile our modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-all test-long lint types screens gpu-check standin cuda-branches clean
 

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -379,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
     code = 0
     try:
         _require_text(sys.argv[1:] if arguments is None else arguments)
-        cli(arguments, prog_name="penstock")
+        _command()(arguments, prog_name="penstock")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     except (UserError, MemoryError, OSError, RuntimeError, ImportError) as error:
@@ -389,6 +391,12 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(known)
     failure = print_failure()
     return code if failure is None else _refuse(f"standard output: {failure}; not all was printed") or code
+
+
+@cache
+def _command() -> Callable[..., object]:
+    """All commands, made once: a call of the Typer object would make them anew."""
+    return typer.main.get_command(cli)
 
 
 def _misplaced(error: Exception) -> str | None:

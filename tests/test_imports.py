@@ -3,6 +3,7 @@
 import ast
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,7 +43,10 @@ def imported(file: Path) -> set[str]:
     return found
 
 
-IMPORTS = {name: imported(file) for name, file in MODULES.items()}
+@cache
+def imports() -> dict[str, set[str]]:
+    """What every module imports."""
+    return {name: imported(file) for name, file in MODULES.items()}
 
 
 def floor(module: str) -> int:
@@ -66,7 +70,7 @@ def inside(*packages: str) -> list[str]:
 
 
 def test_packages_import_one_way() -> None:
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         package = module.partition(".")[0]
         above = {*PACKAGES[PACKAGES.index(package) + 1 :], "recipes", "tests"}
         if package == "tui":
@@ -77,20 +81,20 @@ def test_packages_import_one_way() -> None:
 def test_rooms_import_one_way() -> None:
     assert {name.split(".")[1] for name in MODULES if name.count(".") == 2 and name.startswith("engine.")} == set(ROOMS)
     for module in inside("engine"):
-        upward = [name for name in IMPORTS[module] if name.startswith("engine.") and floor(name) > floor(module)]
+        upward = [name for name in imports()[module] if name.startswith("engine.") and floor(name) > floor(module)]
         assert not upward, f"{module} imports {upward}"
 
 
 def test_no_circle() -> None:
     try:
-        TopologicalSorter({module: names - {module} for module, names in IMPORTS.items()}).prepare()
+        TopologicalSorter({module: names - {module} for module, names in imports().items()}).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_planning_needs_no_torch() -> None:
     for module in inside(*PLANNING):
-        assert not {name.partition(".")[0] for name in IMPORTS[module]} & HEAVY, module
+        assert not {name.partition(".")[0] for name in imports()[module]} & HEAVY, module
 
 
 @pytest.mark.parametrize(

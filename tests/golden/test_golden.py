@@ -19,13 +19,14 @@ from engine.config import config_digest
 from storage.nvme import NvmeStore
 
 NAMES = [file.stem for file in RECIPES]
+FEW = ["all_on_nvme", "moe", "streamed_kv", "old_run"]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([name for name in [*NAMES, "old_run"] if name != "compiled"], id="eager"),
-        pytest.param(["compiled"], id="compiled", marks=pytest.mark.long),
+        pytest.param(FEW, id="few"),
+        pytest.param([name for name in NAMES if name not in FEW], id="others", marks=pytest.mark.long),
     ],
 )
 def test_training_computes_the_recorded_bits(names: list[str], tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from storage.nvme import NvmeStore
 
 MOMENTS = samples(4, 10)
 """Calls of each operation that are made to fail, chosen at random; all of them were tried, which takes minutes."""
+EVERY = samples(29, 17)
+"""Of the calls behind which the process is killed."""
 
 
 def _create(root: Path) -> None:
@@ -95,7 +97,7 @@ def test_at_any_call(
         act(root)
     count, rng, failed, outcomes = len(calls), random.Random(operation), 0, set()
     assert count >= 7
-    every_few, some = range(0, count + 17, 17), sorted(rng.sample(range(count), min(count, MOMENTS)))
+    every_few, some = range(0, count + EVERY, EVERY), sorted(rng.sample(range(count), min(count, MOMENTS)))
     for number in every_few if "killed" in how else some:
         shutil.rmtree(root)
         shutil.copytree(base, root)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from nvme_state import SPECS, advance, assert_holds, assert_whole, committed_files, make, read_all, write_all
+from samples import samples
 from system_calls import before_calls
 
 from storage.checkpoints import checkpoint_folder, delete_checkpoint, list_checkpoints
@@ -346,6 +347,7 @@ def break_off(patch: pytest.MonkeyPatch, number: int, *, links: bool) -> None:
     before_calls(patch, ("link", "replace", "mkdir", "unlink", "fsync", "write"), act)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("links", [True, False])
 def test_copy_state_broken_off_at_any_moment(
     tmp_path: Path, run: Path, drives: list[Path], monkeypatch: pytest.MonkeyPatch, links: bool
@@ -371,7 +373,7 @@ def test_copy_state_broken_off_at_any_moment(
         shutil.rmtree(copy)
         for folder in own:
             shutil.rmtree(folder)
-        number += 1 if number < 12 else 7
+        number += 1 if number < 8 else samples(11, 5)
     assert number > 30
     after = tree(run, *drives)
     assert {p: v[1::2] for p, v in after.items()} == {p: v[1::2] for p, v in before.items()}

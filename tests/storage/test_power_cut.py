@@ -131,7 +131,7 @@ def test_power_cut_at_any_call(workspace: Path, monkeypatch: pytest.MonkeyPatch,
     root = workspace / "disk"
     root.mkdir()
     with monkeypatch.context() as patch:
-        disk = Disk(root, workspace / "images", patch, seed=seed, share=1 / samples(12, 3))
+        disk = Disk(root, workspace / "images", patch, seed=seed, share=1 / samples(16, 3))
         run = Run(root, disk, [root] if seed % 2 else [root / "a", root / "b"])
         run.step(1)
         run.checkpoint("one")
@@ -153,7 +153,7 @@ def test_power_cut_at_any_call(workspace: Path, monkeypatch: pytest.MonkeyPatch,
         run.store.close()
         disk.close()
     assert disk.calls > 700
-    assert disk.images > samples(100, 400)
+    assert disk.images > samples(75, 400)
     assert len(run.expected.seen) >= 8
 
 

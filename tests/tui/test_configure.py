@@ -410,24 +410,22 @@ async def test_narrow_terminals_show_one_pane_and_the_plan_in_one_row(ui: Opened
     assert ui.form.display
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("broken.py", "recipe = ("),
-        ("exits.py", "import sys\nsys.exit(3)"),
-        ("torn.json", '{"name": "x", '),
-        ("deep.json", "[" * 100_000),
-        ("missing.py", None),
-    ],
-)
-async def test_a_recipe_that_cannot_be_read_says_so(ui: Opened, place: Path, name: str, text: str | None) -> None:
-    if text is not None:
-        (place / name).write_text(text)
-    await ui.open(place / name)
-    assert name in ui.configure._broken
-    await ui.press("l", "ctrl+s", "m", "enter", "1", "tab", "slash", "d")
-    await ui.press("escape")
-    await ui.until(lambda: ui.configure not in ui.app.screen_stack)
+async def test_a_recipe_that_cannot_be_read_says_so(ui: Opened, place: Path) -> None:
+    broken = {
+        "broken.py": "recipe = (",
+        "exits.py": "import sys\nsys.exit(3)",
+        "torn.json": '{"name": "x", ',
+        "deep.json": "[" * 100_000,
+        "missing.py": None,
+    }
+    for name, text in broken.items():
+        if text is not None:
+            (place / name).write_text(text)
+        await ui.open(place / name)
+        assert name in ui.configure._broken
+        await ui.press("l", "ctrl+s", "m", "enter", "1", "tab", "slash", "d")
+        await ui.press("escape")
+        await ui.until(lambda: ui.configure not in ui.app.screen_stack)
 
 
 async def test_a_run_s_recipe_can_be_configured_again(ui: Opened, place: Path) -> None:

@@ -135,7 +135,7 @@ async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path) -> N
     async with app.run_test(size=(120, 40)) as pilot:
         app.open_configure(place / "recipes" / "tiny.py")
         await pilot.pause()
-        for typed in OUTSIDE + NO_PATH:
+        for typed in ("../outside/victim.py", "way/victim.py", "recipes/dangling.py", "~nobody-of-that-name/a.py"):
             await pilot.press("ctrl+s")
             await pilot.pause()
             assert isinstance(app.screen, TextDialog)
@@ -152,6 +152,9 @@ def test_below_the_folder_and_in_a_terminal_users_write_where_they_like(place: P
         assert os.path.realpath(written_path(place, typed, inside=True)).startswith(f"{place}/")
     for typed in OUTSIDE:
         written_path(place, typed, inside=False)
+    for typed in OUTSIDE + NO_PATH:
+        with pytest.raises(UserError):
+            written_path(place, typed, inside=True)
     for typed in NO_PATH:
         with pytest.raises(UserError):
             written_path(place, typed, inside=False)

@@ -89,7 +89,7 @@ def test_deterministic_lasts_as_long_as_the_session(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_deterministic_runs_are_equal_and_those_of_any_run(tmp_path: Path, compile: str) -> None:
     digests = []
-    for i, deterministic in enumerate((True, True, False)):
+    for i, deterministic in enumerate((True, True, False) if compile == "off" else (True, True)):
         t = tiny.training(deterministic=deterministic, compile=compile)
         with tiny.session(tmp_path / str(i), t=t) as session:
             tiny.steps(session, 2)
