@@ -102,23 +102,26 @@ SCREENS: dict[str, Callable[[PenstockApp, list[Path]], None]] = {
 }
 
 
-@pytest.mark.parametrize("screen", SCREENS)
-async def test_nothing_that_is_drawn_is_obeyed(root: Path, screen: str) -> None:
+KEYS = {"home": ("down", "down", "down", "tab", "end", "up"), "timeline": ("full_stop", "enter")}
+
+
+async def test_nothing_that_is_drawn_is_obeyed(root: Path) -> None:
     app = RecordedApp(root, glyphs=UNICODE)
-    async with app.run_test(size=(200, 60)) as pilot:
+    async with app.run_test(size=(200, 60), notifications=True) as pilot:
         await pilot.pause(0.4)
-        SCREENS[screen](app, hostile_runs(root))
-        await pilot.pause(0.6)
-        if screen == "home":
-            for key in ("down", "down", "down", "tab", "end", "up"):
-                await pilot.press(key)
-        if screen == "timeline":
-            for key in ("full_stop", "enter"):
-                await pilot.press(key)
-        await pilot.pause(0.3)
-        assert app.is_running
-        assert "owned" in app.drawn, "it is shown, as text"
-        assert [match[0] for match in FORBIDDEN.finditer(app.drawn)] == []
+        home = app.screen
+        for name, show in SCREENS.items():
+            show(app, hostile_runs(root))
+            await pilot.pause(0.6)
+            await pilot.press(*KEYS.get(name, ()))
+            await pilot.pause(0.3)
+            assert app.is_running, name
+            assert "owned" in app.drawn, f"{name}: it is shown, as text"
+            assert [match[0] for match in FORBIDDEN.finditer(app.drawn)] == [], name
+            while app.screen is not home:
+                app.pop_screen()
+            await pilot.pause(0.2)
+            app.drawn = ""
 
 
 def test_all_text_is_cleaned_where_it_is_read(root: Path) -> None:

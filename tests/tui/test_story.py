@@ -75,12 +75,12 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         await until(pilot, lambda: "tokens/s" in plan_text(screen), "a plan")
         before = plan_text(screen)
         # ---- change fields, see the plan change
-        await set_field(pilot, "data.sequence_length", "256")
-        await set_field(pilot, "train.chunk_tokens", "128")
-        await set_field(pilot, "data.max_documents", "60")
-        await set_field(pilot, "train.validate_every", "20")
+        await set_field(pilot, "sequence_length", "256")
+        await set_field(pilot, "chunk_tokens", "128")
+        await set_field(pilot, "max_documents", "60")
+        await set_field(pilot, "validate_every", "20")
         await set_field(pilot, "train.steps", "40")
-        await set_field(pilot, "storage.checkpoint_every", "10")
+        await set_field(pilot, "checkpoint_every", "10")
         await pilot.press("slash", *"train.compile", "enter", "right", "right", "escape")
         await until(pilot, lambda: "40 steps" in plan_text(screen), "a new plan")
         assert plan_text(screen) != before
