@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage.chunk import ChunkFormat
-from storage.disk import fsync_dir, fsync_file, reporting, write_file
+from storage.disk import fsync_dir, fsync_file, make_folder, reporting, write_file
 from storage.drives import CHECKPOINTS, SCRATCH, Drive, stripe
 from storage.layout import part_numel_even
 from storage.manifest import ArraySpec, Stored
@@ -133,7 +133,7 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
                 with reporting(folder, "making the folder of an array"):
                     if path.is_file() and path.read_bytes() == content:
                         continue
-                    folder.mkdir(parents=True, exist_ok=True)
+                    make_folder(folder, inside=drive.folder)
                     write_file(path, content)
                     if not array.scratch:
                         fsync_file(path)

@@ -20,7 +20,7 @@ from typing import Any
 
 from storage import manifest
 from storage.arrays import Array, make_folders
-from storage.disk import disk_error, fsync_dir, link_or_copy, publish, write_file
+from storage.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish, reporting, write_file
 from storage.drives import (
     CHECKPOINTS,
     IDENTITY_NAME,
@@ -125,7 +125,8 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
     try:
         for path in {folder, *bases.values()}:
             remove(path)  # what an attempt before may have left
-            path.mkdir(parents=True)
+            make_folder(path.parent, inside=path.parents[1])
+            path.mkdir()
             _mark(path)
         jobs = [
             (drive, path, bases[drive] / path.relative_to(drive.folder))
@@ -161,9 +162,10 @@ def place(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
     """Make (drive, source, target) hard links, reflinks or copies on the drives' threads; folders are not synced."""
     jobs = list(jobs)
     sources = {target: source for _, source, target in jobs}
-    for parent in {target.parent for target in sources}:
-        parent.mkdir(parents=True, exist_ok=True)
     owners = {target: drive for drive, _, target in jobs}
+    for target, drive in owners.items():
+        with reporting(target.parent, "making a folder for chunk files"):
+            make_folder(target.parent, inside=drive.folder)
 
     def one(target: Path) -> None:
         target.unlink(missing_ok=True)

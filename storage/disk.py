@@ -98,6 +98,20 @@ def held(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+def make_folder(path: Path, inside: Path) -> None:
+    """Make folder `path` and what lacks above it, up to existing folder `inside`. OSError.
+
+    Never `inside` itself, as mkdir's `parents` would: it is a drive's folder, and the drive may have been unmounted.
+    """
+    try:
+        path.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        if inside in (path, path.parent):
+            raise
+        make_folder(path.parent, inside)
+        path.mkdir(exist_ok=True)
+
+
 def fsync_file(path: Path) -> None:
     """Make the data and size of an existing file durable; never waits for a pipe, never follows a link."""
     with held(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd:

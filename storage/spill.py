@@ -18,7 +18,7 @@ import torch
 
 from storage.chunk import BLOCK_BYTES, own_page
 from storage.crc import checksum
-from storage.disk import held, read_all, reporting, write_all
+from storage.disk import held, make_folder, read_all, reporting, write_all
 from storage.drives import SCRATCH, Drive, DriveSet
 from storage.errors import UserError
 
@@ -135,8 +135,7 @@ def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
     try:
         fd = _open(path, flags, src, direct=direct)
     except FileNotFoundError:  # the first one on this drive, whose own folder is not made: it may have been unmounted
-        for folder in (path.parent.parent, path.parent):
-            folder.mkdir(exist_ok=True)
+        make_folder(path.parent, inside=path.parents[2])
         fd = _open(path, flags, src, direct=direct)
     try:
         views = [blocks]

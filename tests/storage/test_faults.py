@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from nvme_state import SPECS, advance, assert_holds, assert_sound, committed_files, content, make, read_all, write_all
-from system_calls import failing
+from system_calls import before_calls, failing
 
 from storage.arena import empty_aligned
 from storage.errors import UserError
@@ -212,6 +212,42 @@ def test_a_drive_goes_before_the_commit(store: NvmeStore) -> None:
     store.close()
     away.rename(drive)
     assert_sound(store.root, 3)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "restore", "spill"])
+def test_nothing_is_made_where_a_drive_was(store: NvmeStore, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Whenever it goes: before every call that makes a folder or a file."""
+    store.checkpoint("kept")
+    drive = store.drives[-1]
+    away = drive.with_name("away")
+    activations = torch.zeros(5000, dtype=torch.uint8)
+
+    def act(number: int) -> None:
+        if what == "checkpoint":
+            store.checkpoint(f"later-{number}")
+        elif what == "restore":
+            store.restore("kept")
+        else:
+            for _ in store.drives:
+                store.spill(f"{number}-{_.name}", activations).result()
+
+    went = 0
+    for number in range(30):
+
+        def go(count: int, name: str, args: Any, number: int = number) -> None:
+            if count == number:
+                drive.rename(away)
+
+        with monkeypatch.context() as patch:
+            calls = before_calls(patch, ["mkdir", "open", "link"], go)
+            with suppress(UserError):
+                act(number)
+        if len(calls) <= number:
+            break
+        went += 1
+        assert not drive.exists(), calls[number]
+        away.rename(drive)
+    assert went >= 2
 
 
 @pytest.mark.parametrize("how", ["renamed", "empty mount point", "unreadable"])
