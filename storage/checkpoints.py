@@ -125,7 +125,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
     try:
         for path in {folder, *bases.values()}:
             remove(path)  # what an attempt before may have left
-            make_folder(path.parent, inside=path.parents[1])
+            path.parent.mkdir(exist_ok=True)
             path.mkdir()
             _mark(path)
         jobs = [
@@ -163,9 +163,9 @@ def place(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
     jobs = list(jobs)
     sources = {target: source for _, source, target in jobs}
     owners = {target: drive for drive, _, target in jobs}
-    for target, drive in owners.items():
-        with reporting(target.parent, "making a folder for chunk files"):
-            make_folder(target.parent, inside=drive.folder)
+    for folder, drive in {target.parent: drive for target, drive in owners.items()}.items():
+        with reporting(folder, "making a folder for chunk files"):
+            make_folder(folder, inside=drive.folder)
 
     def one(target: Path) -> None:
         target.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from storage import manifest, ownership
 from storage.chunk import ChunkFormat
-from storage.disk import disk_error, fsync_ancestors, fsync_dir, link_or_copy, publish, require_writable
+from storage.disk import disk_error, fsync_ancestors, fsync_dir, link_or_copy, make_folder, publish, require_writable
 from storage.drives import (
     CHECKPOINTS,
     WRITE_THREADS,
@@ -96,6 +96,7 @@ def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path],
     bases = {id: folder / inner for id, folder in ids.items()}
     order = tuple(ids)
     jobs: dict[Path, Path] = {}
+    owners: dict[Path, Path] = {}
     arrays, total = {}, 0
     for number, (spec, stored) in enumerate(content.arrays.items()):
         file_bytes = ChunkFormat(part_numel_even(spec.numel, spec.part_numel) * spec.item_bytes).file_bytes
@@ -106,11 +107,12 @@ def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path],
                 raise UserError(f"{source}: is not there or not whole; this state cannot be copied: scrub the original")
             jobs[bases[order[stripe(number, part, len(order))]] / below / source.name] = source
             total += file_bytes
-        for base in bases.values():
+        for id, base in bases.items():
             jobs[base / below / "zarr.json"] = found[stored.drives[0]] / below / "zarr.json"
+            owners[base / below] = ids[id]
         arrays[spec] = Stored(stored.slot, order, stored.crcs)
-    _require_room(jobs, ids.values())
-    _place(jobs)
+    _require_room(jobs, owners)
+    _place(jobs, owners)
     for id, base in bases.items():
         if content.checkpoint is not None:
             write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
@@ -121,22 +123,21 @@ def _copy(content: Manifest, place: Path, root: Path, found: Mapping[str, Path],
     return total
 
 
-def _require_room(jobs: Mapping[Path, Path], folders: Iterable[Path]) -> None:
-    """UserError unless the copies that can be no links find room."""
-    devices = {folder: folder.stat().st_dev for folder in folders}
+def _require_room(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
+    """UserError unless the copies that can be no links find room; `owners` are the drives of their folders."""
+    devices = {folder: folder.stat().st_dev for folder in set(owners.values())}
     needs = dict.fromkeys(devices, 0)
     for target, source in jobs.items():
-        folder = next(folder for folder in devices if target.is_relative_to(folder))
+        folder = owners[target.parent]
         status = source.stat()
         needs[folder] += 0 if status.st_dev == devices[folder] else status.st_size
     require_room(needs, "a copy of the state")
 
 
-def _place(jobs: Mapping[Path, Path]) -> None:
-    """Make target -> source links or copies, durably. OSError."""
-    parents = {target.parent for target in jobs}
-    for parent in parents:
-        parent.mkdir(parents=True, exist_ok=True)
+def _place(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
+    """Make target -> source links or copies, durably; `owners` are the drives of their folders. OSError."""
+    for parent, folder in owners.items():
+        make_folder(parent, inside=folder)
 
     def one(target: Path) -> None:
         if not ownership.is_same(target, jobs[target]):
@@ -146,6 +147,6 @@ def _place(jobs: Mapping[Path, Path]) -> None:
     with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="copy-state") as threads:
         list(threads.map(one, jobs))
     # Up to a drive's folder: checkpoints/NAME/BUFFER/KIND/SLOT.
-    for folder in sorted({above for parent in parents for above in (parent, *list(parent.parents)[:5])}, reverse=True):
+    for folder in sorted({above for parent in owners for above in (parent, *list(parent.parents)[:5])}, reverse=True):
         if os.access(folder, os.R_OK):
             fsync_dir(folder)

@@ -103,13 +103,10 @@ def make_folder(path: Path, inside: Path) -> None:
 
     Never `inside` itself, as mkdir's `parents` would: it is a drive's folder, and the drive may have been unmounted.
     """
-    try:
-        path.mkdir(exist_ok=True)
-    except FileNotFoundError:
-        if inside in (path, path.parent):
-            raise
-        make_folder(path.parent, inside)
-        path.mkdir(exist_ok=True)
+    folder = inside
+    for part in path.relative_to(inside).parts:
+        folder /= part
+        folder.mkdir(exist_ok=True)
 
 
 def fsync_file(path: Path) -> None:

@@ -64,7 +64,7 @@ class Spill:
 
         def work() -> None:
             with reporting(entry.path, f"writing {entry.num_bytes:,} bytes of activations"):
-                crc = _write_file(entry.path, src, direct=drive.direct)
+                crc = _write_file(entry.path, src, drive)
             drive.count(written=_padded(entry.num_bytes))
             entry.crc = crc
 
@@ -129,14 +129,14 @@ def _open(path: Path, flags: int, tensor: torch.Tensor, *, direct: bool) -> int:
     return os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct and aligned else 0), 0o644)
 
 
-def _write_file(path: Path, src: torch.Tensor, *, direct: bool) -> int:
+def _write_file(path: Path, src: torch.Tensor, drive: Drive) -> int:
     blocks, tail = _split(src)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        fd = _open(path, flags, src, direct=direct)
-    except FileNotFoundError:  # the first one on this drive, whose own folder is not made: it may have been unmounted
-        make_folder(path.parent, inside=path.parents[2])
-        fd = _open(path, flags, src, direct=direct)
+        fd = _open(path, flags, src, direct=drive.direct)
+    except FileNotFoundError:  # the first one on this drive
+        make_folder(path.parent, inside=drive.folder)
+        fd = _open(path, flags, src, direct=drive.direct)
     try:
         views = [blocks]
         if tail:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_process import REPOSITORY, default_signals, wait_until
+from samples import cases
 
 from app.bench import storage as bench
 from app.bench.raw_io import Fio, OwnLoop, RawFiles, Timed
@@ -160,10 +161,7 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, without_fio: None, monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGHUP))],
-)
+@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM))
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         "from pathlib import Path; from app.bench.storage import bench_storage\n"

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from bad_model_files import CONFIG
 from cli_process import REPOSITORY, done, started
+from samples import cases
 from transformers import Qwen3Config
 
 from app import model_cache
@@ -178,9 +179,7 @@ def test_a_refusal_is_not_kept(folder: Path, recipe: Recipe) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["8b_8k", *(pytest.param(name, marks=pytest.mark.long) for name in ("120b_moe", "7b_512k_24gb"))]
-)
+@pytest.mark.parametrize("name", cases(["8b_8k", "120b_moe", "7b_512k_24gb"], "8b_8k"))
 def test_plans_are_the_same(name: str) -> None:
     """Taken apart here, then in a process of its own that finds it kept and loads neither PyTorch nor transformers."""
     forecast = plan_recipe(from_scratch(load_recipe(REPOSITORY / "recipes" / f"{name}.py")))

@@ -30,6 +30,12 @@ from storage.errors import UserError
         pytest.param(False, {"kv_window": "streamed", "chunk_tokens": 7}, tiny.FLOOR, marks=pytest.mark.long),
         (True, {"kv_window": "streamed", "chunk_tokens": 20, "activation_checkpointing": "full"}, tiny.FLOOR),
         pytest.param(
+            True,
+            {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "full"},
+            tiny.FLOOR,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             False,
             {"kv_window": "streamed", "chunk_tokens": 7, "activation_checkpointing": "none"},
             "1GiB",

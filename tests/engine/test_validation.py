@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from plain import document_losses
-from samples import samples
+from samples import cases, samples
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -49,11 +49,6 @@ SHORT = ("ram-two-rows", "mixed", "nvme-aside", "nvme-recomputed", "nvme-streame
 """Every tier and every way once."""
 
 
-def plans(*short: str) -> list[Any]:
-    """All of PLANS, of which make test sees `short`."""
-    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in PLANS]
-
-
 def features(plan: Plan) -> set[str]:
     """The words of PLANS that are true of a plan."""
     fields = {"aside": "saved_on_gpu", "graphs": "saved_graphs"}
@@ -87,7 +82,7 @@ def plain_loss(session: Session, weights: dict[str, Tensor]) -> tuple[float, int
     return total / targets, targets
 
 
-@pytest.mark.parametrize("name", plans(*SHORT))
+@pytest.mark.parametrize("name", cases(PLANS, *SHORT))
 @pytest.mark.parametrize(
     "sequences", [pytest.param(2, id="one-pass", marks=pytest.mark.long), pytest.param(6, id="passes")]
 )
@@ -113,7 +108,7 @@ def test_it_is_what_transformers_finds_and_changes_no_bit(tmp_path: Path, name: 
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", plans("mixed", "nvme-streamed-spilled", "gpu-streamed-graphs"))
+@pytest.mark.parametrize("name", cases(PLANS, "mixed", "nvme-streamed-spilled", "gpu-streamed-graphs"))
 def test_delays_change_nothing(tmp_path: Path, name: str) -> None:
     """Runs of two steps and a validation of two passes, with the ops of every lane delayed at random."""
     policy, budgets = PLANS[name]
@@ -189,9 +184,7 @@ HELD = {"few documents", "few documents, two rows", "bfloat16"}
 """What others of them have too."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in HELD else ()) for name in OTHERS]
-)
+@pytest.mark.parametrize("name", cases(OTHERS, *(OTHERS.keys() - HELD)))
 def test_other_data_numbers_and_families(tmp_path: Path, name: str) -> None:
     model, policy, data = OTHERS[name]
     t = tiny.training(**({"steps": 2, "validate_every": 2, "validation_sequences": 4} | policy))
@@ -224,7 +217,7 @@ def test_a_run_is_validated_every_so_many_steps_and_at_its_end(tmp_path: Path) -
     assert observer.validations[-1].loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("stop_after", [2, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 3))])
+@pytest.mark.parametrize("stop_after", cases([1, 2, 3], 2))
 def test_a_resumed_run_is_validated_at_the_same_steps(tmp_path: Path, stop_after: int) -> None:
     """A stop after a step that is due does not wait for the validation: the resumed run makes up for it."""
     straight, first, second = tiny.Silent(), tiny.Silent(stop_after), tiny.Silent()

@@ -379,6 +379,21 @@ def test_copy_state_broken_off_at_any_moment(
     assert {p: v[1::2] for p, v in after.items()} == {p: v[1::2] for p, v in before.items()}
 
 
+def test_copy_state_makes_nothing_where_a_drive_was(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, drive, away = shutil.copytree(run, tmp_path / "copy"), tmp_path / "c", tmp_path / "away"
+
+    def go(count: int, name: str, args: Any) -> None:
+        if drive in Path(args[0]).parents and drive.exists():
+            drive.rename(away)
+
+    with monkeypatch.context() as patch:
+        before_calls(patch, ["mkdir"], go)
+        with pytest.raises(UserError, match="is the drive still mounted"):
+            copy_state(copy, [drive])
+    assert away.exists()
+    assert not drive.exists()
+
+
 def test_every_drive_has_a_copy_of_the_newest_manifest(run: Path, drives: list[Path]) -> None:
     for drive in drives:
         shutil.copy(drive / "manifest.backup.json", run / "manifest.json")

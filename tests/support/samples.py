@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +15,13 @@ _ALL = os.environ.get("ALL_SAMPLES") == "1"
 def samples(few: int, many: int) -> int:
     """How many to look at; for a test that bears the mark `sampled`."""
     return many if _ALL else few
+
+
+def cases(every: Iterable[Any], *few: Any) -> list[Any]:
+    """What `parametrize` takes: of `every` case, `make test` sees those of `few`."""
+    every = list(every)
+    assert set(few) < set(every), few
+    return [pytest.param(case, marks=() if case in few else pytest.mark.long) for case in every]
 
 
 def sampled(few: int, many: int, **more: Any) -> Callable[[Any], Any]:

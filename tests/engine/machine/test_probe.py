@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import cases
 
 from engine.machine import probe_drives as drives
 from engine.machine.probe import probe
@@ -138,10 +139,7 @@ def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGTERM))],
-)
+@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
