@@ -21,6 +21,8 @@ Phase = Literal["idle", "starting", "planning", "advising", "done"]
 DEBOUNCE_S = 0.3
 _LINE_BYTES = 1 << 24
 _STDERR_LINES = 20
+_LAST_WORDS_S = 2.0
+"""A server's reason may be read after its end; what it started may hold its stderr open for longer."""
 SERVER = (sys.executable, "-P", "-m", "app.plan_server")
 """-P: a folder named app where the user works is not taken for ours."""
 
@@ -172,12 +174,13 @@ class PlanClient:
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None
-        self._spawn(self._read_stderr(process.stderr))
+        reading = self._spawn(self._read_stderr(process.stderr))
         self._submit()  # waits in the pipe until the server has loaded
         while line := await process.stdout.readline():
             with contextlib.suppress(ValueError):
                 self._take(json.loads(line))
         code = await process.wait()
+        await asyncio.wait([reading], timeout=_LAST_WORDS_S)
         return self._stderr[-1] if self._stderr else f"exit code {code}"
 
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
