@@ -143,14 +143,17 @@ def test_heartbeat_goes_on_without_steps_and_under_load(tmp_path: Path, monkeypa
     assert len(json_lines(tmp_path / "metrics.jsonl")) == step
 
 
-def test_nothing_is_lost_on_a_clean_exit(tmp_path: Path) -> None:
+def test_nothing_is_lost_on_a_clean_exit_and_a_step_costs_little(tmp_path: Path) -> None:
     log = RunLog(tmp_path, total_steps=100)
     spans = [span(1, 0.0, 1.0)] * 500
+    begin = time.perf_counter()
     for step in range(1, 101):
         log.progress(told(*spans))
         log.step(metrics(step))
+    handed_over_s = time.perf_counter() - begin
     log.close("finished")
     assert sum(1 for _ in JsonLines(tmp_path / "spans.jsonl")) == 50_000
+    assert handed_over_s < 1.0
 
 
 def test_a_stalled_disk_drops_spans_never_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

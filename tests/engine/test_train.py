@@ -125,7 +125,7 @@ def test_a_failing_op_stops_the_run_with_its_own_traceback(tmp_path: Path) -> No
         started = time.perf_counter()
         with pytest.raises(RuntimeError, match="the lane broke") as caught:
             train_step(session)
-        assert time.perf_counter() - started < 10
+        assert time.perf_counter() - started < 1.0
         assert any(entry.name == "broken_update" for entry in caught.traceback)
         assert "lane" in caught.value.__notes__[0]
     with tiny.session(tmp_path) as session:

@@ -119,4 +119,4 @@ def test_a_drive_that_hangs_costs_a_moment(
     install("smartctl", SMARTCTL_NVME, seconds=4)
     start = time.monotonic()
     assert percentage_used(tmp_path) is None
-    assert time.monotonic() - start < 3.5
+    assert time.monotonic() - start < 2
