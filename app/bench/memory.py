@@ -58,6 +58,7 @@ def bench_memory(
     lengths: Sequence[int] = LENGTHS,
     depths: Mapping[str, Sequence[int]] = DEPTHS,
     document_tokens: int = DOCUMENT_TOKENS,
+    chunk_tokens: int = CHUNK_TOKENS,
     json: bool = False,
     save: Path | None = None,
 ) -> dict[str, Any]:
@@ -67,10 +68,10 @@ def bench_memory(
     """
     require_folders(None if save is None else save.parent)
     rows = []
-    for tokens, depth, window in wanted(lengths, depths):
-        rows.append(_measured(tokens, depth, window, document_tokens))
+    for tokens, depth, window in wanted(lengths, depths, chunk_tokens):
+        rows.append(_measured(tokens, depth, window, document_tokens, chunk_tokens))
         print(_row(rows[-1]), file=sys.stderr, flush=True)
-    report = report_of(rows, document_tokens)
+    report = report_of(rows, document_tokens, chunk_tokens)
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
         plot(report, save.with_suffix(".svg"))
@@ -80,7 +81,9 @@ def bench_memory(
     return report
 
 
-def wanted(lengths: Sequence[int], depths: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, int, str]]:
+def wanted(
+    lengths: Sequence[int], depths: Mapping[str, Sequence[int]], chunk_tokens: int
+) -> Iterator[tuple[int, int, str]]:
     """(tokens, depth, window) of every measurement.
 
     A streamed window's slots hold all of a few chunks, which then do not stream. There every chunk meets every earlier
@@ -89,18 +92,18 @@ def wanted(lengths: Sequence[int], depths: Mapping[str, Sequence[int]]) -> Itera
     for window, layers in depths.items():
         for depth in layers:
             for tokens in lengths:
-                chunks = -(-tokens // CHUNK_TOKENS)
+                chunks = -(-tokens // chunk_tokens)
                 if window == "whole" or (chunks > KV_SLOTS and (depth == layers[0] or chunks <= 32)):
                     yield tokens, depth, window
 
 
-def report_of(rows: Sequence[dict[str, Any]], document_tokens: int) -> dict[str, Any]:
+def report_of(rows: Sequence[dict[str, Any]], document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
     """The rows, and how far they are from the law and from one another."""
     per_token = 12 * SHAPE.kv_heads * SHAPE.head_dim
     windows = sorted({row["window"] for row in rows}, reverse=True)
     return {
         "bytes_per_token": per_token,
-        "chunk_tokens": CHUNK_TOKENS,
+        "chunk_tokens": chunk_tokens,
         "document_tokens": document_tokens,
         "rows": rows,
         "deviation": {
@@ -186,27 +189,28 @@ def plot(report: dict[str, Any], file: Path) -> None:
 # ---------------------------------------------------------------------- one measurement, in a process of its own
 
 
-def _measured(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
+def _measured(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
     what = f"bench memory, {tokens:,} tokens, {depth} layers, {window} window"
     work = "app.bench.memory:measure_here"
-    row: dict[str, Any] = call(work, tokens, depth, window, document_tokens, more=_GIVE_BACK, what=what)
+    row: dict[str, Any] = call(work, tokens, depth, window, document_tokens, chunk_tokens, more=_GIVE_BACK, what=what)
     return row
 
 
-def measure_here(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
-    """One row, in a process that does nothing else."""
+def measure_here(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
+    """One row, in a process that does nothing else: a step, after one of two chunks that loads what any step does."""
     vars(views)["INPUTS_CACHE_BYTES"] = 0  # else up to 64 MiB of rotary tables would be found in the process, too
     with scratch() as folder:
-        return measure(tokens, depth, window, document_tokens, Path(folder))
+        return _measure(tokens, depth, window, document_tokens, chunk_tokens, Path(folder))
 
 
-def measure(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> dict[str, Any]:
-    """One step in this process, after one of two chunks that loads and allocates what any step does."""
+def _measure(
+    tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int, folder: Path
+) -> dict[str, Any]:
     row: dict[str, Any] = {"tokens": tokens, "depth": depth, "window": window}
-    for name, length in (("warm-up", 2 * CHUNK_TOKENS), ("measured", tokens)):
+    for name, length in (("warm-up", 2 * chunk_tokens), ("measured", tokens)):
         (folder / name).mkdir()
         before, objects = resident_bytes("VmRSS"), _objects_bytes()
-        session = _session(length, depth, window, document_tokens, folder / name)
+        session = _session(length, depth, window, document_tokens, chunk_tokens, folder / name)
         Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the peak
         try:
             step_s = train_step(session).step_s
@@ -258,14 +262,14 @@ def _batch_bytes(session: Session) -> int:
     return sum(storages.values())
 
 
-def _session(tokens: int, depth: int, window: str, document_tokens: int, folder: Path) -> Session:
+def _session(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int, folder: Path) -> Session:
     """A session on the least GPU budget that the planner accepts, everything else in RAM."""
     shape, device = replace(SHAPE, layers=depth), torch.device("cpu")
     recipe = random_recipe(
         tokens,
         1,
         steps=1,
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_tokens=chunk_tokens,
         device="cpu",
         compile="off",
         activation_checkpointing="selective",

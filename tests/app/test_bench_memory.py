@@ -37,16 +37,14 @@ def test_deviation_by_hand() -> None:
 def test_a_small_measurement_follows_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_memory, "CHUNK_TOKENS", 64)
-
-    def measured(tokens: int, depth: int, window: str, document_tokens: int) -> dict[str, Any]:
-        folder = tmp_path / f"{tokens}-{depth}-{window}"
-        folder.mkdir()
-        return bench_memory.measure(tokens, depth, window, document_tokens, folder)
-
-    monkeypatch.setattr(bench_memory, "_measured", measured)
-    depths = {"whole": (1, 2), "streamed": (1, 2)}
-    report = bench_memory.bench_memory(lengths=(512, 2048), depths=depths, document_tokens=128, save=tmp_path / "law")
+    monkeypatch.chdir(tmp_path)
+    report = bench_memory.bench_memory(
+        lengths=(512, 2048),
+        depths={"whole": (1, 2), "streamed": (1, 2)},
+        document_tokens=128,
+        chunk_tokens=64,
+        save=tmp_path / "law",
+    )
     sizes = {(r["window"], r["depth"], r["tokens"]): r["arena_bytes"] for r in report["rows"]}
     for depth in (1, 2):
         assert sizes["whole", depth, 2048] - sizes["whole", depth, 512] == PER_TOKEN * (2048 - 512)
