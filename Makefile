@@ -38,8 +38,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# mypy follows folders, not the package's path: it is shown the package as it is installed.
 types: $(VENV)/.installed-dev
-	$(BIN)/mypy
+	mkdir -p build/types/penstock
+	ln -sfn $(CURDIR)/app $(CURDIR)/engine $(CURDIR)/storage $(CURDIR)/tui $(CURDIR)/penstock/*.py build/types/penstock/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -56,10 +59,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 screens: $(VENV)/.installed
-	PYTHONPATH=$(CURDIR) $(BIN)/python -m tui.capture docs/screens
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m penstock.tui.capture docs/screens
 
 gpu-check:
-	PYTHONPATH=. $(PYTHON) -m app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m penstock.app.gpu_check $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
 standin:
 	@if ! tests/standin/build.sh --headers; then exit 0; fi; \

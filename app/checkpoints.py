@@ -16,11 +16,11 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from app.run_files import number, read_object, remove_own, whole
-from app.rundir import RunDir, is_live, read_status, require_own
-from storage.disk import atomic_write, disk_error
-from storage.errors import UserError
-from storage.untrusted import is_real_folder, printable
+from penstock.app.run_files import number, read_object, remove_own, whole
+from penstock.app.rundir import RunDir, is_live, read_status, require_own
+from penstock.storage.disk import atomic_write, disk_error
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import is_real_folder, printable
 
 _POLL_S = 0.1
 _MANIFEST_BYTES = 1 << 28
@@ -80,8 +80,8 @@ def make_checkpoint(run_path: Path, name: str) -> int:
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
-    from storage.checkpoints import LAST_GOOD, checkpoint_folder, checkpoint_names
-    from storage.retention import AUTOMATIC
+    from penstock.storage.checkpoints import LAST_GOOD, checkpoint_folder, checkpoint_names
+    from penstock.storage.retention import AUTOMATIC
 
     checkpoint_folder(run_path / "state", name)
     if AUTOMATIC.fullmatch(name) or LAST_GOOD.fullmatch(name) or name == "last-good":
@@ -93,9 +93,9 @@ def make_checkpoint(run_path: Path, name: str) -> int:
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
     if is_live(run_path):
         return _ask(run_path, name)
-    from engine.config import drive_folders, state_folder
-    from storage.manifest import step_of
-    from storage.nvme import NvmeStore
+    from penstock.engine.config import drive_folders, state_folder
+    from penstock.storage.manifest import step_of
+    from penstock.storage.nvme import NvmeStore
 
     with RunDir.open(run_path) as run:
         drives = drive_folders(run.path, run.recipe.storage)
@@ -155,7 +155,7 @@ def checkpoint_named(run_path: Path, name: str | None) -> str | None:
     """The checkpoint of a run that `name` means, which may be `last-good`. Raises UserError where there is none."""
     if name is None:
         return None
-    from storage.checkpoints import read_checkpoint, resolve_checkpoint  # loads torch: seconds
+    from penstock.storage.checkpoints import read_checkpoint, resolve_checkpoint  # loads torch: seconds
 
     name = resolve_checkpoint(run_path / "state", name)
     read_checkpoint(run_path / "state", name)
@@ -164,8 +164,8 @@ def checkpoint_named(run_path: Path, name: str | None) -> str | None:
 
 def copy_state_of(run: RunDir) -> str:
     """Give a copied run directory a state of its own on its recipe's drives; a line saying what was copied."""
-    from engine.config import drive_folders, state_folder
-    from storage.copying import copy_state
+    from penstock.engine.config import drive_folders, state_folder
+    from penstock.storage.copying import copy_state
 
     drives = drive_folders(run.path, run.recipe.storage)
     copied = copy_state(state_folder(run.path), drives)
@@ -175,7 +175,7 @@ def copy_state_of(run: RunDir) -> str:
 
 def delete_checkpoint_of(run_path: Path, name: str) -> None:
     """Delete checkpoint `name`. Raises UserError when there is no such, or while the run is running."""
-    from storage.checkpoints import delete_checkpoint, read_checkpoint
+    from penstock.storage.checkpoints import delete_checkpoint, read_checkpoint
 
     read_checkpoint(run_path / "state", name)
     with RunDir.open(run_path) as run:
@@ -219,10 +219,10 @@ def scrub_run(run_path: Path) -> str:
 
     Raises UserError listing every damaged file, or while the run is running.
     """
-    from engine.config import drive_folders, state_folder
-    from engine.verify import run_checks, verify_run_files
-    from storage.checkpoints import checkpoint_folder, checkpoint_names
-    from storage.nvme import NvmeStore
+    from penstock.engine.config import drive_folders, state_folder
+    from penstock.engine.verify import run_checks, verify_run_files
+    from penstock.storage.checkpoints import checkpoint_folder, checkpoint_names
+    from penstock.storage.nvme import NvmeStore
 
     failures: list[str] = []
     started, size = time.perf_counter(), 0

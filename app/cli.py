@@ -15,36 +15,35 @@ from typing import Annotated
 
 import typer
 
-from app import control
-from app.bench.commands import JsonOption, bench_cli
-from app.checkpoints import (
-    checkpoint_named,
-    copy_state_of,
-    delete_checkpoint_of,
-    make_checkpoint,
-    make_for_export,
-    scrub_run,
-)
-from app.loading import loading
-from app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
-from app.rundir import RunDir, find_run, is_live, read_recipe
-from app.streams import open_standard_streams, print_failure
-from engine.config import Recipe
-from storage.errors import UserError, used_up
-from storage.untrusted import RefusedFileError, printable, shell
+import penstock
+from penstock.app import api, control, shipped
+from penstock.app.bench.commands import JsonOption, bench_cli
+from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
+from penstock.app.loading import loading
+from penstock.app.rundir import find_run, list_runs
+from penstock.app.streams import open_standard_streams, print_failure
+from penstock.storage.errors import UserError, used_up
+from penstock.storage.untrusted import RefusedFileError, printable, shell
 
 BAD_INPUT = 2
 REFUSED = 1
 
 cli = typer.Typer(
     name="penstock",
-    help="Train and fine-tune large language models, every parameter, in full precision, on one machine.",
-    epilog="Example: penstock train recipes/quickstart.py",
+    epilog="Example: penstock train quickstart",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 cli.add_typer(bench_cli, name="bench")
+
+
+def complete_recipes(incomplete: str) -> list[str]:
+    """A shell's completion of a recipe: shipped ones' names; files are the shell's own."""
+    return [name for name in shipped.names() if name.startswith(incomplete)]
+
+
+def _complete_runs(incomplete: str) -> list[str]:
+    return [info.name for info in list_runs() if info.name.startswith(incomplete)]
 
 
 CheckpointOption = Annotated[
@@ -54,35 +53,52 @@ CheckpointOption = Annotated[
     ),
 ]
 RecipeArgument = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="Python file that builds a Recipe, or a recipe.json.")
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Python file that builds a Recipe, a recipe.json, or the name of a shipped recipe.",
+        autocompletion=complete_recipes,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or its name below runs/.")]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Run directory, or its name below runs/.",
+        autocompletion=_complete_runs,
+    ),
+]
 
 
 def _print_fields(value: bool) -> None:
     if not value:
         return
-    from app.recipe_fields import fields
+    from penstock.app.recipe_fields import fields
 
     for item in fields():
         typer.echo(f"{item.key} = {json.dumps(item.default)}\n    {item.help}")
     raise typer.Exit
 
 
-def _resolved(recipe: Path, overrides: list[str] | None, scratch: bool) -> Recipe:
-    """The recipe of a file with its overrides, its paths absolute."""
-    resolved = resolve_paths(apply_overrides(load_recipe(recipe), overrides or []), Path.cwd())
-    if scratch:
-        from app.launch import from_scratch
-
-        resolved = from_scratch(resolved)
-    return resolved
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"penstock {penstock.__version__}")
+        raise typer.Exit
 
 
-@cli.command(epilog="Example: penstock train recipes/quickstart.py --set train.steps=20")
+@cli.callback()
+def penstock_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train and fine-tune large language models, every parameter, in full precision, on one machine."""
+
+
+@cli.command(epilog="Example: penstock train quickstart --set train.steps=20")
 def train(
     recipe: RecipeArgument,
     overrides: SetOption = None,
@@ -98,18 +114,23 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe from its first step."""
-    from app.launch import require_inputs, run_training
-
-    resolved = _resolved(recipe, overrides, scratch)
-    require_inputs(resolved)
-    with RunDir.create(resolved, run_dir) as run:
-        run_training(run, resume=False)
+    api.train(recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch)
 
 
-@cli.command(epilog="Example: penstock plan recipes/7b_512k.py --machine rtx4090-64")
+@cli.command(epilog="Example: penstock plan 7b_512k --machine rtx4090-64")
 def plan(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|MODEL",
+            help="A recipe's file, a shipped recipe's name, or a model: Hugging Face folder, or a config.json.",
+            autocompletion=complete_recipes,
+        ),
+    ],
     overrides: SetOption = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of a sequence, as data.sequence_length.")
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Preset or profile; default the recipe's machine, or this one."),
@@ -126,15 +147,15 @@ def plan(
 
     Exits with 1 where it does not fit.
     """
-    from app.plan import plan_recipe
-
-    forecast = plan_recipe(_resolved(recipe, overrides, scratch), machine, trace=trace)
+    if context is not None:
+        overrides = [*(overrides or []), f"data.sequence_length={context}"]
+    forecast = api.plan(recipe, machine=machine, overrides=overrides or [], from_scratch=scratch, trace=trace)
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
     else:
         from rich.console import Console
 
-        from app.plan_view import print_plan
+        from penstock.app.plan_view import print_plan
 
         print_plan(forecast, Console())
     if not forecast["fits"]:
@@ -162,22 +183,7 @@ def resume(
 
     A run that is paused goes on where it is, in its own process.
     """
-    path = find_run(run)
-    checkpoint = checkpoint_named(path, checkpoint)
-    if (overrides or checkpoint is not None or copy_state) and is_live(path):
-        raise UserError(
-            f"{path}: is running; stop it first (`{shell('penstock', 'stop', path)}`), then resume it changed"
-        )
-    if control.go_on(path):
-        typer.echo(printable(f"{path.name}: goes on"))
-        return
-    from app.launch import run_training
-
-    with RunDir.open(path) as directory:
-        directory.recipe = change_run(directory.recipe, overrides or [], Path.cwd())
-        if copy_state:
-            typer.echo(copy_state_of(directory))
-        run_training(directory, resume=True, checkpoint=checkpoint)
+    api.resume(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state)
 
 
 @cli.command(epilog="Example: penstock pause runs/quickstart-20260101-120000")
@@ -203,7 +209,7 @@ def checkpoint(
     """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation."""
     path = find_run(run)
     if name is None:
-        from storage.checkpoints import list_checkpoints
+        from penstock.storage.checkpoints import list_checkpoints
 
         for info in list_checkpoints(path / "state"):
             step = "unknown" if info.step is None else f"{info.step:,}"
@@ -230,7 +236,7 @@ def lanes(
     as_json: JsonOption = False,
 ) -> None:
     """Show how busy each lane and the drive were, and how long computing waited for them."""
-    from app.lanes import lanes_report
+    from penstock.app.lanes import lanes_report
 
     typer.echo(lanes_report(find_run(run), steps, as_json=as_json))
 
@@ -248,7 +254,7 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
     """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives."""
-    from app.probe import probe_machine
+    from penstock.app.probe import probe_machine
 
     probe_machine(paths or [], seconds=seconds, save=save, as_json=as_json)
 
@@ -265,8 +271,8 @@ def check(
     Exit code 0: all gradients agree. 1: refused, with the first parameter that differs. 2: bad input.
     """
     with loading():
-        from engine.hf.config import read_config
-        from engine.model.check import check_model
+        from penstock.engine.hf.config import read_config
+        from penstock.engine.model.check import check_model
 
     result = asdict(check_model(read_config(model)))
     if not math.isfinite(result["max_rel_error"] or 0.0):  # JSON has no infinity
@@ -291,23 +297,13 @@ def export(
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
-    from app.launch import export_run, require_new_folder
-
     path = find_run(run)
-    checkpoint = checkpoint_named(path, checkpoint)
-    require_new_folder(out_dir)
-    if checkpoint is not None:
-        export_run(path, read_recipe(path), out_dir, checkpoint)
-    elif is_live(path):
-        name = make_for_export(path)
-        export_run(path, read_recipe(path), out_dir, name)
+    made = api.export_named(path, out_dir, checkpoint)
+    if made is not None:
         typer.echo(
-            printable(f"checkpoint {name} stays; once the run is over: ")
-            + shell("penstock", "checkpoint", path, name, "--delete")
+            printable(f"checkpoint {made} stays; once the run is over: ")
+            + shell("penstock", "checkpoint", path, made, "--delete")
         )
-    else:
-        with RunDir.open(path, read_only=True) as directory:
-            export_run(path, directory.recipe, out_dir)
     typer.echo(printable(f"exported to {out_dir}"))
 
 
@@ -316,8 +312,6 @@ def runs() -> None:
     """List the runs below runs/, oldest first."""
     from rich.console import Console
     from rich.table import Table
-
-    from app.rundir import list_runs
 
     found = list_runs()
     if not found:
@@ -343,19 +337,11 @@ def trace(
     steps: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Steps to write; default all.")] = None,
 ) -> None:
     """Write a run's spans as a trace that https://ui.perfetto.dev opens."""
-    from app.lanes import parse_steps
-    from app.trace import write_trace
+    from penstock.app.lanes import parse_steps
+    from penstock.app.trace import write_trace
 
     count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
     typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
-
-
-def run_recipe(path: str) -> None:
-    """`penstock train` for a recipe file that is run as a script; takes the same options."""
-    # Python has put the script's folder first; a recipe named like a package must not be imported in its place.
-    if sys.path and Path(sys.path[0] or ".").resolve() == Path(path).resolve().parent:
-        del sys.path[0]
-    sys.exit(main(["train", path, *sys.argv[1:]]))
 
 
 _PLACES = frozenset(

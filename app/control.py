@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from app.run_files import read_object, remove_own
-from app.rundir import is_live, read_info, read_status
-from engine.events import Want
-from storage.disk import atomic_write, disk_error
-from storage.errors import UserError
+from penstock.app.run_files import read_object, remove_own
+from penstock.app.rundir import is_live, read_info, read_status
+from penstock.engine.events import Want
+from penstock.storage.disk import atomic_write, disk_error
+from penstock.storage.errors import UserError
 
 FILE_NAME = "control.json"
 

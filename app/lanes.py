@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.ops import STEP_END
-from app.run_files import JsonLines
-from engine.schedule import actions
-from storage.errors import UserError
-from storage.untrusted import one_line
+from penstock.app.ops import STEP_END
+from penstock.app.run_files import JsonLines
+from penstock.engine.schedule import actions
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line
 
 if TYPE_CHECKING:
     import numpy as np

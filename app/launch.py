@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from app import control
-from app.checkpoints import CheckpointRequests
-from app.loading import loading
-from app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
-from app.run_files import JsonLines, json_text, number, whole
-from app.run_log import Level, RunLog
-from app.rundir import RunDir, read_info
-from engine.config import Recipe, drive_folders
-from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.preparing import Checklist
-from storage.disk import atomic_write
-from storage.errors import UserError, used_up
-from storage.untrusted import shell
+from penstock.app import control
+from penstock.app.checkpoints import CheckpointRequests
+from penstock.app.loading import loading
+from penstock.app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
+from penstock.app.run_files import JsonLines, json_text, number, whole
+from penstock.app.run_log import Level, RunLog
+from penstock.app.rundir import RunDir, read_info
+from penstock.engine.config import Recipe, drive_folders
+from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from penstock.engine.preparing import Checklist
+from penstock.storage.disk import atomic_write
+from penstock.storage.errors import UserError, used_up
+from penstock.storage.untrusted import shell
 
 if TYPE_CHECKING:
-    from engine.train import TrainResult
+    from penstock.engine.train import TrainResult
 
 ABORTED = 130
 """Exit code after a second signal: what a shell reports for a process ended by Ctrl-C."""
@@ -212,7 +212,7 @@ def from_scratch(recipe: Recipe) -> Recipe:
                 "model.num_layers, model.hidden_size and the rest, or name a folder or a config.json with "
                 "--set model.path=..."
             )
-        from engine.hf.config import read_config
+        from penstock.engine.hf.config import read_config
 
         config = read_config(folder, model.overrides)
         values = json.loads(config.to_json_string(use_diff=False))
@@ -278,7 +278,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
     info = read_info(run.path)
     step = info.step if resume else 0
     if checkpoint is not None:
-        from storage.checkpoints import read_checkpoint
+        from penstock.storage.checkpoints import read_checkpoint
 
         step = read_checkpoint(run.path / "state", checkpoint).step or 0
     elif resume and info.state == "finished" and step >= recipe.train.steps:
@@ -331,18 +331,18 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
 
 
 def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
-    from engine.data.corpus import cancel_text_ahead, prepare_text_ahead
+    from penstock.engine.data.corpus import cancel_text_ahead, prepare_text_ahead
 
     try:
         with Checklist(observer).step("loading PyTorch"):
             if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
                 prepare_text_ahead(recipe.data, path / "data")
             if recipe.train.compile != "off":
-                from engine.machine.compilers import compile_headers
+                from penstock.engine.machine.compilers import compile_headers
 
                 compile_headers()
             with loading():
-                from engine.train import train
+                from penstock.engine.train import train
 
         return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
     finally:
@@ -401,7 +401,7 @@ def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None 
     """
     require_new_folder(folder)
     with loading():
-        from engine.export import export
+        from penstock.engine.export import export
 
     export(path, recipe, out_dir=folder, checkpoint=checkpoint)
 

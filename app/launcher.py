@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from app import control, memory_limit
-from app.launch import require_inputs
-from app.recipe import resolve_paths, to_run_json
-from app.run_files import open_append, open_read, remove_own
-from app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
-from engine.config import Recipe
-from storage.disk import atomic_write, disk_error, require_writable
-from storage.errors import UserError
-from storage.untrusted import RefusedFileError
+from penstock.app import child, control, memory_limit
+from penstock.app.launch import require_inputs
+from penstock.app.recipe import resolve_paths, to_run_json
+from penstock.app.run_files import open_append, open_read, remove_own
+from penstock.app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
+from penstock.engine.config import Recipe
+from penstock.storage.disk import atomic_write, disk_error, require_writable
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import RefusedFileError
 
-PYTHON_PATH = Path(__file__).resolve().parents[1]
-"""Where a process finds `app`, whatever folder it is started in."""
-
-CLI = (sys.executable, "-P", "-m", "app.cli")
-"""-P: a folder named app, or torch, where the user works or beside a run is not taken for the package."""
+CLI = tuple(child.command("app.cli"))
 
 START_S = 30.0
 """How long a started run may take to say something before it counts as started anyway: a loaded machine."""
@@ -129,11 +124,10 @@ def _said(log: Path, begin: int) -> str:
 
 def _begin(arguments: list[str], folder: Path | None, output: BinaryIO | int) -> subprocess.Popen[bytes]:
     """A process of the command line in a session of its own, which prints to `output`. OSError."""
-    paths = [str(PYTHON_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         [*CLI, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"},
+        env=child.environment(COLUMNS="120"),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

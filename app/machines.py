@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.machine.limits import machine_memory
-from engine.machine.presets import PRESETS, profile_path
-from engine.machine.profile import Machine, load_machine
-from storage.errors import UserError
-from storage.units import bytes_text
+from penstock.engine.machine.limits import machine_memory
+from penstock.engine.machine.presets import PRESETS, profile_path
+from penstock.engine.machine.profile import Machine, load_machine
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True)

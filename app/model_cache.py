@@ -20,12 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-import engine
-from engine.config import Recipe
-from engine.model.spec import ModelSpec
-from storage.model_folder import read_config_file
-from storage.sealed import seal, unseal
-from storage.untrusted import open_regular, parse_object, typed
+from penstock import engine
+from penstock.engine.config import Recipe
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.model_folder import read_config_file
+from penstock.storage.sealed import seal, unseal
+from penstock.storage.untrusted import open_regular, parse_object, typed
 
 _MOST_FILES = 64
 _MOST_BYTES = 1 << 22

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.schedule import actions as a
-from engine.schedule.actions import ACTIONS, Action
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.actions import ACTIONS, Action
 
 STEP_END = a.CLIP.name
 """The op with whose end a step ends: loss and gradient norm are known."""

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.loading import loading, uncollected
-from engine.config import Recipe
-from storage.errors import BudgetError
+from penstock.app.loading import loading, uncollected
+from penstock.engine.config import Recipe
+from penstock.storage.errors import BudgetError
 
 if TYPE_CHECKING:
-    from engine.forecast.request import PlanRequest
-    from engine.machine.profile import Machine
-    from engine.model.spec import ModelSpec
+    from penstock.engine.forecast.request import PlanRequest
+    from penstock.engine.machine.profile import Machine
+    from penstock.engine.model.spec import ModelSpec
 
 
 def plan_recipe(
@@ -37,11 +37,11 @@ def plan_recipe(
 
 def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | None = None) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it (advice, or changes that would fit)."""
-    from app.trace import write_spans
-    from engine.data.corpus import require_text
-    from engine.forecast.advice import best_change, fixes
-    from engine.forecast.extrapolate import estimate
-    from engine.forecast.report import compute_bound_tokens, forecast, refusal
+    from penstock.app.trace import write_spans
+    from penstock.engine.data.corpus import require_text
+    from penstock.engine.forecast.advice import best_change, fixes
+    from penstock.engine.forecast.extrapolate import estimate
+    from penstock.engine.forecast.report import compute_bound_tokens, forecast, refusal
 
     if not recipe.data.lacks_path:
         require_text(recipe.data)
@@ -73,22 +73,22 @@ def plan_stages(recipe: Recipe, machine: str | None = None, *, trace: Path | Non
 
 def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanRequest]:
     """The machine, and what has to be planned for it."""
-    from app.model_cache import kept_spec
-    from engine.forecast.request import PlanRequest
-    from engine.machine.precision import with_compute_dtype
-    from engine.machine.presets import find_machine, this_machine
+    from penstock.app.model_cache import kept_spec
+    from penstock.engine.forecast.request import PlanRequest
+    from penstock.engine.machine.precision import with_compute_dtype
+    from penstock.engine.machine.presets import find_machine, this_machine
 
     name = machine or recipe.machine
     if name:
-        from engine.machine.budgets import machine_budgets
+        from penstock.engine.machine.budgets import machine_budgets
 
         on = find_machine(name)
         budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
     else:
         import torch
 
-        from engine.machine.budgets import run_budgets
-        from engine.machine.reservations import reserved
+        from penstock.engine.machine.budgets import run_budgets
+        from penstock.engine.machine.reservations import reserved
 
         where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
         on = this_machine(where)
@@ -103,7 +103,7 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
 def _take_apart(recipe: Recipe) -> ModelSpec:
     """What the recipe's model is made of; loads PyTorch and transformers."""
     with loading():
-        from engine.hf.config import model_config
-        from engine.model.anatomy import model_spec
+        from penstock.engine.hf.config import model_config
+        from penstock.engine.model.anatomy import model_spec
 
     return model_spec(model_config(recipe, recipe.data.tokenizer_vocab_size), recipe)

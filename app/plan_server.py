@@ -1,4 +1,4 @@
-"""Plans on request: `python -m app.plan_server` reads requests and writes forecasts, one JSON object a line.
+"""Plans on request: `python -m penstock.app.plan_server` reads requests and writes forecasts, one JSON object a line.
 
 Request: {"id", "recipe": nested dicts, "machine": name | null, "from_scratch": bool}. Answers: {"ready": true} once all
 is loaded; then for a request {"id", "forecast", "done": false} without advice and again with it and "done": true, or
@@ -22,23 +22,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UserError
+from penstock.storage.errors import UserError
 
 _READ_BYTES = 1 << 16
 _NICE = 5
 """A plan gives way to the terminal that shows it, and to a training beside it."""
 _PR_SET_PDEATHSIG = 1
 _LOADED = (
-    "app.launch",
-    "app.trace",
-    "engine.forecast.advice",
-    "engine.data.corpus",
-    "engine.forecast.report",
-    "engine.forecast.request",
-    "engine.hf.config",
-    "engine.model.anatomy",
-    "engine.machine.presets",
-    "engine.forecast.extrapolate",
+    "penstock.app.launch",
+    "penstock.app.trace",
+    "penstock.engine.forecast.advice",
+    "penstock.engine.data.corpus",
+    "penstock.engine.forecast.report",
+    "penstock.engine.forecast.request",
+    "penstock.engine.hf.config",
+    "penstock.engine.model.anatomy",
+    "penstock.engine.machine.presets",
+    "penstock.engine.forecast.extrapolate",
 )
 _Send = Callable[[dict[str, Any]], None]
 
@@ -173,9 +173,9 @@ def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any]
 
 def plan_request(request: dict[str, Any], send: _Send) -> None:
     """Answer one request; relative paths are taken from the current folder. Raises UserError."""
-    from app.launch import from_scratch
-    from app.plan import plan_stages
-    from app.recipe import from_dict, resolve_paths, to_dict
+    from penstock.app.launch import from_scratch
+    from penstock.app.plan import plan_stages
+    from penstock.app.recipe import from_dict, resolve_paths, to_dict
 
     recipe = resolve_paths(from_dict(request["recipe"]), Path.cwd())
     extra: dict[str, Any] = {}

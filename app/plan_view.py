@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from app.rows import ASCII, UNICODE, Glyphs, Page, Row
-from storage.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
+from penstock.app.rows import ASCII, UNICODE, Glyphs, Page, Row
+from penstock.storage.units import bytes_text, duration_text, of_text, params_text, percent_text, seconds_text
 
 SCREEN_LINES = 45
 BLOCK_ROWS = (9, 6, 3)

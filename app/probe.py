@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from engine.machine.presets import profile_path
-from storage.disk import atomic_write, require_writable
-from storage.errors import UserError
-from storage.units import bytes_text
+from penstock.engine.machine.presets import profile_path
+from penstock.storage.disk import atomic_write, require_writable
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text
 
 if TYPE_CHECKING:
-    from engine.machine.profile import Machine
+    from penstock.engine.machine.profile import Machine
 
 
 def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = None, as_json: bool = False) -> Machine:
@@ -31,7 +31,7 @@ def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = 
         raise UserError(f"{target}: is a folder; give a file for the profile")
     require_writable(target.parent)
     start = time.monotonic()
-    from engine.machine.probe import probe  # torch, which takes seconds
+    from penstock.engine.machine.probe import probe  # torch, which takes seconds
 
     errors = Console(stderr=True)
     status = errors.status("measuring this machine") if errors.is_terminal else None

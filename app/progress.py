@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from engine.events import LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
-from storage.units import bytes_text, duration_text, of_text, seconds_text
-from storage.untrusted import printable
+from penstock.engine.events import LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
+from penstock.storage.units import bytes_text, duration_text, of_text, seconds_text
+from penstock.storage.untrusted import printable
 
 WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no ETA is drawn from them."""

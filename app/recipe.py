@@ -15,14 +15,15 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections
-from engine.config import RENAMED, Renamed
-from engine.config import AfterConfig as AfterConfig
-from engine.config import Recipe as Recipe
-from storage import sealed
-from storage.disk import prepare_file, publish
-from storage.errors import UserError
-from storage.untrusted import one_line, parse_json, read_regular, real_path
+from penstock.app import shipped
+from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections
+from penstock.engine.config import RENAMED, Renamed
+from penstock.engine.config import AfterConfig as AfterConfig
+from penstock.engine.config import Recipe as Recipe
+from penstock.storage import sealed
+from penstock.storage.disk import prepare_file, publish
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line, parse_json, read_regular, real_path
 
 _FILE_BYTES = 1 << 24
 """Of a recipe file; those that people write have kilobytes."""
@@ -243,12 +244,14 @@ def _absolute(folder: Path, path: str) -> str:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """The `recipe` that a Python file builds, or that of a recipe.json. The file's folder is not put on `sys.path`.
+    """The `recipe` that a Python file builds, that of a recipe.json, or a shipped one by its name.
+
+    The file's folder is not put on `sys.path`.
 
     What a Python file prints goes to standard error, whose reader expects no JSON. Raises UserError naming the file,
     and the line where its code fails, ends the process or is interrupted.
     """
-    path = Path(path)
+    path = shipped.find(path)
     text = _read_recipe(path)
     if path.suffix == ".json":
         return from_json(text, f"recipe {path}")
@@ -264,7 +267,7 @@ def load_recipe(path: str | Path) -> Recipe:
     except BaseException as error:  # the file's own, whatever it derives from
         raise UserError(f"recipe {path}{_line_in(path, error)}: {_explain(error)}") from error
     if tree is None:
-        raise UserError(f"recipe {path}: must set a global named 'recipe' to an app.recipe.Recipe")
+        raise UserError(f"recipe {path}: must set a global named 'recipe' to a penstock.Recipe")
     return from_dict(tree, f"recipe {path}")
 
 
@@ -273,7 +276,7 @@ def _read_recipe(path: Path) -> str:
         return read_regular(real_path(path), most_bytes=_FILE_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UserError(
-            f"recipe {path}: no such file; recipes are Python files such as recipes/quickstart.py"
+            f"recipe {path}: no such file, nor a recipe of that name; shipped ones are {', '.join(shipped.names())}"
         ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
@@ -302,6 +305,8 @@ def _explain(error: BaseException) -> str:
         return "interrupted while the recipe was built"
     if isinstance(error, SystemExit):
         return "ends the process; let it only set a global named 'recipe'"
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in ("app", "engine"):
+        return "Penstock's names are imported from `penstock`, as in `from penstock import Recipe, TrainConfig`"
     try:
         said = one_line(error)
     except Exception:

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from engine.config import Recipe
-from storage.errors import UserError
-from storage.untrusted import one_line, parse_json
+from penstock.engine.config import Recipe
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line, parse_json
 
 PATHS = (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
 """Section and name of the fields that hold paths."""

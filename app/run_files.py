@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.events import Span
-from storage.disk import prepare_file, publish
-from storage.errors import UserError
-from storage.untrusted import is_whole, open_regular, parse_printable, printable_value, read_regular, refuse
+from penstock.engine.events import Span
+from penstock.storage.disk import prepare_file, publish
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import is_whole, open_regular, parse_printable, printable_value, read_regular, refuse
 
 MOST_LINE_BYTES = 1 << 20
 """Longer lines are passed over: no writer of ours makes them, and they are not kept in memory."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
 
-from app.run_files import (
+from penstock.app.run_files import (
     JsonLines,
     json_text,
     open_append,
@@ -30,11 +30,11 @@ from app.run_files import (
     whole,
     whole_lines,
 )
-from app.rundir import State, spans_text
-from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
-from storage.disk import disk_error, prepare_file, publish
-from storage.temperature import disk_temperature
-from storage.untrusted import open_regular, printable
+from penstock.app.rundir import State, spans_text
+from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
+from penstock.storage.disk import disk_error, prepare_file, publish
+from penstock.storage.temperature import disk_temperature
+from penstock.storage.untrusted import open_regular, printable
 
 HEARTBEAT_S = 0.5
 """Between two writes of status.json."""
@@ -117,7 +117,7 @@ class RunLog:
 
     def watch_drives(self, folders: Iterable[Path]) -> None:
         """Tell the temperature of the drives under these folders from now on."""
-        from storage.filesystem import device_of  # loads tensorstore
+        from penstock.storage.filesystem import device_of  # loads tensorstore
 
         for folder in folders:
             with contextlib.suppress(OSError):

@@ -20,13 +20,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from app.recipe import from_run_json, to_run_json
-from app.run_files import examine_object, json_text, number, read_last, read_object, read_tail, remove_own, whole
-from engine.config import Recipe
-from engine.events import Span
-from storage.disk import atomic_write, disk_error, prepare_file, publish, require_writable
-from storage.errors import UserError
-from storage.untrusted import open_regular, printable, read_regular, shell
+from penstock.app.recipe import from_run_json, to_run_json
+from penstock.app.run_files import (
+    examine_object,
+    json_text,
+    number,
+    read_last,
+    read_object,
+    read_tail,
+    remove_own,
+    whole,
+)
+from penstock.engine.config import Recipe
+from penstock.engine.events import Span
+from penstock.storage.disk import atomic_write, disk_error, prepare_file, publish, require_writable
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import open_regular, printable, read_regular, shell
 
 State = Literal["preparing", "running", "paused", "finished", "stopped", "failed"]
 

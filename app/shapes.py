@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.config import ModelConfig
+from penstock.engine.config import ModelConfig
 
 _QWEN25_POSITIONS = 32_768
 """Positions that Qwen2.5 was trained on."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.lanes import LANES
-from app.ops import STEP_END, action_of
-from app.run_files import JsonLines
-from engine.events import Span
-from storage.disk import prepare_file, publish
-from storage.errors import UserError
-from storage.untrusted import printable
+from penstock.app.lanes import LANES
+from penstock.app.ops import STEP_END, action_of
+from penstock.app.run_files import JsonLines
+from penstock.engine.events import Span
+from penstock.storage.disk import prepare_file, publish
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
 
 _MAX_ROWS = 100
 """Tracks of one lane; far more ops than a lane ever has under way at once."""

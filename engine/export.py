@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.config import Recipe, drive_folders, state_folder
-from engine.data.corpus import kept_tokenizer
-from engine.hf import weights
-from engine.hf.config import model_config
-from engine.hf.constants import CONSTANTS_FILE, read_constants_file
-from engine.model.anatomy import take_apart
-from engine.model.spec import layouts
-from engine.runtime.state import read_parameters
-from storage.checkpoints import checkpoint_folder, read_checkpoint
-from storage.layout import FlatLayout
-from storage.nvme import NvmeStore
+from penstock.engine.config import Recipe, drive_folders, state_folder
+from penstock.engine.data.corpus import kept_tokenizer
+from penstock.engine.hf import weights
+from penstock.engine.hf.config import model_config
+from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.spec import layouts
+from penstock.engine.runtime.state import read_parameters
+from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.layout import FlatLayout
+from penstock.storage.nvme import NvmeStore
 
 
 def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | None = None) -> None:

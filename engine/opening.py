@@ -11,42 +11,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention import chunk as attention
-from engine.attention.select import attention_report
-from engine.config import Recipe, StorageConfig, drive_folders, parse_bytes, state_folder
-from engine.data.loader import DataLoader, MicroBatch
-from engine.data.prepare import Data, make_loader, make_validation, prepare_data
-from engine.events import Observer
-from engine.forecast.costs import Calibration
-from engine.forecast.report import forecast, predict
-from engine.forecast.request import PlanRequest
-from engine.forecast.search import SearchResult
-from engine.hf import weights
-from engine.hf.config import model_config, random_vocabulary
-from engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
-from engine.machine.affinity import place_threads
-from engine.machine.budgets import run_budgets
-from engine.machine.compilers import Compilation, find_compilation
-from engine.machine.device import compute_dtype, resolve_device, why_no_cuda
-from engine.machine.precision import with_compute_dtype
-from engine.machine.presets import this_machine
-from engine.machine.profile import Machine
-from engine.machine.reservations import Reservation
-from engine.model.anatomy import Initializer, initial_constants, model_spec
-from engine.model.check import check_model
-from engine.model.spec import ModelSpec, layouts
-from engine.plan.plan import Plan
-from engine.plan.problem import PlanOptions
-from engine.preparing import Checklist
-from engine.runtime.compute import Compute
-from engine.runtime.lanes import Lanes
-from engine.runtime.state import fill_store, state_arrays
-from engine.runtime.tuning import Tuning
-from engine.session import Session, require_record, run_identity, run_meta
-from storage.errors import UserError
-from storage.nvme import NvmeStore
-from storage.readers import Readers, find_readers
-from storage.safetensors_io import CheckpointReader
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.select import attention_report
+from penstock.engine.config import Recipe, StorageConfig, drive_folders, parse_bytes, state_folder
+from penstock.engine.data.loader import DataLoader, MicroBatch
+from penstock.engine.data.prepare import Data, make_loader, make_validation, prepare_data
+from penstock.engine.events import Observer
+from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.report import forecast, predict
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.forecast.search import SearchResult
+from penstock.engine.hf import weights
+from penstock.engine.hf.config import model_config, random_vocabulary
+from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
+from penstock.engine.machine.affinity import place_threads
+from penstock.engine.machine.budgets import run_budgets
+from penstock.engine.machine.compilers import Compilation, find_compilation
+from penstock.engine.machine.device import compute_dtype, resolve_device, why_no_cuda
+from penstock.engine.machine.precision import with_compute_dtype
+from penstock.engine.machine.presets import this_machine
+from penstock.engine.machine.profile import Machine
+from penstock.engine.machine.reservations import Reservation
+from penstock.engine.model.anatomy import Initializer, initial_constants, model_spec
+from penstock.engine.model.check import check_model
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import PlanOptions
+from penstock.engine.preparing import Checklist
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.lanes import Lanes
+from penstock.engine.runtime.state import fill_store, state_arrays
+from penstock.engine.runtime.tuning import Tuning
+from penstock.engine.session import Session, require_record, run_identity, run_meta
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.readers import Readers, find_readers
+from penstock.storage.safetensors_io import CheckpointReader
 
 _LOOKED_AT = 5
 """Batches of which `typical_batch` takes the middle one."""

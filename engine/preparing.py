@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from engine.events import Preparing
+from penstock.engine.events import Preparing
 
 TELL_S = 0.25
 """Between two words of progress on an item."""

@@ -9,9 +9,9 @@ from collections import defaultdict
 
 import torch
 
-from engine.events import LaneTotals, Observer, Progress
-from engine.schedule.actions import LANES
-from engine.session import Session
+from penstock.engine.events import LaneTotals, Observer, Progress
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.session import Session
 
 TELL_S = 0.25
 """Between two words of progress."""

@@ -15,34 +15,34 @@ from typing import Any
 import torch
 import transformers
 
-from engine.config import Recipe, config_digest
-from engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from engine.forecast.problem import LOGITS_BYTES
-from engine.machine.device import compute_dtype
-from engine.machine.reservations import Reservation
-from engine.model.spec import ModelSpec, layouts
-from engine.model.tokens import ChunkTokens
-from engine.plan.plan import Plan
-from engine.plan.problem import LAST_GOOD, PlanOptions
-from engine.preparing import Checklist
-from engine.runtime.batch import BatchCarrier, EvaluationData, StepData
-from engine.runtime.compute import Compute
-from engine.runtime.executor import GPU_LANES
-from engine.runtime.failures import explain
-from engine.runtime.guard import MemoryGuard
-from engine.runtime.health import LossWatch
-from engine.runtime.lanes import Lanes
-from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.runtime.runtime import Runtime
-from engine.runtime.state import load_memory, scratch_arrays
-from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import Op
-from storage.checkpoints import read_checkpoint, resolve_checkpoint
-from storage.drives import Traffic
-from storage.errors import UserError
-from storage.nvme import NvmeStore
-from storage.retention import Retention
-from storage.untrusted import is_whole
+from penstock.engine.config import Recipe, config_digest
+from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.machine.reservations import Reservation
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import LAST_GOOD, PlanOptions
+from penstock.engine.preparing import Checklist
+from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, StepData
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.executor import GPU_LANES
+from penstock.engine.runtime.failures import explain
+from penstock.engine.runtime.guard import MemoryGuard
+from penstock.engine.runtime.health import LossWatch
+from penstock.engine.runtime.lanes import Lanes
+from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.runtime.state import load_memory, scratch_arrays
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.ops import Op
+from penstock.storage.checkpoints import read_checkpoint, resolve_checkpoint
+from penstock.storage.drives import Traffic
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.retention import Retention
+from penstock.storage.untrusted import is_whole
 
 
 class Session:

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import validation
-from engine.config import Recipe, parse_bytes
-from engine.events import Observer, StepMetrics
-from engine.forecast.flops import model_flops
-from engine.machine.device import memory_use
-from engine.opening import open_session
-from engine.optim.lr import learning_rate
-from engine.preparing import Checklist
-from engine.progress import Live, memory_peaks
-from engine.runtime.failures import DivergedError, explain
-from engine.schedule.ops import Op
-from engine.session import Session
-from storage.errors import UserError
-from storage.wear import percentage_used
+from penstock.engine import validation
+from penstock.engine.config import Recipe, parse_bytes
+from penstock.engine.events import Observer, StepMetrics
+from penstock.engine.forecast.flops import model_flops
+from penstock.engine.machine.device import memory_use
+from penstock.engine.opening import open_session
+from penstock.engine.optim.lr import learning_rate
+from penstock.engine.preparing import Checklist
+from penstock.engine.progress import Live, memory_peaks
+from penstock.engine.runtime.failures import DivergedError, explain
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.storage.errors import UserError
+from penstock.storage.wear import percentage_used
 
 POLL_S = 0.2
 """Between two looks of a paused run at what is wanted of it."""

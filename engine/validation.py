@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from engine.events import ValidationMetrics
-from engine.schedule.ops import Op
-from engine.session import Session
+from penstock.engine.events import ValidationMetrics
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
 
 
 def due(session: Session) -> bool:

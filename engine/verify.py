@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.config import state_folder
-from engine.data.corpus_files import verify_corpus
-from engine.data.tokenizer import require_intact
-from engine.hf.constants import CONSTANTS_FILE, verify_constants
-from storage.errors import UserError
+from penstock.engine.config import state_folder
+from penstock.engine.data.corpus_files import verify_corpus
+from penstock.engine.data.tokenizer import require_intact
+from penstock.engine.hf.constants import CONSTANTS_FILE, verify_constants
+from penstock.storage.errors import UserError
 
 
 def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it
 Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 245 GB of RAM.
 """
 
-from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
 
 recipe = Recipe(
     name="120b-gh200",
@@ -34,6 +34,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

@@ -11,7 +11,7 @@ every step, so a step moves 1.6 TB of state for 5B parameters' worth of computin
 Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 234 GB of RAM.
 """
 
-from engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
 
 recipe = Recipe(
     name="120b-moe",
@@ -49,6 +49,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

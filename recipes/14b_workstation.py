@@ -7,8 +7,7 @@ Model  models/Qwen2.5-14B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 """
 
-from app.shapes import qwen25
-from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, qwen25, run_recipe
 
 recipe = Recipe(
     name="14b-workstation",
@@ -21,6 +20,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

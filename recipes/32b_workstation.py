@@ -10,8 +10,7 @@ The step is as long as the drives take to write the state; 131,072 tokens a step
 are summed in float32 and wait for the optimizer in bfloat16.
 """
 
-from app.shapes import qwen25
-from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, qwen25, run_recipe
 
 recipe = Recipe(
     name="32b-workstation",
@@ -24,6 +23,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

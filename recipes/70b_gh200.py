@@ -9,8 +9,7 @@ Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it
 Gradients are summed in float32 and wait for the optimizer in bfloat16, which saves 141 GB of RAM.
 """
 
-from app.shapes import llama3
-from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, llama3, run_recipe
 
 recipe = Recipe(
     name="70b-gh200",
@@ -23,6 +22,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

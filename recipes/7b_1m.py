@@ -10,8 +10,7 @@ Qwen2.5 was trained on 32,768 positions; YaRN stretches them thirty-two-fold, to
 Attention never crosses a document's end: give documents as long as the context, or data.source=random to try its speed.
 """
 
-from app.shapes import qwen25
-from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, qwen25, run_recipe
 
 recipe = Recipe(
     name="7b-1m",
@@ -24,6 +23,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

@@ -11,8 +11,7 @@ summed in float32 and wait for the optimizer in bfloat16, which saves 15 GB.
 Attention never crosses a document's end: give documents as long as the context, or data.source=random to try its speed.
 """
 
-from app.shapes import qwen25
-from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, qwen25, run_recipe
 
 recipe = Recipe(
     name="7b-512k-24gb",
@@ -25,6 +24,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

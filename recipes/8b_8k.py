@@ -7,8 +7,7 @@ Model  models/Llama-3.1-8B (Hugging Face folder), or --from-scratch
 Use    your own text: --set data.path=FILE with a {"text": ...} on each line; it brings none
 """
 
-from app.shapes import llama3
-from engine.config import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, llama3, run_recipe
 
 recipe = Recipe(
     name="8b-8k",
@@ -21,6 +20,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

@@ -10,7 +10,7 @@ The budgets are far below what the machine has, so that the model's state really
 weights and moments from disk; what the compute tier keeps besides is the plan's choice.
 """
 
-from engine.config import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
 
 recipe = Recipe(
     name="quickstart",
@@ -49,6 +49,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

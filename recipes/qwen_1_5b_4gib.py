@@ -7,7 +7,7 @@ Model  none: random weights
 Use    shows the machinery on random tokens, not a model: of 21 GB of state nearly all streams, each step
 """
 
-from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
 
 recipe = Recipe(
     name="qwen-1.5b-4gib",
@@ -28,6 +28,4 @@ recipe = Recipe(
 )
 
 if __name__ == "__main__":
-    from app.cli import run_recipe
-
     run_recipe(__file__)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from storage.errors import BudgetError
+from penstock.storage.errors import BudgetError
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 30

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.chunk import ChunkFormat
-from storage.disk import fsync_dir, fsync_file, make_folder, reporting, write_file
-from storage.drives import CHECKPOINTS, SCRATCH, Drive, stripe
-from storage.layout import part_numel_even
-from storage.manifest import ArraySpec, Stored
-from storage.scrub import ChunkFile
+from penstock.storage.chunk import ChunkFormat
+from penstock.storage.disk import fsync_dir, fsync_file, make_folder, reporting, write_file
+from penstock.storage.drives import CHECKPOINTS, SCRATCH, Drive, stripe
+from penstock.storage.layout import part_numel_even
+from penstock.storage.manifest import ArraySpec, Stored
+from penstock.storage.scrub import ChunkFile
 
 _DIMENSIONS = ["part", "element"]
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from storage import manifest
-from storage.arrays import Array, make_folders
-from storage.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish, reporting, write_file
-from storage.drives import (
+from penstock.storage import manifest
+from penstock.storage.arrays import Array, make_folders
+from penstock.storage.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish, reporting, write_file
+from penstock.storage.drives import (
     CHECKPOINTS,
     IDENTITY_NAME,
     Drive,
@@ -34,9 +34,9 @@ from storage.drives import (
     stripe,
     write_identity,
 )
-from storage.errors import UserError
-from storage.manifest import ArraySpec, Manifest, Stored, step_of
-from storage.ownership import owned, require_plain
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec, Manifest, Stored, step_of
+from penstock.storage.ownership import owned, require_plain
 
 CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from storage.crc import checksum
-from storage.disk import held, read_all, write_all
+from penstock.storage.crc import checksum
+from penstock.storage.disk import held, read_all, write_all
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -9,10 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from storage import manifest, ownership
-from storage.chunk import ChunkFormat
-from storage.disk import disk_error, fsync_ancestors, fsync_dir, link_or_copy, make_folder, publish, require_writable
-from storage.drives import (
+from penstock.storage import manifest, ownership
+from penstock.storage.chunk import ChunkFormat
+from penstock.storage.disk import (
+    disk_error,
+    fsync_ancestors,
+    fsync_dir,
+    link_or_copy,
+    make_folder,
+    publish,
+    require_writable,
+)
+from penstock.storage.drives import (
     CHECKPOINTS,
     WRITE_THREADS,
     Identity,
@@ -25,9 +33,9 @@ from storage.drives import (
     stripe,
     write_identity,
 )
-from storage.errors import UserError
-from storage.layout import part_numel_even
-from storage.manifest import Manifest, Stored
+from penstock.storage.errors import UserError
+from penstock.storage.layout import part_numel_even
+from penstock.storage.manifest import Manifest, Stored
 
 
 def copy_state(root: Path, drives: Sequence[Path]) -> int:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from storage.errors import UserError
-from storage.untrusted import RefusedFileError, is_real_folder, refuse
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import RefusedFileError, is_real_folder, refuse
 
 
 def require_writable(path: Path) -> None:

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from storage import chunk
-from storage.disk import atomic_write, fsync_ancestors, lock_folder, reporting, require_free
-from storage.errors import UserError
-from storage.filesystem import check_folder
-from storage.manifest import DriveRecord, Manifest
-from storage.untrusted import parse_object, read_regular, typed
+from penstock.storage import chunk
+from penstock.storage.disk import atomic_write, fsync_ancestors, lock_folder, reporting, require_free
+from penstock.storage.errors import UserError
+from penstock.storage.filesystem import check_folder
+from penstock.storage.manifest import DriveRecord, Manifest
+from penstock.storage.untrusted import parse_object, read_regular, typed
 
 IDENTITY_NAME = "drive.json"
 SCRATCH = "scratch"

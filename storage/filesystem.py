@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.chunk import supports_direct
+from penstock.storage.chunk import supports_direct
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _SYS_BLOCK = Path("/sys/dev/block")

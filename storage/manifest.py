@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
 
-from storage.crc import checksum
-from storage.disk import prepare_file, write_file
-from storage.errors import UserError
-from storage.layout import ALIGN_NUMEL, part_numel_even, part_ranges
-from storage.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
+from penstock.storage.crc import checksum
+from penstock.storage.disk import prepare_file, write_file
+from penstock.storage.errors import UserError
+from penstock.storage.layout import ALIGN_NUMEL, part_numel_even, part_ranges
+from penstock.storage.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
 
 FILE_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"

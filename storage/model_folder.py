@@ -10,9 +10,9 @@ import os
 import re
 from pathlib import Path
 
-from storage.disk import reporting
-from storage.errors import UserError
-from storage.untrusted import RefusedFileError, open_regular, real_path
+from penstock.storage.disk import reporting
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import RefusedFileError, open_regular, real_path
 
 _CONFIG_BYTES = 1 << 24
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from storage import checkpoints, chunk, manifest, ownership
-from storage.arrays import Array, make_folders, remove_arrays
-from storage.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
-from storage.drives import (
+from penstock.storage import checkpoints, chunk, manifest, ownership
+from penstock.storage.arrays import Array, make_folders, remove_arrays
+from penstock.storage.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
+from penstock.storage.drives import (
     READ_THREADS,
     SCRATCH,
     Drive,
@@ -37,13 +37,13 @@ from storage.drives import (
     distinct,
     read_identity,
 )
-from storage.errors import UserError
-from storage.manifest import ArraySpec, Manifest
-from storage.readers import DirectReader, Readers
-from storage.room import Room
-from storage.scrub import read_chunk_file, scrub
-from storage.spill import Spill
-from storage.tidy import sweep, tidy
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec, Manifest
+from penstock.storage.readers import DirectReader, Readers
+from penstock.storage.room import Room
+from penstock.storage.scrub import read_chunk_file, scrub
+from penstock.storage.spill import Spill
+from penstock.storage.tidy import sweep, tidy
 
 __all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 

@@ -13,12 +13,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from storage import manifest
-from storage.disk import reporting
-from storage.drives import CHECKPOINTS, SCRATCH, Identity, present, read_identity, require_present
-from storage.errors import UserError
-from storage.manifest import Manifest
-from storage.untrusted import shell
+from penstock.storage import manifest
+from penstock.storage.disk import reporting
+from penstock.storage.drives import CHECKPOINTS, SCRATCH, Identity, present, read_identity, require_present
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
+from penstock.storage.untrusted import shell
 
 
 def claim(folder: Path, store: str | None, root: Path) -> str | None:

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import tensorstore as ts
 import torch
 
-from storage import chunk
-from storage.errors import UserError
+from penstock.storage import chunk
+from penstock.storage.errors import UserError
 
 CHOICES = ("auto", "kvikio", "direct", "tensorstore")
 

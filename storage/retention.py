@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from storage.checkpoints import LAST_GOOD, checkpoint_names, delete_checkpoint, good_name, read_checkpoint
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.storage.checkpoints import LAST_GOOD, checkpoint_names, delete_checkpoint, good_name, read_checkpoint
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 AUTOMATIC = re.compile(r"step-(\d{6,})")
 """Names of the checkpoints that storage.keep_last and storage.keep_every call for."""

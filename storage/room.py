@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Collection
 from pathlib import Path
 
-from storage.arrays import Array
-from storage.drives import FREE_MARGIN, DriveSet, require_room
-from storage.errors import BudgetError
+from penstock.storage.arrays import Array
+from penstock.storage.drives import FREE_MARGIN, DriveSet, require_room
+from penstock.storage.errors import BudgetError
 
 
 class Room:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from storage.disk import (
+from penstock.storage.disk import (
     atomic_write,
     disk_error,
     fsync_dir,
@@ -28,9 +28,9 @@ from storage.disk import (
     require_writable,
     write_all,
 )
-from storage.errors import UserError
-from storage.model_folder import has_model_file, is_plain_name, open_model_file, read_model_file
-from storage.untrusted import is_whole, one_line, parse_object
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import has_model_file, is_plain_name, open_model_file, read_model_file
+from penstock.storage.untrusted import is_whole, one_line, parse_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from storage.arena import empty_aligned
-from storage.chunk import ChunkError, ChunkFormat, check_chunk
-from storage.disk import disk_error
-from storage.drives import Drive
-from storage.errors import UserError
-from storage.readers import Reader
+from penstock.storage.arena import empty_aligned
+from penstock.storage.chunk import ChunkError, ChunkFormat, check_chunk
+from penstock.storage.disk import disk_error
+from penstock.storage.drives import Drive
+from penstock.storage.errors import UserError
+from penstock.storage.readers import Reader
 
 _MOST_LISTED = 20
 

@@ -39,7 +39,7 @@ def unseal(value: Mapping[str, Any]) -> Unsealed:
 
 def hex_crc(data: bytes) -> str:
     """CRC-32C in the form that is written to JSON."""
-    from storage.crc import checksum  # numpy, which whoever shows a recipe does without
+    from penstock.storage.crc import checksum  # numpy, which whoever shows a recipe does without
 
     return f"{checksum(memoryview(data), 0):08x}"
 

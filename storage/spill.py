@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from storage.chunk import BLOCK_BYTES, own_page
-from storage.crc import checksum
-from storage.disk import held, make_folder, read_all, reporting, write_all
-from storage.drives import SCRATCH, Drive, DriveSet
-from storage.errors import UserError
+from penstock.storage.chunk import BLOCK_BYTES, own_page
+from penstock.storage.crc import checksum
+from penstock.storage.disk import held, make_folder, read_all, reporting, write_all
+from penstock.storage.drives import SCRATCH, Drive, DriveSet
+from penstock.storage.errors import UserError
 
 _FOLDER = "spill"
 

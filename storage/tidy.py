@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from storage import drives, manifest
-from storage.arrays import Array, remove_arrays, sweep_strays
-from storage.checkpoints import sweep_incomplete
-from storage.disk import sweep_temporaries
-from storage.drives import CHECKPOINTS, SCRATCH, DriveSet
+from penstock.storage import drives, manifest
+from penstock.storage.arrays import Array, remove_arrays, sweep_strays
+from penstock.storage.checkpoints import sweep_incomplete
+from penstock.storage.disk import sweep_temporaries
+from penstock.storage.drives import CHECKPOINTS, SCRATCH, DriveSet
 
 
 def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:

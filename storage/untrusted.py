@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeGuard, TypeVar
 
 import msgspec
 
-from storage.errors import UserError
+from penstock.storage.errors import UserError
 
 T = TypeVar("T")
 MOST_WHOLE = 2**63 - 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.filesystem import device_of
+from penstock.storage.filesystem import device_of
 
 _TIMEOUT_S = 5.0
 _EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin"

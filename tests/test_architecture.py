@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.schedule.actions import ACTIONS
+from penstock.engine.schedule.actions import ACTIONS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = {name: (REPOSITORY / "docs" / name).read_text() for name in ("ARCHITECTURE.md", "EXTENDING.md")}

@@ -32,7 +32,7 @@ def follow(page: str, root: Path) -> list[str]:
 def test_what_the_page_adds_works(tmp_path: Path) -> None:
     """All walks pass in a copy of the repository in which the page was followed."""
     root = tmp_path / "copy"
-    for name in ("app", "engine", "storage", "tui", "tests"):
+    for name in ("app", "engine", "penstock", "storage", "tui", "tests"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     page = (REPOSITORY / "docs" / "EXTENDING.md").read_text()

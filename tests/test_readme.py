@@ -12,9 +12,9 @@ from bad_model_files import CONFIG
 from cli_process import REAL, done, started
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import tui.commands  # noqa: F401  # the commands that the terminal application adds
-from app.cli import cli
-from engine.data.tokenizer import train_tokenizer
+import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
+from penstock.app.cli import cli
+from penstock.engine.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/guide.md", "CONTRIBUTING.md")

@@ -10,13 +10,13 @@ from cli_process import done, refusal, started
 from real_runs import make_corpus
 from recipe_texts import settings
 
-from app.cli import main
-from app.recipe import from_json, load_recipe, save_recipe, to_json
-from engine.hf.config import model_config
-from engine.machine.presets import PRESETS
-from engine.model.anatomy import take_apart, validate_context
-from engine.model.check import check_model
-from storage.errors import UserError
+from penstock.app.cli import main
+from penstock.app.recipe import from_json, load_recipe, save_recipe, to_json
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.presets import PRESETS
+from penstock.engine.model.anatomy import take_apart, validate_context
+from penstock.engine.model.check import check_model
+from penstock.storage.errors import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
@@ -132,6 +132,6 @@ def test_without_its_model_and_text_a_recipe_says_what_helps(
 
 
 def test_what_is_missing_is_said_before_torch_is_loaded(folder: Path) -> None:
-    code = "import sys; from app.cli import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
+    code = "import sys; from penstock.app.cli import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
     command = [sys.executable, "-c", code, "train", str(REPOSITORY / "recipes" / "7b_512k.py"), "--from-scratch"]
     assert done(started(folder, *command), code=2).stdout == ""

@@ -17,15 +17,15 @@ from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 
-from app.rows import ASCII, UNICODE, Glyphs
-from storage.errors import UserError
-from storage.untrusted import printable
-from tui.actions import Action, actions, bindings
-from tui.filters import AsciiFilter, PrintableFilter
-from tui.host import Host
-from tui.paths import written_path
-from tui.screens.base import PenstockScreen
-from tui.theme import THEMES
+from penstock.app.rows import ASCII, UNICODE, Glyphs
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
+from penstock.tui.actions import Action, actions, bindings
+from penstock.tui.filters import AsciiFilter, PrintableFilter
+from penstock.tui.host import Host
+from penstock.tui.paths import written_path
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.theme import THEMES
 
 BAD_INPUT = 2
 
@@ -72,7 +72,7 @@ class PenstockApp(App[None]):
         self.theme = THEMES[0].name
 
     def on_mount(self) -> None:
-        from tui.screens.home import HomeScreen
+        from penstock.tui.screens.home import HomeScreen
 
         self.push_screen(HomeScreen())
         if self._first_run is not None:
@@ -99,13 +99,13 @@ class PenstockApp(App[None]):
 
     def open_run(self, run_path: Path) -> None:
         """Show a run."""
-        from tui.screens.run import RunScreen
+        from penstock.tui.screens.run import RunScreen
 
         self.push_screen(RunScreen(run_path))
 
     def open_timeline(self, run_path: Path, step: int | None = None) -> None:
         """Show a step of a run; None: its last."""
-        from tui.screens.timeline import TimelineScreen
+        from penstock.tui.screens.timeline import TimelineScreen
 
         self.push_screen(TimelineScreen(run_path, step))
 
@@ -113,13 +113,13 @@ class PenstockApp(App[None]):
         """Configure a recipe: a .py file, or the recipe.json of a run. It executes the file, and plans."""
         if self.refuses():
             return
-        from tui.screens.configure import ConfigureScreen
+        from penstock.tui.screens.configure import ConfigureScreen
 
         self.push_screen(ConfigureScreen(recipe_path))
 
     def open_compare(self, run_paths: list[Path]) -> None:
         """Compare runs."""
-        from tui.screens.compare import CompareScreen
+        from penstock.tui.screens.compare import CompareScreen
 
         self.push_screen(CompareScreen(run_paths))
 
@@ -152,14 +152,14 @@ class PenstockApp(App[None]):
 
     async def ask(self, title: str, text: str, yes: str = "Yes", no: str = "Cancel") -> bool:
         """A question with two answers; call it from a worker."""
-        from tui.screens.confirm import ConfirmDialog
+        from penstock.tui.screens.confirm import ConfirmDialog
 
         dialog: Any = ConfirmDialog(title, text, yes, no)
         return bool(await self.push_screen_wait(dialog))
 
     async def ask_text(self, title: str, text: str, value: str = "") -> str | None:
         """A question for a line of text; None where there is no answer. Call it from a worker."""
-        from tui.screens.confirm import TextDialog
+        from penstock.tui.screens.confirm import TextDialog
 
         dialog: Any = TextDialog(title, text, value)
         answer: str | None = await self.push_screen_wait(dialog)
@@ -184,7 +184,7 @@ class PenstockApp(App[None]):
         yield SystemCommand("Screenshot", "Write what is shown as an SVG file.", self.deliver_screenshot)
 
     def action_help(self) -> None:
-        from tui.screens.help import HelpScreen
+        from penstock.tui.screens.help import HelpScreen
 
         if isinstance(self.screen, PenstockScreen):
             self.push_screen(HelpScreen(self.screen.SCOPE, self.offered(self.screen)))

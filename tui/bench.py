@@ -24,8 +24,8 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from storage.errors import UserError
-from tui.paths import environment
+from penstock.app import child
+from penstock.storage.errors import UserError
 
 WIDTH, HEIGHT = 120, 36
 SPANS_PER_S = 300.0
@@ -84,9 +84,9 @@ class _Terminal:
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
         self.started_at = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tui.main", *arguments],
+            child.command("tui.main", *arguments),
             cwd=folder,
-            env=environment(TERM="xterm-256color", COLORTERM="truecolor", LANG="C.UTF-8"),
+            env=child.environment(TERM="xterm-256color", COLORTERM="truecolor", LANG="C.UTF-8"),
             stdin=follower,
             stdout=follower,
             stderr=follower,
@@ -155,7 +155,7 @@ def bench_tui(minutes: float = 10.0, *, save: Path | None = None, json_output: b
 @contextmanager
 def _writer(run: Path) -> Iterator[None]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tui.bench", str(run)], env=environment(), stdout=subprocess.PIPE, text=True
+        child.command("tui.bench", str(run)), env=child.environment(), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:
@@ -170,8 +170,8 @@ def _writer(run: Path) -> Iterator[None]:
 
 def write_run(run: Path) -> None:
     """The writer's process: the run's past, then its present in real time, until killed."""
-    from app.rundir import RunLock
-    from tui.synthetic import Writer
+    from penstock.app.rundir import RunLock
+    from penstock.tui.synthetic import Writer
 
     writer = Writer(run, spans_per_s=SPANS_PER_S, num_spans=NUM_SPANS, num_steps=NUM_STEPS)
     writer.begin(time.time())

@@ -1,4 +1,4 @@
-"""The documentation's pictures of the screens and its list of keys: `python -m tui.capture OUT_DIR`, or `make screens`.
+"""The documentation's pictures of the screens and its list of keys: `make screens`.
 
 Trains the quickstart three times in a folder of its own, the third time while the pictures are taken.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.control import ask
-from app.launcher import start
-from app.recipe import apply_overrides, load_recipe
-from app.rundir import RunInfo, read_info
-from tui.actions import keys_page
-from tui.app import PenstockApp
-from tui.data.catalog import SHIPPED
-from tui.widgets.plan_panel import PlanPanel
+from penstock.app import shipped
+from penstock.app.control import ask
+from penstock.app.launcher import start
+from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.app.rundir import RunInfo, read_info
+from penstock.tui.actions import keys_page
+from penstock.tui.app import PenstockApp
+from penstock.tui.widgets.plan_panel import PlanPanel
 
 _LIVE_STEP = 22
 """Step of the live run from which on pictures are taken."""
@@ -58,10 +58,10 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
 
 def make_runs(root: Path) -> tuple[Path, list[Path]]:
     """A run under way, and two that have finished."""
-    quickstart = load_recipe(SHIPPED / "quickstart.py")
+    quickstart = load_recipe(shipped.FOLDER / "quickstart.py")
     (root / "recipes").mkdir()
     for name, machine in (("14b_workstation", "rtx4090-128"), ("120b_moe", "rtx4090-64")):
-        text = re.sub(r'\bpath="models/[^"]*",\s*', "", (SHIPPED / f"{name}.py").read_text())
+        text = re.sub(r'\bpath="models/[^"]*",\s*', "", (shipped.FOLDER / f"{name}.py").read_text())
         text = re.sub(r'machine="[^"]*"', f'machine="{machine}"', text)
         (root / "recipes" / f"{name}.py").write_text(text)
     finished = []

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from app.cli import RunArgument, bench_cli, cli
-from app.rundir import find_run
+from penstock.app.cli import RunArgument, bench_cli, cli
+from penstock.app.rundir import find_run
 
 
 @cli.command(epilog="Example: penstock watch quickstart-20260101-120000")
 def watch(run: RunArgument) -> None:
     """Open the terminal application on a run; leaving it changes nothing in the run."""
-    from tui.app import open_app
+    from penstock.tui.app import open_app
 
     raise typer.Exit(open_app(Path.cwd(), find_run(run)))
 
@@ -36,7 +36,7 @@ def serve(
     ] = None,
 ) -> None:
     """Show the terminal application in browsers: to whoever opens the address that it prints."""
-    from tui.serve import serve_browsers
+    from penstock.tui.serve import serve_browsers
 
     serve_browsers(Path.cwd(), host, port, allow_remote=allow_remote, read_only=read_only)
 
@@ -48,6 +48,6 @@ def bench_tui_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure what the terminal application costs while it watches a made-up run: processor time and memory."""
-    from tui.bench import bench_tui
+    from penstock.tui.bench import bench_tui
 
     bench_tui(minutes, save=save, json_output=as_json)

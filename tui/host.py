@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from textual.dom import DOMNode
 from textual.screen import Screen
 
-from app.rows import Glyphs
+from penstock.app.rows import Glyphs
 
 
 class Host(Protocol):

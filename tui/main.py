@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 
 def main() -> int:
     """The console script."""
-    if not sys.argv[1:]:
-        from tui.app import open_app
+    if not sys.argv[1:] and "_PENSTOCK_COMPLETE" not in os.environ:
+        from penstock.tui.app import open_app
 
         return open_app(Path.cwd())
-    import tui.commands  # noqa: F401  (adds commands)
-    from app.cli import main as command_line
+    import penstock.tui.commands  # noqa: F401  (adds commands)
+    from penstock.app.cli import main as command_line
 
     return command_line()
 

@@ -1,11 +1,11 @@
-"""Paths that a user types, for files that are to be written; where processes of ours find our packages."""
+"""Paths that a user types, for files that are to be written."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from storage.errors import UserError
+from penstock.storage.errors import UserError
 
 
 def written_path(root: Path, typed: str, *, inside: bool) -> Path:
@@ -31,9 +31,3 @@ def _is_inside(path: Path, root: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(base) and Path(os.path.realpath(path.parent)).is_relative_to(
         base
     )
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of processes of ours: this one's with `more`, and where our packages are."""
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more

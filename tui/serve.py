@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UserError
-from storage.untrusted import printable
-from tui.paths import environment
-from tui.web.access import Access, is_remote
-from tui.web.server import WebServer
+from penstock.app import child
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
+from penstock.tui.web.access import Access, is_remote
+from penstock.tui.web.server import WebServer
 
 _MOST_LINE = 400
 _Place = tuple[socket.AddressFamily, str, tuple[Any, ...]]
@@ -39,12 +39,12 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
         access = Access(host, tuple(item.getsockname()[0] for item in sockets), sockets[0].getsockname()[1])
         read_only = access.is_remote if read_only is None else read_only
         os.chdir(root)
-        os.environ.update(environment(TEXTUAL_COLOR_SYSTEM="truecolor", TERM_PROGRAM="textual"))
+        os.environ.update(child.environment(TEXTUAL_COLOR_SYSTEM="truecolor", TERM_PROGRAM="textual"))
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_OneLine())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
         print(_welcome(access, read_only), flush=True)
-        command = [sys.executable, "-P", "-m", "tui.web.child", str(os.getpid()), "watch" if read_only else "act"]
+        command = child.command("tui.web.child", str(os.getpid()), "watch" if read_only else "act")
         asyncio.run(_serve(WebServer(access, command), sockets))
     finally:
         for item in sockets:

@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from app.lanes import LANES
+from penstock.app.lanes import LANES
 
 TOKENS = 65_536
 """Of a step."""
@@ -174,7 +174,7 @@ class Writer:
 
     def begin(self, now: float) -> None:
         """Everything up to Unix time `now`."""
-        from app.recipe import Recipe, to_json
+        from penstock.app.recipe import Recipe, to_json
 
         self.path.mkdir(parents=True)
         (self.path / "recipe.json").write_text(to_json(Recipe(name="synthetic")))

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from app.bench.cases import Case, Shape
-from app.bench.process import scratch, show
-from app.bench.setup import choose
-from app.bench.suite_worker import open_case
-from engine.session import Session
-from engine.train import train_step
-from storage.errors import UserError
+from penstock.app.bench.cases import Case, Shape
+from penstock.app.bench.process import scratch, show
+from penstock.app.bench.setup import choose
+from penstock.app.bench.suite_worker import open_case
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
 
 TOKENS = 65_536
 CHUNK_TOKENS = 4096

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from storage.errors import UserError
+from penstock.storage.errors import UserError
 
 START_S = 14.0
 """Interpreter, torch, transformers, planning, random tokens."""

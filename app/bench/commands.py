@@ -48,12 +48,12 @@ def bench_step_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time training steps: of real shapes with --suite, else of a 168M-parameter model against plain PyTorch."""
-    from app.bench.suites import bench_suites, list_text
+    from penstock.app.bench.suites import bench_suites, list_text
 
     if list_suites:
         typer.echo(list_text())
     elif suite is None:
-        from app.bench.step import bench_step
+        from penstock.app.bench.step import bench_step
 
         bench_step(json=as_json, folder=folder)
     else:
@@ -70,7 +70,7 @@ def bench_memory_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the GPU tier's bytes on the CPU from 4k to 128k tokens, at two depths, K/V window whole and streamed."""
-    from app.bench.memory import bench_memory
+    from penstock.app.bench.memory import bench_memory
 
     bench_memory(json=as_json, save=save)
 
@@ -83,7 +83,7 @@ def bench_attention_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time a long-context step of a small model on the CPU against its attention alone in plain torch."""
-    from app.bench.attention import bench_attention
+    from penstock.app.bench.attention import bench_attention
 
     bench_attention(tokens=tokens, chunk_tokens=chunk, rounds=rounds, json=as_json)
 
@@ -97,8 +97,8 @@ def bench_storage_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the NVMe tier against raw direct I/O on the same drives, in one run."""
-    from app.bench.storage import bench_storage
-    from engine.config import parse_bytes
+    from penstock.app.bench.storage import bench_storage
+    from penstock.engine.config import parse_bytes
 
     sizes = {"size_bytes": parse_bytes(size, "--size"), "part_bytes": parse_bytes(chunk, "--chunk")}
     bench_storage(paths, json=as_json, rounds=rounds, **sizes)
@@ -111,7 +111,7 @@ def bench_planned_command(
     ),
 ) -> None:
     """Plan the recipes, and models from 7B to 120B at 4k to 1M tokens, on every preset (needs matplotlib); minutes."""
-    from app.bench.planned import bench_planned
+    from penstock.app.bench.planned import bench_planned
 
     bench_planned(out)
 
@@ -123,7 +123,7 @@ def bench_plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compare what the plan promises with what short trainings take, over small and varied recipes; 15 minutes."""
-    from app.bench.plan import bench_plan
+    from penstock.app.bench.plan import bench_plan
 
     if bench_plan(json=as_json, save=save, time_limit_s=time_limit)["failed"]:
         raise typer.Exit(1)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import AttentionCall, Backend, Gradients, Operands
-from engine.attention.select import select
-from engine.attention.spans import Call, spans
-from engine.clock import clock
-from engine.model.spec import AttentionShape, ModelSpec
+from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands
+from penstock.engine.attention.select import select
+from penstock.engine.attention.spans import Call, spans
+from penstock.engine.clock import clock
+from penstock.engine.model.spec import AttentionShape, ModelSpec
 
 _HEAD_ROWS = 4096
 

@@ -26,20 +26,20 @@ from typing import Any
 
 import torch
 
-from app.bench.cases import Shape
-from app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
-from app.bench.setup import Setup, random_recipe, shape_model
-from app.bench.suite_worker import open_case
-from engine.forecast.request import PlanRequest
-from engine.machine.budgets import Budgets
-from engine.plan.plan import Plan
-from engine.plan.problem import KV_SLOTS, PlanOptions
-from engine.runtime import views
-from engine.session import Session
-from engine.train import train_step
-from storage.errors import BudgetError
-from storage.readers import select_readers
-from storage.units import bytes_text
+from penstock.app.bench.cases import Shape
+from penstock.app.bench.process import call, require_folders, require_matplotlib, resident_bytes, scratch, show
+from penstock.app.bench.setup import Setup, random_recipe, shape_model
+from penstock.app.bench.suite_worker import open_case
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import KV_SLOTS, PlanOptions
+from penstock.engine.runtime import views
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
+from penstock.storage.errors import BudgetError
+from penstock.storage.readers import select_readers
+from penstock.storage.units import bytes_text
 
 LENGTHS = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
 DEPTHS = {"whole": (1, 3), "streamed": (1, 2)}
@@ -191,7 +191,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
 
 def _measured(tokens: int, depth: int, window: str, document_tokens: int, chunk_tokens: int) -> dict[str, Any]:
     what = f"bench memory, {tokens:,} tokens, {depth} layers, {window} window"
-    work = "app.bench.memory:measure_here"
+    work = "penstock.app.bench.memory:measure_here"
     row: dict[str, Any] = call(work, tokens, depth, window, document_tokens, chunk_tokens, more=_GIVE_BACK, what=what)
     return row
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from engine.config import TrainConfig
+from penstock.engine.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
-from app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
-from app.launch import run_training
-from app.run_files import JsonLines
-from app.rundir import RunDir
-from engine.machine.limits import machine_memory
-from storage.errors import UserError
-from storage.units import bytes_text, seconds_text
+from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
+from penstock.app.bench.process import CallFailed, call, markdown_row, require_folders, scratch, show
+from penstock.app.launch import run_training
+from penstock.app.run_files import JsonLines
+from penstock.app.rundir import RunDir
+from penstock.engine.machine.limits import machine_memory
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text, seconds_text
 
 PEAK_TOLERANCE = 0.05
 STEP_TOLERANCE = 0.15
@@ -45,7 +45,7 @@ RunCase = Callable[[PlanCase, Path], None]
 
 def run_case(case: PlanCase, run_dir: Path, limit_s: float = LIMIT_S) -> None:
     """Train a case in a process of its own. UserError of one line: a refusal's own words, or how the process ended."""
-    call("app.bench.plan:train_case", asdict(case), str(run_dir), limit_s=limit_s)
+    call("penstock.app.bench.plan:train_case", asdict(case), str(run_dir), limit_s=limit_s)
 
 
 def train_case(case: dict[str, Any], run_dir: str) -> None:

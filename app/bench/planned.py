@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.heatmap import draw
-from app.bench.process import markdown_row, markdown_table, require_folders, require_matplotlib
-from app.bench.published import PUBLISHED, Published
-from app.recipe import load_recipe
-from engine.config import BudgetConfig, DataConfig, Recipe
-from storage.errors import BudgetError, UserError
-from storage.units import bytes_text, seconds_text
+from penstock.app import shipped
+from penstock.app.bench.heatmap import draw
+from penstock.app.bench.process import markdown_row, markdown_table, require_folders, require_matplotlib
+from penstock.app.bench.published import PUBLISHED, Published
+from penstock.app.recipe import load_recipe
+from penstock.engine.config import BudgetConfig, DataConfig, Recipe
+from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.units import bytes_text, seconds_text
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 GRID_MODELS = {
     "7B": "7b_512k",
     "14B": "14b_workstation",
@@ -64,11 +64,11 @@ def bench_planned(out: Path, *, forecast_fn: ForecastFn | None = None, processes
 
     Returns the report. Raises UserError for a missing folder and where matplotlib is not installed, before it begins.
     """
-    from engine.machine.presets import PRESETS
+    from penstock.engine.machine.presets import PRESETS
 
     require_folders(out)
     require_matplotlib("the heat map")
-    todo = list(jobs(load_recipes(RECIPES), list(PRESETS)))
+    todo = list(jobs(load_recipes(shipped.FOLDER), list(PRESETS)))
     rows = []
     processes = processes or len(os.sched_getaffinity(0))
     for number, row in enumerate(_forecasts(todo, forecast_fn or _forecast, processes), start=1):
@@ -136,8 +136,8 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
 
 def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
     """The forecast of a recipe on a preset, or its refusal without looking for what would make it fit."""
-    from app.plan import recipe_task
-    from engine.forecast.report import forecast, refusal
+    from penstock.app.plan import recipe_task
+    from penstock.engine.forecast.report import forecast, refusal
 
     profile, task = recipe_task(recipe, machine)
     try:

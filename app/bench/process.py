@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from storage.errors import UserError
-from storage.untrusted import real_path
+from penstock.app import child
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import real_path
 
 REPOSITORY = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG = 1
@@ -67,7 +68,7 @@ def call(
 
 def command_of(work: str, *arguments: Any) -> list[str]:
     """The command that carries out a function, as module:name, in a process of its own."""
-    return [sys.executable, "-m", "app.bench.process", work, json.dumps(arguments)]
+    return child.command("app.bench.process", work, json.dumps(arguments))
 
 
 def scratch(folder: Path | None = None) -> tempfile.TemporaryDirectory[str]:
@@ -134,8 +135,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> lis
 
 
 def environment() -> dict[str, str]:
-    """The parent's, with this checkout's code, and offline."""
-    return os.environ | {"PYTHONPATH": str(REPOSITORY), "USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    """The parent's, offline."""
+    return child.environment(USE_HUB_KERNELS="0", HF_HUB_OFFLINE="1", NO_COLOR="1")
 
 
 def run_limited(

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from storage.disk import fsync_file, write_file
-from storage.drives import READ_THREADS, WRITE_THREADS
-from storage.errors import UserError
+from penstock.storage.disk import fsync_file, write_file
+from penstock.storage.drives import READ_THREADS, WRITE_THREADS
+from penstock.storage.errors import UserError
 
 LOOP_THREADS = max(READ_THREADS, WRITE_THREADS)
 """Files that the own loop keeps in flight on each drive: as many as the store."""

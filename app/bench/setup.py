@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from app.bench.cases import Case, Shape
-from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from engine.forecast.problem import ALLOCATOR_SHARE
-from engine.forecast.request import PlanRequest
-from engine.hf.config import model_config
-from engine.machine.budgets import Budgets, free_budgets
-from engine.machine.device import resolve_device
-from engine.machine.presets import this_machine
-from engine.model.anatomy import model_spec
-from engine.model.spec import ModelSpec
-from engine.plan.plan import Plan, gib
-from engine.plan.problem import FP32, PlanOptions
-from engine.runtime.state import scratch_arrays
-from storage.drives import FREE_MARGIN
-from storage.errors import BudgetError
-from storage.readers import Readers, select_readers
+from penstock.app.bench.cases import Case, Shape
+from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from penstock.engine.forecast.problem import ALLOCATOR_SHARE
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.budgets import Budgets, free_budgets
+from penstock.engine.machine.device import resolve_device
+from penstock.engine.machine.presets import this_machine
+from penstock.engine.model.anatomy import model_spec
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.plan.plan import Plan, gib
+from penstock.engine.plan.problem import FP32, PlanOptions
+from penstock.engine.runtime.state import scratch_arrays
+from penstock.storage.drives import FREE_MARGIN
+from penstock.storage.errors import BudgetError
+from penstock.storage.readers import Readers, select_readers
 
 _EVERYTHING = 64 * 2**40
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.plan.plan import Plan
-from engine.runtime.state import fill_store, state_arrays
-from storage.layout import FlatLayout
-from storage.nvme import NvmeStore
-from storage.readers import Readers
+from penstock.engine.plan.plan import Plan
+from penstock.engine.runtime.state import fill_store, state_arrays
+from penstock.storage.layout import FlatLayout
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.readers import Readers
 
 _POOL_NUMEL = (1 << 22) + 7
 """Odd, so that the rows of no matrix begin at the same place of the pool."""

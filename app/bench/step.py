@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from app.bench.plain import PlainBatch, plain_steps
-from app.bench.process import call, resident_bytes, scratch, show
-from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-from engine.events import Observer, StepMetrics, Want
-from engine.hf.config import model_config
-from engine.machine.compilers import layers_compile, optimizer_compiles
-from engine.machine.precision import with_compute_dtype
-from engine.train import train
+from penstock.app.bench.plain import PlainBatch, plain_steps
+from penstock.app.bench.process import call, resident_bytes, scratch, show
+from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock.engine.events import Observer, StepMetrics, Want
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.compilers import layers_compile, optimizer_compiles
+from penstock.engine.machine.precision import with_compute_dtype
+from penstock.engine.train import train
 
 ROWS, ROW_TOKENS, VOCAB = 2, 512, 8192
 WARMUP_STEPS = 2  # allocation, compilation, first touch of memory
@@ -67,7 +67,7 @@ def bench_step(*, json: bool = False, rounds: int = 3, steps: int = 6, folder: P
 
 def _run_case(case: str, steps: int, folder: str) -> dict[str, Any]:
     """What `measure` returns in a process of its own."""
-    outcome: dict[str, Any] = call("app.bench.step:measure", case, steps, folder, what=f"bench case {case}")
+    outcome: dict[str, Any] = call("penstock.app.bench.step:measure", case, steps, folder, what=f"bench case {case}")
     return outcome
 
 

@@ -27,19 +27,29 @@ from typing import Any
 
 import torch
 
-from app.bench.process import raised_by_signals, scratch, show
-from app.bench.raw_io import LOOP_THREADS, Fio, OwnLoop, RawFiles, RawTool, Timed, drop_cached, sync_files, timed
-from storage.arena import HostArena
-from storage.chunk import ChunkFormat
-from storage.disk import require_writable
-from storage.errors import UserError
-from storage.filesystem import check_folder, device_of
-from storage.layout import ALIGN_NUMEL
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
-from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
-from storage.units import bytes_text
-from storage.untrusted import real_path
+from penstock.app.bench.process import raised_by_signals, scratch, show
+from penstock.app.bench.raw_io import (
+    LOOP_THREADS,
+    Fio,
+    OwnLoop,
+    RawFiles,
+    RawTool,
+    Timed,
+    drop_cached,
+    sync_files,
+    timed,
+)
+from penstock.storage.arena import HostArena
+from penstock.storage.chunk import ChunkFormat
+from penstock.storage.disk import require_writable
+from penstock.storage.errors import UserError
+from penstock.storage.filesystem import check_folder, device_of
+from penstock.storage.layout import ALIGN_NUMEL
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.readers import DirectReader, Reader, Readers, TensorstoreReader, select_readers
+from penstock.storage.units import bytes_text
+from penstock.storage.untrusted import real_path
 
 _SLOTS = 2 * LOOP_THREADS
 """Parts that the caller keeps in flight on each drive: twice the store's threads, so that none waits for work."""

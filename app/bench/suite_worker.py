@@ -16,36 +16,36 @@ from typing import Any, cast
 import torch
 import transformers
 
-from app.bench.cases import Case, case_of
-from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, shares
-from app.bench.kernels import attention_rates, matmul_rates
-from app.bench.setup import Setup, Skip, choose, nvme_bytes
-from app.bench.state import open_drawn
-from app.ops import STEP_END
-from app.trace import write_spans
-from engine.attention import chunk as attention
-from engine.data.loader import DataLoader, MicroBatch
-from engine.data.prepare import make_loader, prepare_data
-from engine.events import Span
-from engine.forecast.flops import StepFlops, executed_flops, model_flops
-from engine.forecast.problem import LOGITS_BYTES
-from engine.machine.affinity import place_threads
-from engine.machine.budgets import free_budgets
-from engine.machine.compilers import find_compilation
-from engine.machine.device import configure, memory_use
-from engine.machine.limits import machine_memory
-from engine.machine.peaks import hfu, mfu, peak_flops
-from engine.machine.presets import this_machine
-from engine.machine.probe_compute import GPU_SIZES, matmul_flops
-from engine.model.spec import layouts
-from engine.opening import choose_kernels, typical_batch
-from engine.runtime.calibrate import calibrate
-from engine.runtime.compute import Compute
-from engine.runtime.lanes import Lanes
-from engine.session import Session, run_identity, run_meta
-from engine.train import train_step
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.app.bench.cases import Case, case_of
+from penstock.app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, shares
+from penstock.app.bench.kernels import attention_rates, matmul_rates
+from penstock.app.bench.setup import Setup, Skip, choose, nvme_bytes
+from penstock.app.bench.state import open_drawn
+from penstock.app.ops import STEP_END
+from penstock.app.trace import write_spans
+from penstock.engine.attention import chunk as attention
+from penstock.engine.data.loader import DataLoader, MicroBatch
+from penstock.engine.data.prepare import make_loader, prepare_data
+from penstock.engine.events import Span
+from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flops
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.machine.affinity import place_threads
+from penstock.engine.machine.budgets import free_budgets
+from penstock.engine.machine.compilers import find_compilation
+from penstock.engine.machine.device import configure, memory_use
+from penstock.engine.machine.limits import machine_memory
+from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.presets import this_machine
+from penstock.engine.machine.probe_compute import GPU_SIZES, matmul_flops
+from penstock.engine.model.spec import layouts
+from penstock.engine.opening import choose_kernels, typical_batch
+from penstock.engine.runtime.calibrate import calibrate
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.lanes import Lanes
+from penstock.engine.session import Session, run_identity, run_meta
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 DTYPE = torch.bfloat16
 """What steps compute in, TrainConfig's default."""

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
-from app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
-from engine.machine.peaks import peak_flops
-from storage.errors import UserError
+from penstock.app.bench.cases import GROUPS, SUITES, Case, Rates, cases_of
+from penstock.app.bench.process import CallFailed, call, nvidia_smi, require_folders, scratch, show
+from penstock.engine.machine.peaks import peak_flops
+from penstock.storage.errors import UserError
 
 
 def bench_suites(
@@ -65,7 +65,7 @@ def list_text() -> str:
 
 def probe() -> dict[str, Any]:
     """What the figures depend on: GPU, its peak and driver, what products reach on it, versions, cores, RAM."""
-    machine: dict[str, Any] = call("app.bench.suite_worker:machine", what="torch and transformers")
+    machine: dict[str, Any] = call("penstock.app.bench.suite_worker:machine", what="torch and transformers")
     machine["peak_flops"] = peak_flops(machine["gpu"] or "")
     machine["driver"] = nvidia_smi("driver_version") if machine["gpu"] else None
     return machine
@@ -97,7 +97,7 @@ def run_case(case: Case, folder: Path, trace: Path | None, limit_s: float) -> di
     started = time.monotonic()
     try:
         outcome: dict[str, Any] = call(
-            "app.bench.suite_worker:run", asdict(case), str(folder), trace and str(trace), limit_s=limit_s
+            "penstock.app.bench.suite_worker:run", asdict(case), str(folder), trace and str(trace), limit_s=limit_s
         )
     except CallFailed as error:
         outcome = {"status": "ended" if error.ended else "failed", "reason": f"{error}\n{error.output}".strip()}

@@ -1,4 +1,4 @@
-"""`python -m app.gpu_check`: see `make gpu-check`.
+"""`python -m penstock.app.gpu_check`: see `make gpu-check`.
 
 Runs from the repository with whatever interpreter starts it; nothing is installed or fetched. One case's failure does
 not keep the others from running.
@@ -22,7 +22,7 @@ _CUDA = "import sys, torch; torch.cuda.is_available() or sys.exit(1); print(torc
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the stages; 0 where nothing failed, and where there is no CUDA device."""
-    parser = argparse.ArgumentParser(prog="python -m app.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m penstock.app.gpu_check", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("gpu-check-results"), help="folder for all that is found")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for everything; default %(default)s")
     parser.add_argument("--only", help="STAGE[,STAGE]: run these stages alone")
@@ -37,10 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu-check: skipped: torch of {sys.executable} is missing or sees no CUDA device")
         return 0
     # Not before: an interpreter without torch may lack what these import, too.
-    from app.gpu_check.results import Results
-    from app.gpu_check.schedule import Check, Ended, ended_by_signals
-    from app.gpu_check.stages import SHOWN, all_stages
-    from storage.errors import UserError
+    from penstock.app.gpu_check.results import Results
+    from penstock.app.gpu_check.schedule import Check, Ended, ended_by_signals
+    from penstock.app.gpu_check.stages import SHOWN, all_stages
+    from penstock.storage.errors import UserError
 
     try:
         scratch = (chosen.scratch or Path.cwd()).expanduser().resolve()

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from app.bench.process import nvidia_smi
-from app.gpu_check.found import tell
+from penstock.app.bench.process import nvidia_smi
+from penstock.app.gpu_check.found import tell
 
 PACKAGES = (
     "torch",
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
     """GPU, driver, CUDA, cores, NUMA nodes, memory, limits."""
     import torch
 
-    from engine.machine.limits import free_memory, machine_memory
+    from penstock.engine.machine.limits import free_memory, machine_memory
 
     properties = torch.cuda.get_device_properties(0)
     return {
@@ -108,7 +108,7 @@ def reads() -> dict[str, Any]:
     """Which reader serves GPU memory, and why no better one."""
     import torch
 
-    from storage.readers import select_readers
+    from penstock.storage.readers import select_readers
 
     readers = select_readers("auto", torch.device("cuda", 0), [Path.cwd()])
     return {
@@ -122,7 +122,7 @@ def links() -> dict[str, float]:
     """Bytes/s between pinned RAM and the GPU, each way alone and the share of their sum at once."""
     import torch
 
-    from engine.machine.probe_compute import GPU_SIZES, link_rates
+    from penstock.engine.machine.probe_compute import GPU_SIZES, link_rates
 
     rates = link_rates(torch.device("cuda", 0), replace(GPU_SIZES, copy_bytes=64 << 20), _SAMPLE_S)
     return {"h2d_bytes_per_s": rates.h2d, "d2h_bytes_per_s": rates.d2h, "duplex_share": rates.duplex_share}
@@ -132,7 +132,7 @@ def products() -> float:
     """FLOP/s of a layer's products in bfloat16."""
     import torch
 
-    from engine.machine.probe_compute import GPU_SIZES, matmul_flops
+    from penstock.engine.machine.probe_compute import GPU_SIZES, matmul_flops
 
     return matmul_flops(torch.device("cuda", 0), replace(GPU_SIZES, rows=8192), _SAMPLE_S)
 
@@ -141,7 +141,7 @@ def attends() -> dict[str, Any]:
     """TFLOP/s of every attention kernel that loads and is right, and why the others are not, by direction."""
     import torch
 
-    from engine.attention import chunk as attention
+    from penstock.engine.attention import chunk as attention
 
     shape = {"heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128, "chunk": 8192, "total": 32768}
     attention.measure(torch.device("cuda", 0), torch.bfloat16, **shape)
@@ -180,6 +180,6 @@ def look() -> None:
 
 def drive(folder: str, seconds: float) -> None:
     """What the drive of a folder gives, measured for about so many seconds. Raises UserError."""
-    from engine.machine.probe_drives import probe_drives
+    from penstock.engine.machine.probe_drives import probe_drives
 
     tell(msgspec.to_builtins(probe_drives([Path(folder)], seconds, say=print)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.bench.process import run_limited
+from penstock.app.bench.process import run_limited
 
 _VARIABLE = "GPU_CHECK_FOUND"
 

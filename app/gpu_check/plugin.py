@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.gpu_check.found import tell
+from penstock.app.gpu_check.found import tell
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

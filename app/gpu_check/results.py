@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.disk import atomic_write
-from storage.errors import UserError
+from penstock.storage.disk import atomic_write
+from penstock.storage.errors import UserError
 
 VERSION = 1
 Rows = Callable[[Mapping[str, Any]], list[str]]

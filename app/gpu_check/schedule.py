@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench.process import raised_by_signals
-from app.gpu_check.results import Results
+from penstock.app.bench.process import raised_by_signals
+from penstock.app.gpu_check.results import Results
 
 LEAST_LIMIT_S = 20.0
 """Beyond twice its estimate, what a case may take before it is ended."""

@@ -24,22 +24,22 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from app.bench.cases import LADDER, Shape
-from app.bench.plain import PlainBatch, plain_steps
-from app.bench.setup import Setup, plan_request, random_recipe, shape_model
-from app.bench.state import DrawnState
-from app.bench.suite_worker import open_case
-from app.gpu_check.found import tell
-from engine.config import TrainConfig, parse_bytes
-from engine.data.prepare import make_loader, prepare_data
-from engine.machine.budgets import Budgets, free_budgets
-from engine.machine.device import resolve_device
-from engine.machine.limits import free_disk
-from engine.machine.presets import this_machine
-from engine.model.spec import layouts
-from engine.train import train_step
-from storage.errors import UserError
-from storage.readers import select_readers
+from penstock.app.bench.cases import LADDER, Shape
+from penstock.app.bench.plain import PlainBatch, plain_steps
+from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
+from penstock.app.bench.state import DrawnState
+from penstock.app.bench.suite_worker import open_case
+from penstock.app.gpu_check.found import tell
+from penstock.engine.config import TrainConfig, parse_bytes
+from penstock.engine.data.prepare import make_loader, prepare_data
+from penstock.engine.machine.budgets import Budgets, free_budgets
+from penstock.engine.machine.device import resolve_device
+from penstock.engine.machine.limits import free_disk
+from penstock.engine.machine.presets import this_machine
+from penstock.engine.model.spec import layouts
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
+from penstock.storage.readers import select_readers
 
 STEPS = 6
 LOSS_TOLERANCE = 0.02

@@ -13,17 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench import plan as bench_plan
-from app.bench.cases import COMPILE_CORES, COMPILE_S, MEMORY_S_PER_GB, START_S, Rates, cases_of
-from app.bench.cases import Case as SuiteCase
-from app.bench.plan_cases import CUDA_CASES, PlanCase
-from app.bench.process import REPOSITORY, command_of, scratch
-from app.bench.suites import run_case
-from app.gpu_check import tables
-from app.gpu_check.found import run_telling
-from app.gpu_check.results import Results, Rows
-from app.gpu_check.schedule import Case, Job, Stage
-from engine.machine.peaks import peak_flops
+from penstock.app import child
+from penstock.app.bench import plan as bench_plan
+from penstock.app.bench.cases import COMPILE_CORES, COMPILE_S, MEMORY_S_PER_GB, START_S, Rates, cases_of
+from penstock.app.bench.cases import Case as SuiteCase
+from penstock.app.bench.plan_cases import CUDA_CASES, PlanCase
+from penstock.app.bench.process import REPOSITORY, command_of, scratch
+from penstock.app.bench.suites import run_case
+from penstock.app.gpu_check import tables
+from penstock.app.gpu_check.found import run_telling
+from penstock.app.gpu_check.results import Results, Rows
+from penstock.app.gpu_check.schedule import Case, Job, Stage
+from penstock.engine.machine.peaks import peak_flops
 
 SUITES = "gpu"
 FIRST = ("long-7b", "short", "long-8b")
@@ -188,7 +189,17 @@ def _tests(job: Job) -> dict[str, Any]:
     found = sorted(Path(REPOSITORY, "tests", "gpu").glob("test_*.py"))
     names = [f"test_{name}.py" for name in TESTS]
     files = sorted(found, key=lambda file: names.index(file.name) if file.name in names else len(names))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "app.gpu_check.plugin", "-q"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "penstock.app.gpu_check.plugin",
+        "-q",
+    ]
     command += ["-o", "addopts=", "--rootdir", str(REPOSITORY), *(str(file) for file in files)]
     command += [f"--deselect={name}" for name in passed]
 
@@ -214,7 +225,7 @@ def _plan(case: PlanCase, folder: Path, job: Job) -> dict[str, Any]:
 
 
 def _storage(folder: Path, job: Job) -> dict[str, Any]:
-    command = [sys.executable, "-m", "app.cli", "bench", "storage", str(folder), "--json", "--size", STORAGE_BYTES]
+    command = child.command("app.cli", "bench", "storage", str(folder), "--json", "--size", STORAGE_BYTES)
     log = _log(job, "storage")
     outcome = run_telling([*command, "--rounds", "1"], job.limit_s, log, job.found)
     if outcome["status"] == "done":

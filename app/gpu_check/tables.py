@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.bench.process import markdown_table
-from storage.units import bytes_text
+from penstock.app.bench.process import markdown_table
+from penstock.storage.units import bytes_text
 
 Cases = Mapping[str, Mapping[str, Any]]
 

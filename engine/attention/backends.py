@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.spans import Call, Geometry
+from penstock.engine.attention.spans import Call, Geometry
 
 ALIGNMENT = 256
 """Lengths that are multiples of it are few in a run, however its documents lie."""

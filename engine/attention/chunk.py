@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.attention.backends import AttentionCall as AttentionCall
-from engine.attention.backends import Gradients as Gradients
-from engine.attention.backends import Operands as Operands
-from engine.attention.backends import work_dtype as work_dtype
-from engine.attention.compute import group_backward, group_forward
-from engine.attention.compute import merge_ as merge_
-from engine.attention.select import attention_report as attention_report
-from engine.attention.select import launches
-from engine.attention.select import measure as measure
-from engine.attention.workspace import workspace_bytes as workspace_bytes
-from storage.errors import UserError
+from penstock.engine.attention.backends import AttentionCall as AttentionCall
+from penstock.engine.attention.backends import Gradients as Gradients
+from penstock.engine.attention.backends import Operands as Operands
+from penstock.engine.attention.backends import work_dtype as work_dtype
+from penstock.engine.attention.compute import group_backward, group_forward
+from penstock.engine.attention.compute import merge_ as merge_
+from penstock.engine.attention.select import attention_report as attention_report
+from penstock.engine.attention.select import launches
+from penstock.engine.attention.select import measure as measure
+from penstock.engine.attention.workspace import workspace_bytes as workspace_bytes
+from penstock.storage.errors import UserError
 
 NAME = "penstock"
 """What `attn_implementation` is called in transformers."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Backend, Gradients, Operands, work_dtype
-from engine.attention.spans import Call
+from penstock.engine.attention.backends import Backend, Gradients, Operands, work_dtype
+from penstock.engine.attention.spans import Call
 
 
 def group_forward(x: Operands, backend: Backend, group: Sequence[Call]) -> tuple[Tensor, Tensor]:

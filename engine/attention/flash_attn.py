@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import Gradients, Operands, Problem
-from engine.attention.spans import Geometry
-from engine.attention.torch_cuda import FlashKernel, round_up, segment_lengths, window_limits
+from penstock.engine.attention.backends import Gradients, Operands, Problem
+from penstock.engine.attention.spans import Geometry
+from penstock.engine.attention.torch_cuda import FlashKernel, round_up, segment_lengths, window_limits
 
 
 @cache

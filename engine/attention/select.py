@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import (
+from penstock.engine.attention.backends import (
     ALIGNMENT,
     AttentionCall,
     Backend,
@@ -28,11 +28,11 @@ from engine.attention.backends import (
     TorchCpuFlash,
     work_dtype,
 )
-from engine.attention.compute import group_backward, group_forward
-from engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
-from engine.attention.spans import Call, Cut, Span, cut, spans
-from engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
-from engine.clock import elapsed_s
+from penstock.engine.attention.compute import group_backward, group_forward
+from penstock.engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from penstock.engine.attention.spans import Call, Cut, Span, cut, spans
+from penstock.engine.attention.torch_cuda import TorchCudaFlash, TorchCudnn
+from penstock.engine.clock import elapsed_s
 
 BACKENDS: tuple[Backend, ...] = (
     FlashAttention3(),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backends import ALIGNMENT, Gradients, Operands, Problem, pad
-from engine.attention.spans import Geometry
-from engine.attention.workspace import KEYS_PER_CALL
+from penstock.engine.attention.backends import ALIGNMENT, Gradients, Operands, Problem, pad
+from penstock.engine.attention.spans import Geometry
+from penstock.engine.attention.workspace import KEYS_PER_CALL
 
 
 @cache

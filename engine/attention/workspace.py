@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.attention.spans import SEGMENT_ROWS, most_segments
+from penstock.engine.attention.spans import SEGMENT_ROWS, most_segments
 
 KEYS_PER_CALL = 32768
 """Earlier keys of one backward call: kernels for grouped-query heads allocate up to 2 x heads x (qk_dim + v_dim) bytes

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import DataConfig
-from engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
-from engine.data.formats.base import Piece, find_format
-from engine.data.tokenizer import (
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
+from penstock.engine.data.formats.base import Piece, find_format
+from penstock.engine.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,
     open_trained,
@@ -24,8 +24,8 @@ from engine.data.tokenizer import (
     seal_trained,
     train_tokenizer,
 )
-from storage.disk import build_folder
-from storage.errors import UserError
+from penstock.storage.disk import build_folder
+from penstock.storage.errors import UserError
 
 _BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
 _RANDOM_DOCUMENTS = 64

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.crc import checksum
-from storage.disk import atomic_write, reporting
-from storage.errors import UserError
-from storage.sealed import hex_crc, seal, unseal
-from storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
+from penstock.storage.crc import checksum
+from penstock.storage.disk import atomic_write, reporting
+from penstock.storage.errors import UserError
+from penstock.storage.sealed import hex_crc, seal, unseal
+from penstock.storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
 
 BLOCK_BYTES = 1 << 16
 """Tokens under one checksum. Documents are drawn at random: a larger block would read much that is not wanted."""

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.data.corpus_files import TokenCorpus
-from engine.model.tokens import IGNORE_LABEL
-from storage.errors import UserError
-from storage.untrusted import is_whole
+from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import is_whole
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import Recipe
-from engine.data.corpus import prepare_text, random_corpus
-from engine.data.corpus_files import TokenCorpus
-from engine.data.loader import DataLoader, ValidationSet, split_documents
-from engine.data.tokenizer import TextTokenizer
-from engine.model.spec import ModelSpec
-from storage.errors import UserError
+from penstock.engine.config import Recipe
+from penstock.engine.data.corpus import prepare_text, random_corpus
+from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.loader import DataLoader, ValidationSet, split_documents
+from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from storage.disk import atomic_write, fsync_file
-from storage.errors import UserError
-from storage.model_folder import has_model_file, read_model_file
-from storage.sealed import hex_crc, seal, unseal
-from storage.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
+from penstock.storage.disk import atomic_write, fsync_file
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import has_model_file, read_model_file
+from penstock.storage.sealed import hex_crc, seal, unseal
+from penstock.storage.untrusted import is_whole, one_line, parse_json, parse_object, read_regular
 
 EOS_TOKEN = "<|endoftext|>"
 """The only special token of a tokenizer trained here: it ends every document."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from msgspec import structs
 
-from engine.config import parse_bytes
-from engine.forecast.request import PlanRequest
-from engine.forecast.search import SearchResult
-from engine.machine.profile import Machine
-from engine.plan.plan import gib
-from storage.errors import BudgetError, UserError
+from penstock.engine.config import parse_bytes
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.forecast.search import SearchResult
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import gib
+from penstock.storage.errors import BudgetError, UserError
 
 _TRIES = 12
 """Budgets that are raised after each other until a plan fits."""

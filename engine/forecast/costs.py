@@ -13,14 +13,14 @@ from typing import Any
 
 from msgspec import structs
 
-from engine.attention.pairs import chunk_pairs
-from engine.machine.profile import AttentionRate, Machine
-from engine.plan.plan import Plan
-from engine.plan.problem import FP32, BlockShape
-from engine.schedule import actions as a
-from engine.schedule.actions import ACTIONS, Cost
-from engine.schedule.builder import stays_aside
-from engine.schedule.ops import WHOLE, Op
+from penstock.engine.attention.pairs import chunk_pairs
+from penstock.engine.machine.profile import AttentionRate, Machine
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import FP32, BlockShape
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.actions import ACTIONS, Cost
+from penstock.engine.schedule.builder import stays_aside
+from penstock.engine.schedule.ops import WHOLE, Op
 
 LAUNCH_S = {"cpu": 4e-4, "gpu": 1.5e-4}
 """What a layer's op takes beside its work: some twenty kernel launches, which a GPU's queue hides in part."""

@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.forecast.costs import Calibration, Costs, representatives
-from engine.forecast.simulate import Clocks, Simulation, simulate
-from engine.machine.profile import Machine
-from engine.plan.plan import BufferPlan, Chunk, Plan
-from engine.plan.problem import HIDDEN_SLOTS
-from engine.schedule import actions as a
-from engine.schedule.builder import ScheduleBuilder
+from penstock.engine.forecast.costs import Calibration, Costs, representatives
+from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import BufferPlan, Chunk, Plan
+from penstock.engine.plan.problem import HIDDEN_SLOTS
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.builder import ScheduleBuilder
 
 FULL_OPS = 1_500
 """Steps of about so many ops are simulated whole."""

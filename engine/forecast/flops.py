@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.attention.pairs import visible_pairs
-from engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec
-from engine.plan.plan import Plan
-from storage.layout import ParamSpec
+from penstock.engine.attention.pairs import visible_pairs
+from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec
+from penstock.engine.plan.plan import Plan
+from penstock.storage.layout import ParamSpec
 
 BACKWARD = 2
 """A backward pass costs this many forward passes: gradients of the inputs and of the weights."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from engine.attention import workspace
-from engine.config import Recipe
-from engine.forecast.costs import representatives
-from engine.forecast.flops import block_matmul, projection_matmul, unread_matmul
-from engine.model.spec import ModelSpec
-from engine.plan.problem import (
+from penstock.engine.attention import workspace
+from penstock.engine.config import Recipe
+from penstock.engine.forecast.costs import representatives
+from penstock.engine.forecast.flops import block_matmul, projection_matmul, unread_matmul
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.plan.problem import (
     BYTES_PER_TOKEN,
     CUBLAS_WORKSPACE_BYTES,
     FP32,

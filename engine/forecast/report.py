@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.forecast.costs import Calibration
-from engine.forecast.extrapolate import estimate, estimate_evaluation, num_ops
-from engine.forecast.flops import active_params, executed_flops, model_flops
-from engine.forecast.request import PlanRequest
-from engine.forecast.search import SearchResult, promised_s
-from engine.forecast.simulate import Simulation
-from engine.machine.peaks import hfu, mfu, peak_flops
-from engine.machine.profile import Machine
-from engine.plan.plan import Plan
-from engine.plan.problem import FP32, PlanOptions
-from engine.schedule.actions import LANES
-from storage.chunk import ChunkFormat
-from storage.errors import BudgetError
+from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, num_ops
+from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.forecast.search import SearchResult, promised_s
+from penstock.engine.forecast.simulate import Simulation
+from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import FP32, PlanOptions
+from penstock.engine.schedule.actions import LANES
+from penstock.storage.chunk import ChunkFormat
+from penstock.storage.errors import BudgetError
 
 if TYPE_CHECKING:
-    from engine.data.loader import MicroBatch
+    from penstock.engine.data.loader import MicroBatch
 
 WHOLE_OPS = 30_000
 """Steps of up to so many ops are simulated whole for the forecast."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config import Recipe, parse_bytes
-from engine.forecast.costs import Calibration
-from engine.forecast.problem import (
+from penstock.engine.config import Recipe, parse_bytes
+from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
     HOLES_BYTES,
@@ -19,16 +19,16 @@ from engine.forecast.problem import (
     overhead_bytes,
     workspace_bytes,
 )
-from engine.forecast.search import SearchResult, chunk_options, search, why_not
-from engine.machine.budgets import Budgets
-from engine.machine.profile import Machine
-from engine.model.spec import ModelSpec, layouts
-from engine.optim.base import find_optimizer
-from engine.plan.plan import Plan
-from engine.plan.planner import make_plan
-from engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
-from storage.errors import BudgetError
-from storage.layout import part_numel_even
+from penstock.engine.forecast.search import SearchResult, chunk_options, search, why_not
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.machine.profile import Machine
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.optim.base import find_optimizer
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
+from penstock.storage.errors import BudgetError
+from penstock.storage.layout import part_numel_even
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.forecast.costs import Calibration
-from engine.forecast.extrapolate import estimate, num_ops
-from engine.forecast.simulate import Simulation
-from engine.machine.profile import Machine
-from engine.plan.plan import Plan
-from engine.plan.planner import make_plan
-from engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions
-from storage.errors import BudgetError
+from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.extrapolate import estimate, num_ops
+from penstock.engine.forecast.simulate import Simulation
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions
+from penstock.storage.errors import BudgetError
 
 EXHAUSTIVE_OPS = 1_500
 """Steps of about so many ops are cheap to simulate: every combination is tried."""

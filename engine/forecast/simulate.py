@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.events import Span
-from engine.forecast.costs import Costs
-from engine.machine.profile import Machine
-from engine.plan.plan import Plan
-from engine.schedule.actions import LANES, Lane
-from engine.schedule.builder import ScheduleBuilder, stays_aside
-from engine.schedule.ops import Op, span_of
+from penstock.engine.events import Span
+from penstock.engine.forecast.costs import Costs
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import Plan
+from penstock.engine.schedule.actions import LANES, Lane
+from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
+from penstock.engine.schedule.ops import Op, span_of
 
 BUILD_S = 1.6e-5
 """The main thread's time to build one op: docs/results/dispatch.md."""

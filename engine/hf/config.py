@@ -11,10 +11,10 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
-from storage.errors import UserError
-from storage.model_folder import read_config_file
-from storage.untrusted import one_line, parse_object, printable
+from penstock.engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import read_config_file
+from penstock.storage.untrusted import one_line, parse_object, printable
 
 _SHAPE_FIELDS = {
     "num_layers": "num_hidden_layers",

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
-from engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
-from engine.model import skeleton
-from engine.model.anatomy import initial_constants
-from engine.model.spec import ModelSpec
-from storage.disk import atomic_write, require_writable
-from storage.errors import UserError
-from storage.model_folder import has_model_file, read_model_file
-from storage.safetensors_io import CheckpointReader, CheckpointWriter
-from storage.untrusted import parse_object
+from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
+from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
+from penstock.engine.model import skeleton
+from penstock.engine.model.anatomy import initial_constants
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.disk import atomic_write, require_writable
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import has_model_file, read_model_file
+from penstock.storage.safetensors_io import CheckpointReader, CheckpointWriter
+from penstock.storage.untrusted import parse_object
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of trained tensors: those that fp32 holds exactly."""

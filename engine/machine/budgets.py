@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import BudgetConfig, parse_bytes
-from engine.machine.limits import (
+from penstock.engine.config import BudgetConfig, parse_bytes
+from penstock.engine.machine.limits import (
     GPU_RESERVE,
     GPU_TIER_SHARE,
     RAM_RESERVE,
@@ -19,10 +19,10 @@ from engine.machine.limits import (
     reserve_bytes,
     total_memory,
 )
-from engine.machine.profile import Machine
-from storage.errors import UserError
-from storage.units import bytes_text
-from storage.untrusted import printable
+from penstock.engine.machine.profile import Machine
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text
+from penstock.storage.untrusted import printable
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.config import TrainConfig
-from storage.errors import UserError
+from penstock.engine.config import TrainConfig
+from penstock.storage.errors import UserError
 
 
 class Verdict(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from engine.config import TrainConfig
-from storage.errors import UserError
-from storage.units import bytes_text
+from penstock.engine.config import TrainConfig
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from storage.errors import used_up
-from storage.filesystem import mount_of
+from penstock.storage.errors import used_up
+from penstock.storage.filesystem import mount_of
 
 GIB = 2**30
 

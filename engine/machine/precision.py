@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import TrainConfig
+from penstock.engine.config import TrainConfig
 
 
 def with_compute_dtype(train: TrainConfig, device_type: str) -> TrainConfig:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from engine.machine.peaks import peak_flops
-from engine.machine.profile import AttentionRate, Drive, Machine, load_machine
-from storage.errors import UserError
+from penstock.engine.machine.peaks import peak_flops
+from penstock.engine.machine.profile import AttentionRate, Drive, Machine, load_machine
+from penstock.storage.errors import UserError
 
 if TYPE_CHECKING:
     import torch

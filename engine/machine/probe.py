@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from engine.config import TrainConfig
-from engine.machine.budgets import split_shared
-from engine.machine.device import resolve_device
-from engine.machine.limits import free_memory, total_memory
-from engine.machine.probe_compute import (
+from penstock.engine.config import TrainConfig
+from penstock.engine.machine.budgets import split_shared
+from penstock.engine.machine.device import resolve_device
+from penstock.engine.machine.limits import free_memory, total_memory
+from penstock.engine.machine.probe_compute import (
     CPU_SIZES,
     GPU_SIZES,
     Sizes,
@@ -24,10 +24,10 @@ from engine.machine.probe_compute import (
     optimizer_params_per_s,
     pass_bytes_per_s,
 )
-from engine.machine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, probe_drives
-from engine.machine.profile import Machine
-from storage.errors import UserError
-from storage.untrusted import real_path
+from penstock.engine.machine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, probe_drives
+from penstock.engine.machine.profile import Machine
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import real_path
 
 _SPARE_BYTES = 512 << 20
 """Of RAM and GPU memory, free beside what is measured on."""

@@ -12,15 +12,15 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from engine.attention import chunk as attention
-from engine.clock import clock
-from engine.config import TrainConfig
-from engine.machine.affinity import place_threads
-from engine.machine.compilers import optimizer_compiles
-from engine.machine.profile import AttentionRate
-from engine.optim.base import UpdateRange, find_optimizer
-from storage.arena import HostArena
-from storage.layout import FlatLayout
+from penstock.engine.attention import chunk as attention
+from penstock.engine.clock import clock
+from penstock.engine.config import TrainConfig
+from penstock.engine.machine.affinity import place_threads
+from penstock.engine.machine.compilers import optimizer_compiles
+from penstock.engine.machine.profile import AttentionRate
+from penstock.engine.optim.base import UpdateRange, find_optimizer
+from penstock.storage.arena import HostArena
+from penstock.storage.layout import FlatLayout
 
 _COPIES = 4
 """Pairs of buffers that copies go round, so that no cache holds them."""

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from engine.machine.limits import free_disk, free_memory
-from engine.machine.profile import Drive
-from storage.arena import HostArena
-from storage.disk import read_all, reporting, require_writable, write_all
-from storage.drives import READ_THREADS, WRITE_THREADS
-from storage.errors import UserError
-from storage.filesystem import check_folder, mount_of
+from penstock.engine.machine.limits import free_disk, free_memory
+from penstock.engine.machine.profile import Drive
+from penstock.storage.arena import HostArena
+from penstock.storage.disk import read_all, reporting, require_writable, write_all
+from penstock.storage.drives import READ_THREADS, WRITE_THREADS
+from penstock.storage.errors import UserError
+from penstock.storage.filesystem import check_folder, mount_of
 
 BLOCK_BYTES = 32 << 20
 """Of one request: as long as the store's chunk files."""

@@ -20,20 +20,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.machine.budgets import Reserved, gpu_name, words
-from engine.machine.limits import free_memory
-from storage.disk import held
-from storage.errors import BudgetError
-from storage.units import bytes_text
-from storage.untrusted import is_whole, parse_object, printable
+from penstock.engine.machine.budgets import Reserved, gpu_name, words
+from penstock.engine.machine.limits import free_memory
+from penstock.storage.disk import held
+from penstock.storage.errors import BudgetError
+from penstock.storage.units import bytes_text
+from penstock.storage.untrusted import is_whole, parse_object, printable
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.events import Observer
-    from engine.machine.budgets import Budgets
-    from engine.plan.plan import Plan
-    from engine.preparing import Checklist
+    from penstock.engine.events import Observer
+    from penstock.engine.machine.budgets import Budgets
+    from penstock.engine.plan.plan import Plan
+    from penstock.engine.preparing import Checklist
 
 WAIT_S = 300.0
 """How long a process waits for another one's plan, which may have to compile and to measure first."""

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from engine.config import Recipe
-from engine.model import skeleton
-from engine.model.graph_size import find_graph_bytes
-from engine.model.shrink import shrink
-from engine.model.spec import EMBED, HEAD, AttentionShape, BlockSpec, ModelSpec
-from engine.model.trace import Trial, attention_shapes, run_trial
-from storage.errors import UserError, refused
-from storage.layout import ParamSpec
+from penstock.engine.config import Recipe
+from penstock.engine.model import skeleton
+from penstock.engine.model.graph_size import find_graph_bytes
+from penstock.engine.model.shrink import shrink
+from penstock.engine.model.spec import EMBED, HEAD, AttentionShape, BlockSpec, ModelSpec
+from penstock.engine.model.trace import Trial, attention_shapes, run_trial
+from penstock.storage.errors import UserError, refused
+from penstock.storage.layout import ParamSpec
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

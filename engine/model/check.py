@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engine.model.anatomy import refuse_unsupported, take_apart
-from engine.model.reference import forward_backward
-from engine.model.runner import ModelRunner
-from engine.model.shrink import shrink
-from engine.model.spec import ModelSpec
-from engine.model.tokens import IGNORE_LABEL
-from engine.model.trace import random_model
-from storage.errors import UserError, refused
+from penstock.engine.model.anatomy import refuse_unsupported, take_apart
+from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.shrink import shrink
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.trace import random_model
+from penstock.storage.errors import UserError, refused
 
 TOLERANCE = 1e-5
 """Largest relative error of the loss and of any parameter's gradient that passes."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.model import skeleton
-from engine.model.layers import LayerInputs, LayerRunner, Projection
-from engine.model.skeleton import LayerCall, Skeleton
-from engine.model.spec import ModelSpec
-from storage.layout import FlatLayout
+from penstock.engine.model import skeleton
+from penstock.engine.model.layers import LayerInputs, LayerRunner, Projection
+from penstock.engine.model.skeleton import LayerCall, Skeleton
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.layout import FlatLayout
 
 _TOKENS = (64, 192)
 """Two lengths: what does not grow with the length (rotary constants, say) drops out."""

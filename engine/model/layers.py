@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, AttentionState
-from engine.model import skeleton
-from engine.model.recompute import for_backward
-from engine.model.skeleton import LayerCall
-from engine.model.spec import ModelSpec
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.chunk import AttentionCall, AttentionState
+from penstock.engine.model import skeleton
+from penstock.engine.model.recompute import for_backward
+from penstock.engine.model.skeleton import LayerCall
+from penstock.engine.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.chunk import AttentionState
-from engine.config import TrainConfig
-from engine.model.layers import LayerInputs
-from engine.model.runner import ModelRunner
-from engine.model.spec import EMBED, HEAD, layouts
-from engine.model.tokens import IGNORE_LABEL, ChunkTokens, Stream, chunk_ranges
-from engine.optim.base import MASTER, UpdateRange, find_optimizer
-from engine.optim.lr import clip_coefficient
+from penstock.engine.attention.chunk import AttentionState
+from penstock.engine.config import TrainConfig
+from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.spec import EMBED, HEAD, layouts
+from penstock.engine.model.tokens import IGNORE_LABEL, ChunkTokens, Stream, chunk_ranges
+from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
+from penstock.engine.optim.lr import clip_coefficient
 
 Tensors = Mapping[str, Tensor]
 """By the parameter's state-dict name."""

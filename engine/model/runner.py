@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.model import loss as loss_terms
-from engine.model import skeleton
-from engine.model.layers import LayerInputs, LayerRunner
-from engine.model.skeleton import LayerCall, Skeleton
-from engine.model.spec import ModelSpec
-from engine.model.tokens import ChunkTokens
+from penstock.engine.model import loss as loss_terms
+from penstock.engine.model import skeleton
+from penstock.engine.model.layers import LayerInputs, LayerRunner
+from penstock.engine.model.skeleton import LayerCall, Skeleton
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import ChunkTokens
 
 
 class ModelRunner:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from engine.model import skeleton
+from penstock.engine.model import skeleton
 
 HIDDEN = 64
 HEADS = 4

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engine.attention import chunk as attention
-from storage.errors import UserError
+from penstock.engine.attention import chunk as attention
+from penstock.storage.errors import UserError
 
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"})
 """Attributes in which transformers layers keep their own number; they do not make two layers different."""

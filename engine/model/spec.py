@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from storage.layout import FlatLayout, ParamSpec
+from penstock.storage.layout import FlatLayout, ParamSpec
 
 EMBED = "embed"
 HEAD = "head"

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
-from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, MaskPattern
-from engine.model import skeleton
-from engine.model.recompute import unread_linear
-from storage.errors import UserError
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.chunk import AttentionCall, MaskPattern
+from penstock.engine.model import skeleton
+from penstock.engine.model.recompute import unread_linear
+from penstock.storage.errors import UserError
 
 _TOKENS = 12
 

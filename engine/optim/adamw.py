@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import TrainConfig
-from engine.optim.base import Mode, UpdateRange
-from engine.optim.lr import learning_rate, on_device
+from penstock.engine.config import TrainConfig
+from penstock.engine.optim.base import Mode, UpdateRange
+from penstock.engine.optim.lr import learning_rate, on_device
 
 PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
 """Elements updated at once where the update is not compiled, per device type: there are up to ten copies in float32, in

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from engine.config import TrainConfig
-from storage.errors import UserError
-from storage.layout import FlatLayout
+from penstock.engine.config import TrainConfig
+from penstock.storage.errors import UserError
+from penstock.storage.layout import FlatLayout
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class OptimizerSpec:
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(
-        kinds=("exp_avg", "exp_avg_sq"), granularity="element", implementation="engine.optim.adamw:AdamW"
+        kinds=("exp_avg", "exp_avg_sq"), granularity="element", implementation="penstock.engine.optim.adamw:AdamW"
     ),
 }
 """train.optimizer -> what it is."""

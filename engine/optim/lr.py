@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.clock import wait_for_copies
-from engine.config import TrainConfig
+from penstock.engine.clock import wait_for_copies
+from penstock.engine.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.plan.problem import (
+from penstock.engine.plan.problem import (
     ALIGNMENT,
     DKV_SLOTS,
     FP32,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from engine.plan.plan import (
+from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
     TierPlan,
@@ -19,7 +19,7 @@ from engine.plan.plan import (
     record,
     window_bytes,
 )
-from engine.plan.problem import (
+from penstock.engine.plan.problem import (
     FP32,
     HIDDEN_SLOTS,
     LAST_GOOD,
@@ -32,8 +32,8 @@ from engine.plan.problem import (
     Pool,
     Tier,
 )
-from storage.chunk import ChunkFormat
-from storage.errors import BudgetError
+from penstock.storage.chunk import ChunkFormat
+from penstock.storage.errors import BudgetError
 
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """Choice.stages -> records on their way to or from NVMe at once."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.data.loader import MicroBatch
-from engine.model.tokens import ChunkTokens
-from engine.plan.plan import Chunk
-from engine.plan.problem import BYTES_PER_TOKEN
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.plan.plan import Chunk
+from penstock.engine.plan.problem import BYTES_PER_TOKEN
 
 
 @dataclass(slots=True)

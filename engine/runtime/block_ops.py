@@ -9,16 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.clock import wait_for_copies
-from engine.config import TrainConfig
-from engine.optim.base import Optimizer
-from engine.optim.lr import clip_coefficient
-from engine.runtime.failures import DivergedError, first_not_finite
-from engine.runtime.handlers import handles
-from engine.runtime.views import Views
-from engine.schedule import actions as a
-from engine.schedule.ops import WHOLE, Op
-from storage.nvme import NvmeStore
+from penstock.engine.clock import wait_for_copies
+from penstock.engine.config import TrainConfig
+from penstock.engine.optim.base import Optimizer
+from penstock.engine.optim.lr import clip_coefficient
+from penstock.engine.runtime.failures import DivergedError, first_not_finite
+from penstock.engine.runtime.handlers import handles
+from penstock.engine.runtime.views import Views
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.storage.nvme import NvmeStore
 
 
 class BlockOps:

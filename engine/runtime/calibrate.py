@@ -16,24 +16,24 @@ from operator import attrgetter
 import torch
 from msgspec import structs
 
-from engine.clock import elapsed_s
-from engine.config import TrainConfig
-from engine.data.loader import MicroBatch
-from engine.forecast.costs import Calibration, Costs, Sample, op_kind
-from engine.machine.profile import Machine
-from engine.model.runner import ModelRunner
-from engine.optim.base import Optimizer, UpdateRange
-from engine.plan.plan import Plan
-from engine.plan.problem import ALIGNMENT, FP32, POOLS
-from engine.runtime.batch import BatchCarrier, StepData
-from engine.runtime.executor import Executor
-from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
-from engine.runtime.runtime import Runtime
-from engine.schedule import actions as a
-from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import WHOLE, Op
-from storage.arena import HostArena
-from storage.layout import FlatLayout, ParamSpec
+from penstock.engine.clock import elapsed_s
+from penstock.engine.config import TrainConfig
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.forecast.costs import Calibration, Costs, Sample, op_kind
+from penstock.engine.machine.profile import Machine
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.optim.base import Optimizer, UpdateRange
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS
+from penstock.engine.runtime.batch import BatchCarrier, StepData
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
+from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.storage.arena import HostArena
+from penstock.storage.layout import FlatLayout, ParamSpec
 
 REPEATS = 3
 """Times that ops are measured after they have run once, which compiles them."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import TrainConfig
-from engine.machine.compilers import Compilation, find_compilation
-from engine.machine.device import compute_dtype
-from engine.model.runner import ModelRunner
-from engine.model.spec import ModelSpec
-from engine.optim.base import Mode, Optimizer, find_optimizer
+from penstock.engine.config import TrainConfig
+from penstock.engine.machine.compilers import Compilation, find_compilation
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.optim.base import Mode, Optimizer, find_optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from engine.events import Span, UnderWay
-from engine.schedule.actions import LANES
-from engine.schedule.ops import Op, span_of
+from penstock.engine.events import Span, UnderWay
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op, span_of
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})
 

@@ -7,10 +7,10 @@ import re
 import torch
 from torch import Tensor
 
-from engine.plan.plan import Plan
-from engine.schedule.ops import WHOLE, Op
-from storage.errors import UserError, used_up
-from storage.untrusted import one_line
+from penstock.engine.plan.plan import Plan
+from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.storage.errors import UserError, used_up
+from penstock.storage.untrusted import one_line
 
 
 class DivergedError(UserError):

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.machine.limits import GIB, FreeMemory, free_memory, memory_groups
-from engine.plan.plan import Plan
-from engine.runtime.failures import describe
-from engine.schedule.ops import Op
-from storage.errors import UserError
+from penstock.engine.machine.limits import GIB, FreeMemory, free_memory, memory_groups
+from penstock.engine.plan.plan import Plan
+from penstock.engine.runtime.failures import describe
+from penstock.engine.schedule.ops import Op
+from penstock.storage.errors import UserError
 
 INTERVAL_S = 0.05
 """Between two looks at free memory, over all threads."""

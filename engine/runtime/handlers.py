@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from engine.schedule.actions import Action
-from engine.schedule.ops import Op
+from penstock.engine.schedule.actions import Action
+from penstock.engine.schedule.ops import Op
 
 Handler = Callable[[Op], Future[Any] | None]
 """Carries out an op; a Future means that it goes on in the background."""

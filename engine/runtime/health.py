@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.runtime.failures import DivergedError
+from penstock.engine.runtime.failures import DivergedError
 
 LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 """Of a master weight, 1.8e19: the square of a larger one is infinite in float32, and so is every norm that it is in."""

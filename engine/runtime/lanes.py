@@ -13,9 +13,9 @@ from collections import deque
 
 import torch
 
-from engine.machine.affinity import Placement
-from engine.machine.device import DeviceSettings, configure
-from engine.runtime.executor import Executor
+from penstock.engine.machine.affinity import Placement
+from penstock.engine.machine.device import DeviceSettings, configure
+from penstock.engine.runtime.executor import Executor
 
 IN_FLIGHT = {"nvme_read": 3, "nvme_write": 3}
 """Ops that a disk lane may have under way at once on each drive."""

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
-from engine.model.layers import LayerGraph, Projection
-from engine.model.spec import AttentionShape
-from engine.plan.plan import Chunk
-from engine.runtime.handlers import handles
-from engine.runtime.views import Views
-from engine.schedule import actions as a
-from engine.schedule.ops import Op
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, KeptAttention, Operands
+from penstock.engine.model.layers import LayerGraph, Projection
+from penstock.engine.model.spec import AttentionShape
+from penstock.engine.plan.plan import Chunk
+from penstock.engine.runtime.handlers import handles
+from penstock.engine.runtime.views import Views
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.ops import Op
 
 
 class LayerOps:

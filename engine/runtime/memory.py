@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.plan.plan import BufferPlan, Plan, attention_regions, window_bytes
-from engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
-from storage.arena import HostArena, empty_aligned
+from penstock.engine.plan.plan import BufferPlan, Plan, attention_regions, window_bytes
+from penstock.engine.plan.problem import ALIGNMENT, HIDDEN_SLOTS, POOLS, SAVED_SLOTS, Pool, Tier
+from penstock.storage.arena import HostArena, empty_aligned
 
 
 class DeviceArena:

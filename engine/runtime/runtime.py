@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from engine.config import TrainConfig
-from engine.model.runner import ModelRunner
-from engine.optim.base import Optimizer
-from engine.plan.plan import Plan
-from engine.runtime.batch import EvaluationData, StepData
-from engine.runtime.block_ops import BlockOps
-from engine.runtime.handlers import handlers_of
-from engine.runtime.layer_ops import LayerOps
-from engine.runtime.memory import GpuMemory, RamMemory
-from engine.runtime.state_ops import StateOps
-from engine.runtime.views import Views
-from engine.schedule import actions as a
-from engine.schedule.ops import Op
-from storage.layout import FlatLayout
-from storage.nvme import NvmeStore
+from penstock.engine.config import TrainConfig
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.optim.base import Optimizer
+from penstock.engine.plan.plan import Plan
+from penstock.engine.runtime.batch import EvaluationData, StepData
+from penstock.engine.runtime.block_ops import BlockOps
+from penstock.engine.runtime.handlers import handlers_of
+from penstock.engine.runtime.layer_ops import LayerOps
+from penstock.engine.runtime.memory import GpuMemory, RamMemory
+from penstock.engine.runtime.state_ops import StateOps
+from penstock.engine.runtime.views import Views
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.ops import Op
+from penstock.storage.layout import FlatLayout
+from penstock.storage.nvme import NvmeStore
 
 
 class Runtime:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.clock import wait_for_copies
-from engine.optim.base import MASTER
-from engine.plan.plan import BufferPlan, Plan
-from engine.runtime.memory import GpuMemory, RamMemory
-from storage.arena import empty_aligned
-from storage.layout import FlatLayout, part_ranges
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
+from penstock.engine.clock import wait_for_copies
+from penstock.engine.optim.base import MASTER
+from penstock.engine.plan.plan import BufferPlan, Plan
+from penstock.engine.runtime.memory import GpuMemory, RamMemory
+from penstock.storage.arena import empty_aligned
+from penstock.storage.layout import FlatLayout, part_ranges
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
 
 _PARTS_AT_ONCE = 8
 """Parts of state that are read into RAM at once: enough for several drives."""

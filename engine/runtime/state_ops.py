@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.optim.base import Optimizer, UpdateRange
-from engine.plan.plan import BufferPlan
-from engine.runtime.handlers import handles
-from engine.runtime.health import require_usable
-from engine.runtime.views import Views
-from engine.schedule import actions as a
-from engine.schedule.ops import Op
-from storage.nvme import NvmeStore
+from penstock.engine.optim.base import Optimizer, UpdateRange
+from penstock.engine.plan.plan import BufferPlan
+from penstock.engine.runtime.handlers import handles
+from penstock.engine.runtime.health import require_usable
+from penstock.engine.runtime.views import Views
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.ops import Op
+from penstock.storage.nvme import NvmeStore
 
 
 class StateOps:

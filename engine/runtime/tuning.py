@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.data.loader import MicroBatch
-from engine.events import Observer
-from engine.forecast.costs import Calibration
-from engine.forecast.problem import LOGITS_BYTES
-from engine.forecast.request import PlanRequest
-from engine.forecast.search import SearchResult
-from engine.machine.profile import Machine
-from engine.model.spec import layouts
-from engine.preparing import Checklist
-from engine.runtime.calibrate import calibrate
-from engine.runtime.compute import Compute
-from engine.runtime.failures import explain
-from engine.runtime.lanes import Lanes
-from storage.errors import UserError
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.events import Observer
+from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.forecast.search import SearchResult
+from penstock.engine.machine.profile import Machine
+from penstock.engine.model.spec import layouts
+from penstock.engine.preparing import Checklist
+from penstock.engine.runtime.calibrate import calibrate
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.failures import explain
+from penstock.engine.runtime.lanes import Lanes
+from penstock.storage.errors import UserError
 
 COMPILE_S = 20.0
 """About what compiling a model's layers and its loss takes where none of it is in Inductor's cache."""

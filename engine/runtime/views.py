@@ -7,16 +7,16 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from engine.model.layers import LayerInputs
-from engine.model.runner import ModelRunner
-from engine.model.tokens import ChunkTokens
-from engine.plan.plan import Chunk, Plan
-from engine.plan.problem import INPUTS_CACHE_BYTES
-from engine.runtime.batch import Batch, EvaluationData, StepData
-from engine.runtime.memory import GpuMemory, RamMemory
-from engine.schedule import actions as a
-from engine.schedule.ops import Op
-from storage.layout import FlatLayout
+from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.problem import INPUTS_CACHE_BYTES
+from penstock.engine.runtime.batch import Batch, EvaluationData, StepData
+from penstock.engine.runtime.memory import GpuMemory, RamMemory
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.ops import Op
+from penstock.storage.layout import FlatLayout
 
 
 class Views:

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import Literal
 
-from engine.schedule import resources as r
+from penstock.engine.schedule import resources as r
 
 Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
 LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")

@@ -11,12 +11,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from engine.plan.plan import Chunk, Plan
-from engine.plan.problem import DKV_SLOTS, FP32, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
-from engine.schedule import actions as a
-from engine.schedule import resources as r
-from engine.schedule.ops import Emitter, Slots
-from engine.schedule.resources import Resource
+from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.problem import DKV_SLOTS, FP32, HIDDEN_SLOTS, KV_SLOTS, SAVED_SLOTS
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.ops import Emitter, Slots
+from penstock.engine.schedule.resources import Resource
 
 Mode = Literal["forward", "head", "recompute", "backward", "evaluate"]
 """The head runs forward and backward at once, so that a chunk's logits die where they are made; "recompute" computes

@@ -14,14 +14,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.plan.plan import Chunk, Plan
-from engine.plan.problem import Role
-from engine.schedule import actions as a
-from engine.schedule import resources as r
-from engine.schedule.activations import ActivationSchedule, Mode
-from engine.schedule.ops import WHOLE, Emitter, Op
-from engine.schedule.resources import Resource
-from engine.schedule.state import Load, StateSchedule
+from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.problem import Role
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.activations import ActivationSchedule, Mode
+from penstock.engine.schedule.ops import WHOLE, Emitter, Op
+from penstock.engine.schedule.resources import Resource
+from penstock.engine.schedule.state import Load, StateSchedule
 
 Documents = Sequence[Sequence[int]]
 

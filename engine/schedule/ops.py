@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from engine.events import Span
-from engine.schedule.actions import Action, Lane
-from engine.schedule.resources import Resource
+from penstock.engine.events import Span
+from penstock.engine.schedule.actions import Action, Lane
+from penstock.engine.schedule.resources import Resource
 
 WHOLE = -1
 """Index of an op that concerns a whole block; slot number of a buffer that is resident and needs none."""

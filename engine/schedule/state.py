@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from engine.plan.plan import BufferPlan, Plan
-from engine.plan.problem import FP32, POOLS, BlockShape
-from engine.schedule import actions as a
-from engine.schedule import resources as r
-from engine.schedule.ops import WHOLE, Emitter, Slots
-from engine.schedule.resources import Resource
+from penstock.engine.plan.plan import BufferPlan, Plan
+from penstock.engine.plan.problem import FP32, POOLS, BlockShape
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.ops import WHOLE, Emitter, Slots
+from penstock.engine.schedule.resources import Resource
 
 Load = Callable[[], None]
 """Emits the ops that bring some of a block's weights to the compute device."""

@@ -10,10 +10,10 @@ from bad_model_files import CONFIG
 from cli_process import refusal
 from transformers import GPT2Config, PretrainedConfig, Qwen3Config
 
-from engine.config import DataConfig
-from engine.data.corpus import require_text
-from engine.model.anatomy import take_apart, validate_context
-from storage.errors import UserError
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import require_text
+from penstock.engine.model.anatomy import take_apart, validate_context
+from penstock.storage.errors import UserError
 
 Train = Callable[..., str]
 

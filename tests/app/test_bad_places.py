@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import tiny
 
-import app.cli
-from app.rundir import find_run
-from engine.data.corpus import random_corpus
-from engine.runtime.failures import explain
-from storage.errors import UserError
+import penstock.app.cli
+from penstock.app.rundir import find_run
+from penstock.engine.data.corpus import random_corpus
+from penstock.engine.runtime.failures import explain
+from penstock.storage.errors import UserError
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_no_folder_for_temporary_files_is_one_message(
     """As where /tmp, /var/tmp and the current folder are read-only or full: libraries need one when they are loaded."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
-    monkeypatch.setattr(app.cli, "_command", lambda: lambda *args, **kwargs: tempfile.mkdtemp())
-    assert app.cli.main(["runs"]) == 2
+    monkeypatch.setattr(penstock.app.cli, "_command", lambda: lambda *args, **kwargs: tempfile.mkdtemp())
+    assert penstock.app.cli.main(["runs"]) == 2
     said = capsys.readouterr().err
     assert "/proc/none" in said
     assert "set TMPDIR" in said

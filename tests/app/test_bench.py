@@ -8,16 +8,16 @@ import torch
 from bad_model_files import CONFIG
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from app.bench import process
-from app.bench import step as bench
-from app.bench.attention import bench_attention
-from app.bench.memory import bench_memory
-from app.bench.plain import PlainBatch, plain_steps
-from app.bench.plan import bench_plan
-from app.bench.planned import bench_planned
-from app.bench.suites import bench_suites
-from engine.config import TrainConfig
-from storage.errors import UserError
+from penstock.app.bench import process
+from penstock.app.bench import step as bench
+from penstock.app.bench.attention import bench_attention
+from penstock.app.bench.memory import bench_memory
+from penstock.app.bench.plain import PlainBatch, plain_steps
+from penstock.app.bench.plan import bench_plan
+from penstock.app.bench.planned import bench_planned
+from penstock.app.bench.suites import bench_suites
+from penstock.engine.config import TrainConfig
+from penstock.storage.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.bench import memory as bench_memory
-from storage.errors import UserError
+from penstock.app.bench import memory as bench_memory
+from penstock.storage.errors import UserError
 
 PER_TOKEN = 12 * bench_memory.SHAPE.kv_heads * bench_memory.SHAPE.head_dim
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from sample_forecast import GIB, fitting
 
-from app.bench import plan as bench_plan_module
-from app.bench.plan import bench_plan, cases_here, compare, progress, row_of, run_case
-from app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
-from app.bench.process import CallFailed
-from app.recipe import from_json, to_json
-from engine.config import Recipe, parse_bytes
-from engine.forecast.request import PlanRequest
-from engine.hf.config import model_config
-from engine.machine.budgets import Budgets
-from engine.machine.device import LEAST_LIMIT_BYTES
-from engine.machine.presets import generic_gpu
-from engine.model.anatomy import model_spec
-from storage.errors import UserError
+from penstock.app.bench import plan as bench_plan_module
+from penstock.app.bench.plan import bench_plan, cases_here, compare, progress, row_of, run_case
+from penstock.app.bench.plan_cases import CASES, CUDA_CASES, PlanCase
+from penstock.app.bench.process import CallFailed
+from penstock.app.recipe import from_json, to_json
+from penstock.engine.config import Recipe, parse_bytes
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.machine.device import LEAST_LIMIT_BYTES
+from penstock.engine.machine.presets import generic_gpu
+from penstock.engine.model.anatomy import model_spec
+from penstock.storage.errors import UserError
 
 
 def finished(

@@ -9,11 +9,11 @@ import pytest
 from recipe_texts import TINY
 from sample_forecast import fitting, refused
 
-from app.bench import heatmap, planned
-from app.bench.published import PUBLISHED
-from engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
-from engine.machine.presets import PRESETS
-from storage.errors import UserError
+from penstock.app.bench import heatmap, planned
+from penstock.app.bench.published import PUBLISHED
+from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock.engine.machine.presets import PRESETS
+from penstock.storage.errors import UserError
 
 MACHINES = ["gh200-480", "rtx3090-64"]
 SHAPE = TINY["model"] | {"vocab_size": 512}

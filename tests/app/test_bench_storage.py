@@ -13,12 +13,12 @@ import torch
 from cli_process import REPOSITORY, default_signals, wait_until
 from samples import cases
 
-from app.bench import storage as bench
-from app.bench.raw_io import Fio, OwnLoop, RawFiles, Timed
-from storage.arena import HostArena
-from storage.chunk import ChunkFormat
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.app.bench import storage as bench
+from penstock.app.bench.raw_io import Fio, OwnLoop, RawFiles, Timed
+from penstock.storage.arena import HostArena
+from penstock.storage.chunk import ChunkFormat
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 CHUNK = 1 << 20
 SIZE = 8 * CHUNK
@@ -164,7 +164,7 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, without_fio: None, monk
 @pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM))
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
-        "from pathlib import Path; from app.bench.storage import bench_storage\n"
+        "from pathlib import Path; from penstock.app.bench.storage import bench_storage\n"
         f"bench_storage([Path({str(tmp_path)!r})], size_bytes={SIZE}, part_bytes={CHUNK}, rounds=10**6)"
     )
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from app.bench import cases as bench_cases
-from app.bench import suites as bench_suites
-from app.bench.cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_of, cases_of
-from app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
-from app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
-from app.bench.state import DrawnState
-from app.bench.suite_worker import WarmUpLoader, learnt
-from engine.config import DataConfig, Recipe
-from engine.data.loader import MicroBatch
-from engine.forecast.flops import StepFlops, executed_flops, model_flops
-from engine.forecast.problem import ALLOCATOR_SHARE
-from engine.model.spec import layouts
-from engine.model.tokens import IGNORE_LABEL
-from engine.runtime.compute import Compute
-from engine.runtime.lanes import Lanes
-from storage.errors import UserError
+from penstock.app.bench import cases as bench_cases
+from penstock.app.bench import suites as bench_suites
+from penstock.app.bench.cases import LLAMA3_8B, QWEN3_32B, QWEN25_7B, SUITES, Case, case_of, cases_of
+from penstock.app.bench.figures import kernel_idle, limit_s, median_times, scaled_flops, step_times
+from penstock.app.bench.setup import Setup, Skip, _scaled_peaks, choose, nvme_bytes, shape_model
+from penstock.app.bench.state import DrawnState
+from penstock.app.bench.suite_worker import WarmUpLoader, learnt
+from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flops
+from penstock.engine.forecast.problem import ALLOCATOR_SHARE
+from penstock.engine.model.spec import layouts
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.lanes import Lanes
+from penstock.storage.errors import UserError
 
 CPU_SHORT, CPU_LONG, CPU_TIERS = SUITES["cpu"]
 

@@ -8,11 +8,11 @@ import pytest
 from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
 from recipe_texts import recipe_text
 
-from app.checkpoints import checkpoint_steps, committed_step
-from app.cli import main
-from app.rundir import read_info, read_recipe
-from storage.checkpoints import list_checkpoints
-from storage.safetensors_io import CheckpointReader
+from penstock.app.checkpoints import checkpoint_steps, committed_step
+from penstock.app.cli import main
+from penstock.app.rundir import read_info, read_recipe
+from penstock.storage.checkpoints import list_checkpoints
+from penstock.storage.safetensors_io import CheckpointReader
 
 RECIPE = recipe_text(
     model={"num_layers": 3, "vocab_size": 300},

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from cli_process import FAKE, REPOSITORY, Cli, done, json_lines, steps, wait_until
 
-from app import control
-from app.checkpoints import make_checkpoint
-from app.cli import main
-from app.rundir import STALE_S, read_info, state_of
-from storage.errors import UserError
+from penstock.app import control
+from penstock.app.checkpoints import make_checkpoint
+from penstock.app.cli import main
+from penstock.app.rundir import STALE_S, read_info, state_of
+from penstock.storage.errors import UserError
 
 COMMANDS = ["train", "plan", "probe", "resume", "check", "export", "checkpoint", "scrub", "runs", "trace", "lanes"]
 COMMANDS += ["bench", "bench step", "bench storage", "bench plan", "bench planned"]

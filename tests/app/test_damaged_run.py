@@ -12,12 +12,12 @@ import pytest
 from cli_process import json_lines, refusal
 from recipe_texts import recipe_text
 
-from app.cli import main
-from app.recipe import from_json, from_run_json, to_run_json
-from app.rundir import RunDir, read_recipe
-from engine.config import Recipe
-from storage.errors import UserError
-from storage.units import bytes_text
+from penstock.app.cli import main
+from penstock.app.recipe import from_json, from_run_json, to_run_json
+from penstock.app.rundir import RunDir, read_recipe
+from penstock.engine.config import Recipe
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text
 
 RECIPE = recipe_text(data={"path": "texts"}, budgets={"gpu": "1MiB", "ram": "2MiB"})
 

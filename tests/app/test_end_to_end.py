@@ -9,8 +9,8 @@ from cli_process import REAL, Cli, done, json_lines, steps, wait_until
 from real_runs import make_root
 from recipe_texts import recipe_text
 
-from app.cli import main
-from app.recipe import load_recipe
+from penstock.app.cli import main
+from penstock.app.recipe import load_recipe
 
 RECIPE = recipe_text(
     model={"num_layers": 3},

@@ -8,13 +8,13 @@ import pytest
 from recipe_texts import TINY
 from transformers import PretrainedConfig
 
-from app.launch import from_scratch, require_weights
-from app.recipe import from_json, to_json
-from engine.config import DataConfig, ModelConfig, Recipe
-from engine.data.tokenizer import train_tokenizer
-from engine.hf.config import model_config
-from engine.model.anatomy import take_apart
-from storage.errors import UserError
+from penstock.app.launch import from_scratch, require_weights
+from penstock.app.recipe import from_json, to_json
+from penstock.engine.config import DataConfig, ModelConfig, Recipe
+from penstock.engine.data.tokenizer import train_tokenizer
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.anatomy import take_apart
+from penstock.storage.errors import UserError
 
 SHAPE = TINY["model"] | {"vocab_size": 300, "max_position": 128}
 CONFIG = bad_model_files.CONFIG | {"rms_norm_eps": 1e-3, "rope_theta": 5e5, "rope_scaling": None}

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from recipe_texts import tiny_recipe
 from samples import sampled
 
-from app.lanes import lanes_report
-from app.recipe import from_json, to_dict, to_json
-from engine.config import DataConfig
-from engine.data.corpus import read_pieces
-from engine.hf.config import read_config
-from engine.machine.presets import GENERIC
-from engine.machine.profile import load_machine
-from storage.errors import UserError
-from storage.manifest import Manifest
-from storage.safetensors_io import CheckpointReader
-from storage.untrusted import parse_object
+from penstock.app.lanes import lanes_report
+from penstock.app.recipe import from_json, to_dict, to_json
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import read_pieces
+from penstock.engine.hf.config import read_config
+from penstock.engine.machine.presets import GENERIC
+from penstock.engine.machine.profile import load_machine
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
+from penstock.storage.safetensors_io import CheckpointReader
+from penstock.storage.untrusted import parse_object
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 0.5, -0.0, float("nan"), float("inf"), "", "x", "\ud800", "a\0b",

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from cli_process import REPOSITORY, is_running, wait_until
 
-from app.gpu_check.found import run_telling
-from app.gpu_check.results import Results
-from app.gpu_check.schedule import Case, Check, Ended, Job, Stage
-from storage.errors import UserError
+from penstock.app.gpu_check.found import run_telling
+from penstock.app.gpu_check.results import Results
+from penstock.app.gpu_check.schedule import Case, Check, Ended, Job, Stage
+from penstock.storage.errors import UserError
 
 
 class Bench:
@@ -223,7 +223,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, time
-from app.gpu_check.found import tell
+from penstock.app.gpu_check.found import tell
 tell({"first": 1})
 print("working")
 tell({"second": [2]})
@@ -256,9 +256,9 @@ PARENT = """
 import sys
 from functools import partial
 from pathlib import Path
-from app.gpu_check.found import run_telling
-from app.gpu_check.results import Results
-from app.gpu_check.schedule import Case, Check, Stage, ended_by_signals
+from penstock.app.gpu_check.found import run_telling
+from penstock.app.gpu_check.results import Results
+from penstock.app.gpu_check.schedule import Case, Check, Stage, ended_by_signals
 import time
 folder, child = Path(sys.argv[1]), sys.argv[2]
 def run(job):

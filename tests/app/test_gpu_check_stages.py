@@ -11,14 +11,14 @@ import pytest
 import torch
 from cli_process import REPOSITORY
 
-from app.bench.cases import SUITES, TINY, Rates
-from app.gpu_check import smoke, stages, tables
-from app.gpu_check.results import Results
-from engine.config import parse_bytes
-from engine.forecast.request import PlanRequest
-from engine.machine.budgets import Budgets
-from engine.machine.presets import generic_gpu
-from storage.errors import UserError
+from penstock.app.bench.cases import SUITES, TINY, Rates
+from penstock.app.gpu_check import smoke, stages, tables
+from penstock.app.gpu_check.results import Results
+from penstock.engine.config import parse_bytes
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.machine.presets import generic_gpu
+from penstock.storage.errors import UserError
 
 CPU = torch.device("cpu")
 H200: dict[str, Any] = {

@@ -17,13 +17,13 @@ from bad_run_files import OBSTACLES
 from cli_process import Cli, json_lines, wait_until
 from test_run_log import metrics, told, validation
 
-import app.rundir
-from app import control
-from app.checkpoints import CheckpointRequests, checkpoint_steps, committed_step, make_for_export
-from app.cli import main
-from app.launcher import _spawn
-from app.run_log import RunLog, drop_steps
-from app.rundir import (
+import penstock.app.rundir
+from penstock.app import control
+from penstock.app.checkpoints import CheckpointRequests, checkpoint_steps, committed_step, make_for_export
+from penstock.app.cli import main
+from penstock.app.launcher import _spawn
+from penstock.app.run_log import RunLog, drop_steps
+from penstock.app.rundir import (
     OWN_FILES,
     OWN_FOLDERS,
     RunDir,
@@ -35,9 +35,9 @@ from app.rundir import (
     read_status,
     state_of,
 )
-from engine.config import Recipe
-from engine.events import Span
-from storage.errors import UserError
+from penstock.engine.config import Recipe
+from penstock.engine.events import Span
+from penstock.storage.errors import UserError
 
 LINES = ("metrics.jsonl", "validation.jsonl", "spans.jsonl", "log.jsonl")
 WRITTEN = (*LINES, "status.json.tmp")
@@ -424,7 +424,7 @@ def test_a_lock_that_may_not_be_looked_at_leaves_it_to_the_heartbeat(
     def refuse(path: Path, **_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(app.rundir, "open_regular", refuse)
+    monkeypatch.setattr(penstock.app.rundir, "open_regular", refuse)
     now = time.time()
     assert state_of(run, {"state": "running", "heartbeat": now}, now) == "running"
     assert state_of(run, {"state": "running", "heartbeat": now - 60}, now) == "stale"

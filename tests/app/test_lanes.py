@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lanes import lane_shares, lanes_report, length, union
-from engine.schedule.actions import LANES
-from storage.errors import UserError
+from penstock.app.lanes import lane_shares, lanes_report, length, union
+from penstock.engine.schedule.actions import LANES
+from penstock.storage.errors import UserError
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from app.launch import sample_text
-from engine.data.tokenizer import train_tokenizer
+from penstock.app.launch import sample_text
+from penstock.engine.data.tokenizer import train_tokenizer
 
 
 def test_sample_is_the_prompt_and_tokens_drawn_with_a_seed(tmp_path: Path) -> None:

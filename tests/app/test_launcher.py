@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from cli_process import FAKE, REPOSITORY, Cli, default_signals, done, steps, wait_until
 
-from app import control, launcher
-from app.recipe import to_json
-from app.rundir import is_live, read_info
-from engine.config import DataConfig, ModelConfig, Recipe, TrainConfig
-from storage.errors import UserError
+from penstock.app import control, launcher
+from penstock.app.recipe import to_json
+from penstock.app.rundir import is_live, read_info
+from penstock.engine.config import DataConfig, ModelConfig, Recipe, TrainConfig
+from penstock.storage.errors import UserError
 
 LONG = Recipe(name="tiny", train=TrainConfig(steps=100_000))
 
@@ -82,7 +82,7 @@ def test_a_run_outlives_its_starter_and_the_terminal(tmp_path: Path) -> None:
     """The starter's whole session is hung up and killed, as when a terminal closes and its processes are ended."""
     (tmp_path / "recipe.json").write_text(to_json(LONG))
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom app import launcher\nfrom app.recipe import load_recipe\n"
+        "import sys, time\nfrom pathlib import Path\nfrom penstock.app import launcher\nfrom penstock.app.recipe import load_recipe\n"
         f"launcher.CLI = {FAKE!r}\n"
         "print(launcher.start(load_recipe(Path(sys.argv[1]) / 'recipe.json'), Path(sys.argv[1])), flush=True)\n"
         "time.sleep(60)\n"

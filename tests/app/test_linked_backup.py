@@ -12,14 +12,14 @@ import pytest
 import torch
 from test_run_log import metrics, span, told, validation
 
-from app.checkpoints import make_checkpoint, scrub_run
-from app.run_log import RunLog
-from app.rundir import RunDir, RunLock, is_live
-from engine.config import Recipe
-from engine.hf.constants import write_constants
-from storage.errors import UserError
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
+from penstock.app.checkpoints import make_checkpoint, scrub_run
+from penstock.app.run_log import RunLog
+from penstock.app.rundir import RunDir, RunLock, is_live
+from penstock.engine.config import Recipe
+from penstock.engine.hf.constants import write_constants
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
 
 SPEC = ArraySpec("embed", "master", 1000, "float32", 2048)
 GROWING = ("log.jsonl", "metrics.jsonl", "spans.jsonl", "validation.jsonl")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from app.machines import machine_infos, profile_info, this_machine_info
-from engine.machine.presets import GENERIC, PRESETS, profile_path
-from engine.machine.profile import Machine
-from storage.errors import UserError
+from penstock.app.machines import machine_infos, profile_info, this_machine_info
+from penstock.engine.machine.presets import GENERIC, PRESETS, profile_path
+from penstock.engine.machine.profile import Machine
+from penstock.storage.errors import UserError
 
 
 def write(path: Path, machine: Machine) -> None:

@@ -6,7 +6,7 @@ from cli_process import REPOSITORY, done, started
 
 CODE = """
 import resource, subprocess, sys
-from app import memory_limit
+from penstock.app import memory_limit
 before = resource.getrlimit(resource.RLIMIT_AS)
 memory_limit.bound(1 << 30)
 try:

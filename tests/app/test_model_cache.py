@@ -16,15 +16,15 @@ from cli_process import REPOSITORY, done, started
 from samples import cases
 from transformers import Qwen3Config
 
-from app import model_cache
-from app.launch import from_scratch
-from app.model_cache import kept_spec
-from app.plan import plan_recipe
-from app.recipe import load_recipe
-from engine.config import Recipe
-from engine.model.spec import ModelSpec
-from storage.errors import UserError
-from storage.sealed import seal, unseal
+from penstock.app import model_cache
+from penstock.app.launch import from_scratch
+from penstock.app.model_cache import kept_spec
+from penstock.app.plan import plan_recipe
+from penstock.app.recipe import load_recipe
+from penstock.engine.config import Recipe
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.errors import UserError
+from penstock.storage.sealed import seal, unseal
 
 SPEC = tiny.spec_of(Qwen3Config(**CONFIG))
 KEPT = replace(SPEC, config=None)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from recipe_texts import recipe_text
 
-from app.cli import main
-from app.recipe import load_recipe
-from engine.schedule.actions import LANES
+from penstock.app.cli import main
+from penstock.app.recipe import load_recipe
+from penstock.engine.schedule.actions import LANES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 OURS = [path for path in RECIPES if load_recipe(path).machine]
@@ -36,7 +36,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_a_recipe_fits_the_machine_it_is_written_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.plan import plan_recipe
+    from penstock.app.plan import plan_recipe
 
     monkeypatch.chdir(path.parent)
     found = plan_recipe(load_recipe(path), advice=False)

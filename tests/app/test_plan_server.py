@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_process import REPOSITORY, wait_until
 
-from app.recipe import from_dict, load_recipe, to_dict
+from penstock.app.recipe import from_dict, load_recipe, to_dict
 
 RECIPES = REPOSITORY / "recipes"
 WAIT_S = 120
@@ -23,7 +23,7 @@ class Server:
     """A server process, its answers read by a thread."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "app.plan_server"]
+        command = [sys.executable, "-m", "penstock.app.plan_server"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from sample_forecast import GIB, fitting, refused
 
-from app.plan_view import SCREEN_LINES, fixes, plan_rows, print_plan
-from app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.plan_view import SCREEN_LINES, fixes, plan_rows, print_plan
+from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
 
 
 def shown(forecast: dict[str, Any], width: int, **console: Any) -> str:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import BAD_INPUT, main
-from app.probe import machine_table
-from engine.machine import probe as engine_probe
-from engine.machine.presets import PRESETS, profile_path, stored_machine
-from engine.machine.probe_compute import Sizes
-from engine.machine.profile import load_machine
+from penstock.app.cli import BAD_INPUT, main
+from penstock.app.probe import machine_table
+from penstock.engine.machine import probe as engine_probe
+from penstock.engine.machine.presets import PRESETS, profile_path, stored_machine
+from penstock.engine.machine.probe_compute import Sizes
+from penstock.engine.machine.profile import load_machine
 
 TINY = Sizes(
     rows=16,

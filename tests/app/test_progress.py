@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import app.progress
-from app.progress import WARMUP_STEPS, Display, Eta, StepLanes, plan_line, summary_lines
-from engine.events import Preparing, Span, StepMetrics, ValidationMetrics
+import penstock.app.progress
+from penstock.app.progress import WARMUP_STEPS, Display, Eta, StepLanes, plan_line, summary_lines
+from penstock.engine.events import Preparing, Span, StepMetrics, ValidationMetrics
 
 
 def span(lane: str, start_s: float, end_s: float) -> Span:
@@ -83,7 +83,7 @@ def test_the_plan_in_a_line() -> None:
 
 def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(app.progress, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(penstock.app.progress, "time", SimpleNamespace(perf_counter=lambda: now))
     console, out = screen()
     display = Display(console, total_steps=90)
     display.message("[a] message with [brackets]")
@@ -118,7 +118,7 @@ def test_progress_bar_on_a_terminal() -> None:
 
 def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(app.progress, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(penstock.app.progress, "time", SimpleNamespace(perf_counter=lambda: now))
     seen = []
     for count in range(len(ITEMS) + 1):
         console, out = screen(terminal=True)

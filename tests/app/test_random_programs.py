@@ -32,15 +32,15 @@ from hypothesis.stateful import (
 from nvme_state import SPECS, advance, assert_holds, content
 from samples import samples
 
-from app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
-from app.recipe import to_json
-from app.rundir import RunDir, read_recipe
-from engine.config import Recipe, StorageConfig, drive_folders, state_folder
-from engine.hf.constants import CONSTANTS_FILE, write_constants
-from storage.checkpoints import checkpoint_folder, checkpoint_names
-from storage.errors import UserError
-from storage.manifest import Manifest
-from storage.nvme import NvmeStore
+from penstock.app.checkpoints import copy_state_of, delete_checkpoint_of, make_checkpoint, scrub_run
+from penstock.app.recipe import to_json
+from penstock.app.rundir import RunDir, read_recipe
+from penstock.engine.config import Recipe, StorageConfig, drive_folders, state_folder
+from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
+from penstock.storage.checkpoints import checkpoint_folder, checkpoint_names
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
+from penstock.storage.nvme import NvmeStore
 
 PROGRAMS = 500
 EXPLORED = int(os.environ.get("PENSTOCK_PROGRAMS", "0"))

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.recipe import apply_overrides, change_run, from_json, load_recipe, resolve_paths, save_recipe, to_dict, to_json
-from app.recipe_fields import fields
-from engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
-from storage.errors import UserError
+from penstock.app.recipe import (
+    apply_overrides,
+    change_run,
+    from_json,
+    load_recipe,
+    resolve_paths,
+    save_recipe,
+    to_dict,
+    to_json,
+)
+from penstock.app.recipe_fields import fields
+from penstock.engine.config import RENAMED, AfterConfig, DataConfig, ModelConfig, Recipe, TrainConfig, config_digest
+from penstock.storage.errors import UserError
 
 
 def test_the_machine_is_a_field_that_old_runs_lack() -> None:
@@ -212,7 +221,7 @@ def test_overrides_are_validated_together() -> None:
 )
 def test_bad_recipe_names_file_and_line(tmp_path: Path, code: str, parts: list[str]) -> None:
     path = tmp_path / "bad.py"
-    path.write_text(f"from app.recipe import Recipe\nfrom engine.config import *\n{code}")
+    path.write_text(f"from penstock.app.recipe import Recipe\nfrom penstock.engine.config import *\n{code}")
     with pytest.raises(UserError) as caught:
         load_recipe(path)
     for part in [str(path), *parts]:
@@ -227,7 +236,7 @@ def test_missing_recipe(tmp_path: Path) -> None:
 def test_loading_leaves_the_import_path_alone(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
     path = tmp_path / "r.py"
-    path.write_text("from app.recipe import Recipe\nrecipe = Recipe(name='x')\n")
+    path.write_text("from penstock.app.recipe import Recipe\nrecipe = Recipe(name='x')\n")
     before, modules = list(sys.path), set(sys.modules)
     load_recipe(path)
     assert sys.path == before

@@ -12,7 +12,7 @@ from cli_process import done, started
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.run_files import (
+from penstock.app.run_files import (
     MOST_LINE_BYTES,
     JsonLines,
     examine_object,
@@ -26,8 +26,8 @@ from app.run_files import (
     span_of,
     whole,
 )
-from engine.events import Span
-from storage.errors import UserError
+from penstock.engine.events import Span
+from penstock.storage.errors import UserError
 
 SPAN = Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1, 7, (3,))
 WRONG: dict[str, list[object]] = {
@@ -106,7 +106,7 @@ def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + good(2) + b"\n")
     code = (
-        "import resource, sys; from pathlib import Path; from app.run_files import JsonLines, read_last;"
+        "import resource, sys; from pathlib import Path; from penstock.app.run_files import JsonLines, read_last;"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29));"
         "lines = JsonLines(Path(sys.argv[1])); print([span.step for span in lines.spans()], lines.damaged)"
     )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from cli_process import json_lines, wait_until
 
-import app.run_log
-from app.run_files import JsonLines
-from app.run_log import RunLog, continue_spans
-from engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
+import penstock.app.run_log
+from penstock.app.run_files import JsonLines
+from penstock.app.run_log import RunLog, continue_spans
+from penstock.engine.events import Preparing, Progress, Span, StepMetrics, UnderWay, ValidationMetrics
 
 FIELDS: dict[str, Any] = {
     "grad_norm": 0.5,
@@ -85,9 +85,9 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
 
 def test_the_whole_checklist_is_told_to_whoever_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr(app.run_log, "HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr(penstock.app.run_log, "HEARTBEAT_S", 1000.0)
     times = {"perf_counter": lambda: now, "monotonic": time.monotonic, "time": time.time}
-    monkeypatch.setattr(app.run_log, "time", SimpleNamespace(**times))
+    monkeypatch.setattr(penstock.app.run_log, "time", SimpleNamespace(**times))
     log = RunLog(tmp_path, total_steps=3)
     assert "preparing" not in status(tmp_path)
     log.prepare(Preparing("data", "begun", 0.0))
@@ -108,8 +108,8 @@ def test_the_whole_checklist_is_told_to_whoever_comes_late(tmp_path: Path, monke
 
 
 def test_the_drives_temperature_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.run_log, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(app.run_log, "disk_temperature", lambda disks: 41.5)
+    monkeypatch.setattr(penstock.app.run_log, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(penstock.app.run_log, "disk_temperature", lambda disks: 41.5)
     log = RunLog(tmp_path, total_steps=3)
     log.watch_drives([tmp_path / "state", Path("/nowhere/at/all")])
     wait_until(lambda: "drives" in status(tmp_path))
@@ -122,8 +122,8 @@ def test_the_drives_temperature_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_heartbeat_goes_on_without_steps_and_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert app.run_log.HEARTBEAT_S <= 5
-    monkeypatch.setattr(app.run_log, "HEARTBEAT_S", 0.05)
+    assert penstock.app.run_log.HEARTBEAT_S <= 5
+    monkeypatch.setattr(penstock.app.run_log, "HEARTBEAT_S", 0.05)
 
     def heartbeat() -> float:
         return float(json.loads((tmp_path / "status.json").read_text())["heartbeat"])
@@ -157,7 +157,7 @@ def test_nothing_is_lost_on_a_clean_exit_and_a_step_costs_little(tmp_path: Path)
 
 
 def test_a_stalled_disk_drops_spans_never_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.run_log, "MAX_PENDING_SPANS", 3)
+    monkeypatch.setattr(penstock.app.run_log, "MAX_PENDING_SPANS", 3)
     log = RunLog(tmp_path, total_steps=9)
     for step, count in ((1, 4), (2, 2)):
         log.progress(told(*[span(step, 0.0, 1.0)] * count))

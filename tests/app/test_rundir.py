@@ -7,8 +7,8 @@ import pytest
 from cli_process import Cli
 from test_run_log import metrics
 
-from app.run_log import RunLog
-from app.rundir import (
+from penstock.app.run_log import RunLog
+from penstock.app.rundir import (
     LEFT_BY_LAUNCHER,
     STALE_S,
     RunDir,
@@ -20,8 +20,8 @@ from app.rundir import (
     read_recipe,
     state_of,
 )
-from engine.config import Recipe
-from storage.errors import UserError
+from penstock.engine.config import Recipe
+from penstock.storage.errors import UserError
 
 
 def test_a_new_run_is_named_by_recipe_and_time(tmp_path: Path) -> None:

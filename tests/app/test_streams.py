@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cli_process import FAKE, REAL, Cli, Done, done, json_lines
 
-from app.recipe import load_recipe
-from storage.errors import UserError
+from penstock.app.recipe import load_recipe
+from penstock.storage.errors import UserError
 
 
 def shell(folder: Path, words: str, code: int) -> Done:
@@ -53,7 +53,7 @@ def test_ctrl_c_ends_a_recipe_that_loops(cli: Cli) -> None:
 
 def test_what_a_recipe_prints_is_no_output_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "loud.py"
-    path.write_text("from app.recipe import Recipe\nprint('loud')\nrecipe = Recipe(name='x')\n")
+    path.write_text("from penstock.app.recipe import Recipe\nprint('loud')\nrecipe = Recipe(name='x')\n")
     load_recipe(path)
     assert capsys.readouterr() == ("", "loud\n")
     path.write_text("import sys\nsys.exit()\n")
@@ -64,18 +64,18 @@ def test_what_a_recipe_prints_is_no_output_of_the_command(tmp_path: Path, capsys
 def test_a_mistake_of_ours_gives_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import app.rundir
-    from app.cli import main
+    import penstock.app.rundir
+    from penstock.app.cli import main
 
     def raises(error: Exception) -> None:
         raise error
 
     for ours in (RecursionError(), OverflowError(), UnicodeError(), FileNotFoundError(2, "gone", "x"), OSError(5, "?")):
-        monkeypatch.setattr(app.rundir, "list_runs", lambda error=ours: raises(error))
+        monkeypatch.setattr(penstock.app.rundir, "list_runs", lambda error=ours: raises(error))
         with pytest.raises(type(ours)):
             main(["runs"])
     for theirs in (MemoryError(), PermissionError(13, "not yours", "x"), OSError(28, "full", "x")):
-        monkeypatch.setattr(app.rundir, "list_runs", lambda error=theirs: raises(error))
+        monkeypatch.setattr(penstock.app.rundir, "list_runs", lambda error=theirs: raises(error))
         assert main(["runs"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.trace import _Tracks, write_trace
-from engine.events import Span
-from storage.errors import UserError
+from penstock.app.trace import _Tracks, write_trace
+from penstock.engine.events import Span
+from penstock.storage.errors import UserError
 
 SPANS = [
     Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from cuda_replay import Case, Replay, replay
 
-from engine.forecast.problem import ALLOCATOR_SHARE, overhead_bytes
-from engine.machine.limits import RAM_RESERVE
-from engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
-from engine.schedule.actions import ACTIONS
+from penstock.engine.forecast.problem import ALLOCATOR_SHARE, overhead_bytes
+from penstock.engine.machine.limits import RAM_RESERVE
+from penstock.engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
+from penstock.engine.schedule.actions import ACTIONS
 
 BEST_7B = Case("7b_512k", "gh200-480")
 RESIDENT_7B = Case("7b_512k", "gh200-480", PlanOptions(gpu_first="blocks"))

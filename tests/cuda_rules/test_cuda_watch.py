@@ -13,12 +13,12 @@ from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
 from msgspec import structs
 from some_ops import an_op
 
-from engine.clock import wait_for_copies
-from engine.plan.plan import cut_chunks
-from engine.runtime.batch import BatchCarrier
-from engine.runtime.memory import DeviceArena
-from engine.schedule.actions import CLIP, LOAD
-from engine.schedule.ops import Op
+from penstock.engine.clock import wait_for_copies
+from penstock.engine.plan.plan import cut_chunks
+from penstock.engine.runtime.batch import BatchCarrier
+from penstock.engine.runtime.memory import DeviceArena
+from penstock.engine.schedule.actions import CLIP, LOAD
+from penstock.engine.schedule.ops import Op
 
 SMALL = Case("7b_512k", "gh200-480")
 BASE = 1 << 40

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
 
-from engine.config import TrainConfig
-from engine.schedule.actions import UNSPILL
-from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import train_step
-from storage.errors import BudgetError, UserError
+from penstock.engine.config import TrainConfig
+from penstock.engine.schedule.actions import UNSPILL
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
+from penstock.storage.errors import BudgetError, UserError
 
 LONG: dict[str, Any] = {
     "m": tiny.model(num_layers=12),

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from engine import clock
+from penstock.engine import clock
 
 CPU = torch.device("cpu")
 

@@ -22,16 +22,16 @@ import torch
 from samples import samples
 from transformers import AutoModelForCausalLM
 
-from engine import opening
-from engine.config import ModelConfig
-from engine.export import export
-from engine.hf import weights
-from engine.hf.config import model_config
-from engine.schedule.ops import Op
-from storage.checkpoints import good_name, list_checkpoints
-from storage.manifest import Manifest
-from storage.nvme import NvmeStore
-from storage.retention import automatic_name
+from penstock.engine import opening
+from penstock.engine.config import ModelConfig
+from penstock.engine.export import export
+from penstock.engine.hf import weights
+from penstock.engine.hf.config import model_config
+from penstock.engine.schedule.ops import Op
+from penstock.storage.checkpoints import good_name, list_checkpoints
+from penstock.storage.manifest import Manifest
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.retention import automatic_name
 
 STEPS = 5
 KILLS = samples(6, 18)
@@ -93,7 +93,7 @@ def _die(folder: Path, phase: str, delay_s: float) -> None:
 def processes() -> ForkServerContext:
     """Children start from a server that has imported everything and computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny", "engine.train"])
+    context.set_forkserver_preload(["tiny", "penstock.engine.train"])
     return context
 
 

@@ -17,11 +17,11 @@ import pytest
 import tiny
 from samples import samples
 
-from engine.events import StepMetrics
-from engine.schedule.ops import Op
-from engine.session import Session
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.engine.events import StepMetrics
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 STEPS = 4
 MOMENTS = samples(1, 4)

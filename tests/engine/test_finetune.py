@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.config import ModelConfig
-from engine.export import export
-from engine.hf.config import model_config
-from engine.model.spec import layouts
-from storage.nvme import NvmeStore
+from penstock.engine.config import ModelConfig
+from penstock.engine.export import export
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.spec import layouts
+from penstock.storage.nvme import NvmeStore
 
 
 @pytest.fixture(scope="module")

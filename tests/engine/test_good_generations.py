@@ -13,17 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plan.problem import LAST_GOOD
-from engine.runtime.failures import DivergedError
-from engine.runtime.health import LARGEST, LossWatch, require_usable
-from engine.train import train_step
-from storage import checkpoints
-from storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_checkpoint
-from storage.drives import Locks
-from storage.errors import UserError
-from storage.manifest import Manifest
-from storage.nvme import NvmeStore
-from storage.retention import Retention
+from penstock.engine.plan.problem import LAST_GOOD
+from penstock.engine.runtime.failures import DivergedError
+from penstock.engine.runtime.health import LARGEST, LossWatch, require_usable
+from penstock.engine.train import train_step
+from penstock.storage import checkpoints
+from penstock.storage.checkpoints import checkpoint_folder, list_checkpoints, resolve_checkpoint
+from penstock.storage.drives import Locks
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.retention import Retention
 
 
 def run(folder: Path, **options: Any) -> tiny.Silent:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import tiny
 
-import engine.progress
-import engine.train
-from engine.events import LaneTotals, Progress, StepMetrics, Want
-from engine.progress import Live
-from engine.schedule.actions import CLIP, HEAD, LANES
-from engine.schedule.ops import Op
-from engine.train import TrainResult, train_step
-from storage.checkpoints import list_checkpoints
-from storage.manifest import Manifest
+import penstock.engine.progress
+import penstock.engine.train
+from penstock.engine.events import LaneTotals, Progress, StepMetrics, Want
+from penstock.engine.progress import Live
+from penstock.engine.schedule.actions import CLIP, HEAD, LANES
+from penstock.engine.schedule.ops import Op
+from penstock.engine.train import TrainResult, train_step
+from penstock.storage.checkpoints import list_checkpoints
+from penstock.storage.manifest import Manifest
 
 
 def run(folder: Path, observer: tiny.Silent, tier: int = 3) -> TrainResult:
@@ -56,7 +56,7 @@ class Pausing(tiny.Silent):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.train, "POLL_S", 0.001)
+    monkeypatch.setattr(penstock.engine.train, "POLL_S", 0.001)
 
 
 @pytest.mark.parametrize("tier", [0, 3])
@@ -133,7 +133,7 @@ class Waiting(tiny.Silent):
 
 
 def test_spans_are_told_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.progress, "TELL_S", 0.01)
+    monkeypatch.setattr(penstock.engine.progress, "TELL_S", 0.01)
     observer = Waiting()
 
     def wait(op: Op) -> None:
@@ -165,7 +165,7 @@ def test_what_ended_before_a_failure_is_told(tmp_path: Path) -> None:
 
 
 def test_a_failure_to_tell_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.progress, "TELL_S", 0.001)
+    monkeypatch.setattr(penstock.engine.progress, "TELL_S", 0.001)
 
     class Broken(tiny.Silent):
         def on_progress(self, progress: Progress) -> None:

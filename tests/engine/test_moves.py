@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import tiny
 
-from engine.train import train_step
-from storage.disk import publish
-from storage.errors import UserError
-from storage.manifest import FILE_NAME, Manifest
-from storage.nvme import NvmeStore
-from storage.retention import automatic_name
+from penstock.engine.train import train_step
+from penstock.storage.disk import publish
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import FILE_NAME, Manifest
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.retention import automatic_name
 
 
 @pytest.fixture(scope="module")

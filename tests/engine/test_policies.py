@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plain import plain_training
 from samples import sampled
 
-from engine.session import Session
+from penstock.engine.session import Session
 
 MODEL = tiny.model(num_layers=3)
 DATA = tiny.data(sequence_length=96)

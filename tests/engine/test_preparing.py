@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import tiny
 
-import engine.preparing
-from engine.events import Preparing, StepMetrics
-from engine.preparing import TELL_S, Checklist
+import penstock.engine.preparing
+from penstock.engine.events import Preparing, StepMetrics
+from penstock.engine.preparing import TELL_S, Checklist
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What engine.preparing takes for the time, in `now`."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(engine.preparing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(penstock.engine.preparing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 

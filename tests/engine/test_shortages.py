@@ -11,11 +11,11 @@ import tiny
 import torch
 from used_up import SHORTAGES, no_thread
 
-from engine.runtime.executor import Executor
-from engine.runtime.runtime import Runtime
-from engine.schedule.actions import LANES
-from engine.schedule.ops import Op
-from storage.errors import UserError
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
+from penstock.storage.errors import UserError
 
 
 @pytest.fixture(scope="module")

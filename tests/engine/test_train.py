@@ -13,11 +13,11 @@ import torch
 from plain import plain_training
 from samples import samples
 
-from engine.forecast.extrapolate import estimate
-from engine.machine.presets import GENERIC
-from engine.schedule.ops import Op
-from engine.train import train_step
-from storage.errors import UserError
+from penstock.engine.forecast.extrapolate import estimate
+from penstock.engine.machine.presets import GENERIC
+from penstock.engine.schedule.ops import Op
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from samples import cases, samples
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.events import ValidationMetrics, Want
-from engine.plan.plan import Plan
-from engine.session import Session, run_identity
-from engine.train import train_step
-from engine.validation import due, validate
-from storage.errors import UserError
+from penstock.engine.events import ValidationMetrics, Want
+from penstock.engine.plan.plan import Plan
+from penstock.engine.session import Session, run_identity
+from penstock.engine.train import train_step
+from penstock.engine.validation import due, validate
+from penstock.storage.errors import UserError
 
 OLD_DIGEST = "b7bf3216577a4d4c75a71dd3121c5dd8d76b8b04ee9eb2c569a2bfa8e0d547bf"
 HELD_OUT = tiny.data(validation_documents=7, sequence_length=48)

@@ -30,7 +30,7 @@ def state_digest(run: Path, drives: list[Path]) -> str:
     """A hash of every byte of a run's committed generation."""
     import torch
 
-    from storage.nvme import NvmeStore
+    from penstock.storage.nvme import NvmeStore
 
     total = hashlib.sha256()
     with contextlib.closing(NvmeStore.open(run / "state", drives=drives, read_only=True)) as store:
@@ -50,10 +50,10 @@ def losses(run: Path) -> list[float]:
 
 def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
     """Three steps of a recipe, then as a new session the other three."""
-    from app.launch import run_training
-    from app.recipe import apply_overrides, load_recipe, resolve_paths
-    from app.rundir import RunDir
-    from engine.config import drive_folders
+    from penstock.app.launch import run_training
+    from penstock.app.recipe import apply_overrides, load_recipe, resolve_paths
+    from penstock.app.rundir import RunDir
+    from penstock.engine.config import drive_folders
 
     recipe = resolve_paths(load_recipe(recipe_file), folder)
     path = folder / recipe_file.stem
@@ -67,9 +67,9 @@ def train(recipe_file: Path, folder: Path) -> dict[str, Any]:
 
 def go_on(folder: Path) -> dict[str, Any]:
     """Three more steps of a run directory that was written before the engine had rooms."""
-    from app.launch import run_training
-    from app.recipe import apply_overrides
-    from app.rundir import RunDir
+    from penstock.app.launch import run_training
+    from penstock.app.recipe import apply_overrides
+    from penstock.app.rundir import RunDir
 
     with tarfile.open(OLD_RUN) as archive:
         archive.extractall(folder, filter="data")

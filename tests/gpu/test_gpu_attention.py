@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import chunk as attention
-from engine.attention.backends import AttentionCall, Backend, Gradients, Operands, Problem, TiledReference
-from engine.attention.select import BACKENDS, attention_report, forget, measure
-from engine.attention.spans import Geometry
-from engine.attention.workspace import workspace_bytes
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.backends import AttentionCall, Backend, Gradients, Operands, Problem, TiledReference
+from penstock.engine.attention.select import BACKENDS, attention_report, forget, measure
+from penstock.engine.attention.spans import Geometry
+from penstock.engine.attention.workspace import workspace_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.cases import SUITES, TINY
-from app.bench.kernels import attention_rates, matmul_rates
-from app.bench.setup import shape_model
-from app.bench.suite_worker import _profiled, measure
-from engine.clock import clock
-from engine.config import DataConfig, Recipe
+from penstock.app.bench.cases import SUITES, TINY
+from penstock.app.bench.kernels import attention_rates, matmul_rates
+from penstock.app.bench.setup import shape_model
+from penstock.app.bench.suite_worker import _profiled, measure
+from penstock.engine.clock import clock
+from penstock.engine.config import DataConfig, Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

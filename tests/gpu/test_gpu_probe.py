@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.machine.peaks import peak_flops
-from engine.machine.probe import probe
+from penstock.engine.machine.peaks import peak_flops
+from penstock.engine.machine.probe import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -6,7 +6,7 @@ import pytest
 import reader_checks as checks
 import torch
 
-from storage.readers import KvikioReader, Reader, select_readers
+from penstock.storage.readers import KvikioReader, Reader, select_readers
 
 pytest.importorskip("kvikio", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

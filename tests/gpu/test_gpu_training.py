@@ -10,14 +10,14 @@ import pytest
 import tiny
 import torch
 
-from engine.machine.affinity import place_threads
-from engine.model.tokens import ChunkTokens
-from engine.runtime.executor import GPU_LANES
-from engine.runtime.failures import explain
-from engine.schedule.actions import HEAD
-from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import train_step
+from penstock.engine.machine.affinity import place_threads
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.runtime.executor import GPU_LANES
+from penstock.engine.runtime.failures import explain
+from penstock.engine.schedule.actions import HEAD
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

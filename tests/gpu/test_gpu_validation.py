@@ -7,9 +7,9 @@ import pytest
 import tiny
 import torch
 
-from engine.session import Session
-from engine.train import train_step
-from engine.validation import due, validate
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
+from penstock.engine.validation import due, validate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

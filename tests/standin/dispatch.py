@@ -35,11 +35,11 @@ import standin
 import tiny
 import torch
 
-from engine.machine import device as compute_device
-from engine.schedule.actions import UPDATE
-from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import train_step
+from penstock.engine.machine import device as compute_device
+from penstock.engine.schedule.actions import UPDATE
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
 
 OPS = ("embed_forward", "layer_forward", "head", "layer_backward", "embed_backward", "norm")
 LINKS = ("load_weights", "load_x", "load_dy", "load_saved", "load_kv", "store_x", "store_dy", "store_saved", "store_kv")

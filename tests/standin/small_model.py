@@ -6,7 +6,7 @@ from typing import Any
 
 import tiny
 
-from engine.config import ModelConfig, TrainConfig
+from penstock.engine.config import ModelConfig, TrainConfig
 
 
 def model(**changes: Any) -> ModelConfig:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.cases import Case, Shape, cases_of
-from app.bench.suites import run_case
+from penstock.app.bench.cases import Case, Shape, cases_of
+from penstock.app.bench.suites import run_case
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -25,14 +25,14 @@ def run(*arguments: str, cwd: Path, limit_s: float, gpu_gib: int = 141) -> subpr
 
 
 def test_probe(tmp_path: Path) -> None:
-    done = run("app.cli", "probe", str(tmp_path), "--seconds", "20", cwd=tmp_path, limit_s=300)
+    done = run("penstock.app.cli", "probe", str(tmp_path), "--seconds", "20", cwd=tmp_path, limit_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Stand-in H200" in done.stdout
 
 
 def test_gpu_check_keeps_what_it_finds_and_goes_on_from_it(tmp_path: Path) -> None:
     """Stages device, smoke and drives to their end. The smoke compares losses, which here are all zero, and says so."""
-    arguments = ("app.gpu_check", "--results", "found", "--only", "device,smoke,drives", "--limit-s", "420")
+    arguments = ("penstock.app.gpu_check", "--results", "found", "--only", "device,smoke,drives", "--limit-s", "420")
     done = run(*arguments, cwd=tmp_path, limit_s=600, gpu_gib=8)
     stages = json.loads((tmp_path / "found" / "gpu-check.json").read_text())["stages"]
     assert {(stage, case): found["status"] for stage, cases in stages.items() for case, found in cases.items()} == {

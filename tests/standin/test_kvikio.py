@@ -9,8 +9,8 @@ import standin
 import tiny
 import torch
 
-from engine.train import train_step
-from storage.readers import KvikioReader, Reader, select_readers
+from penstock.engine.train import train_step
+from penstock.storage.readers import KvikioReader, Reader, select_readers
 
 pytest.importorskip("kvikio", exc_type=ImportError)  # `make standin` installs it
 

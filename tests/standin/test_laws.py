@@ -11,7 +11,7 @@ import pytest
 import standin
 import torch
 
-from storage.arena import HostArena
+from penstock.storage.arena import HostArena
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -125,7 +125,7 @@ def test_an_unknown_kind_is_no_silence() -> None:
 @pytest.mark.parametrize("piece_bytes", [64 << 30, 256 * MIB])
 def test_slots_of_an_arena_above_a_gigabyte_are_copied_whole(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """Slots of odd sizes, one of them larger than a piece: what a lane copies lies in one registration."""
-    monkeypatch.setattr("storage.arena.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", piece_bytes)
     sizes = [200 * MIB + 4097, 56 * MIB, 4096, 1, 300 * MIB + 12345, 255 * MIB, 256 * MIB, 100 * MIB]
     arena = HostArena(sum(-(-size // 4096) * 4096 for size in sizes), budget_bytes=2 << 30)
     slots = [arena.slot(str(i), size) for i, size in enumerate(sizes)]

@@ -10,9 +10,9 @@ import tiny
 import torch
 from torch._dynamo.utils import compilation_time_metrics, counters
 
-from engine.schedule.actions import LANES, NORM
-from engine.train import train_step
-from storage.readers import KvikioReader
+from penstock.engine.schedule.actions import LANES, NORM
+from penstock.engine.train import train_step
+from penstock.storage.readers import KvikioReader
 
 CUDA = torch.device("cuda", 0)
 GPU_LANES = {"h2d", "compute", "d2h"}

@@ -18,9 +18,9 @@ import small_model
 import standin
 import tiny
 
-from engine.config import BudgetConfig, state_folder
-from engine.train import train
-from storage.manifest import Manifest
+from penstock.engine.config import BudgetConfig, state_folder
+from penstock.engine.train import train
+from penstock.storage.manifest import Manifest
 
 
 def main(folder: Path, wanted: dict[str, dict[str, Any]], stop_after: int | None) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from nvme_state import advance, assert_holds, assert_whole, make
 from samples import samples
 from system_calls import CHANGING, failing, is_killed, said_by
 
-from storage import drives as drives_module
-from storage.checkpoints import delete_checkpoint, list_checkpoints
-from storage.nvme import NvmeStore
+from penstock.storage import drives as drives_module
+from penstock.storage.checkpoints import delete_checkpoint, list_checkpoints
+from penstock.storage.nvme import NvmeStore
 
 MOMENTS = samples(4, 10)
 """Calls of each operation that are made to fail, chosen at random; all of them were tried, which takes minutes."""

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.arena import MOST_BYTES, PIECE_BYTES, HostArena, cut_pieces, empty_aligned
-from storage.errors import BudgetError
+from penstock.storage.arena import MOST_BYTES, PIECE_BYTES, HostArena, cut_pieces, empty_aligned
+from penstock.storage.errors import BudgetError
 
 
 def test_slots_are_page_aligned_and_disjoint() -> None:
@@ -100,8 +100,8 @@ def test_small_slots_share_few_registrations_and_one_too_large_for_any_is_refuse
 
 
 def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.arena.PIECE_BYTES", 64 << 20)
-    monkeypatch.setattr("storage.arena._STEP_BYTES", 24 << 20)
+    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 64 << 20)
+    monkeypatch.setattr("penstock.storage.arena._STEP_BYTES", 24 << 20)
     sizes = [40 << 20, 30 << 20, 1, 100 << 20, 5000]
     arena = HostArena(1 << 30, budget_bytes=1 << 30)
     slots = [arena.slot(f"s{i}", n) for i, n in enumerate(sizes)]
@@ -124,7 +124,7 @@ def test_pinning_makes_every_slot_resident_and_registers_it(monkeypatch: pytest.
 
 
 def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.arena.PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("penstock.storage.arena.PIECE_BYTES", 1 << 20)
     arena = HostArena(8 << 20, budget_bytes=8 << 20)
     for i in range(8):
         arena.slot(f"s{i}", 1 << 20)
@@ -136,7 +136,7 @@ def test_what_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_pages_come_in_without_populate_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.arena._MADV_POPULATE_WRITE", 9999)  # as a kernel before 5.14 answers
+    monkeypatch.setattr("penstock.storage.arena._MADV_POPULATE_WRITE", 9999)  # as a kernel before 5.14 answers
     arena = HostArena(64 << 20, budget_bytes=64 << 20)
     slot = arena.slot("all", 64 << 20)
     before = psutil.Process().memory_info().rss

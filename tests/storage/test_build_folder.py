@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from obstacles import plant
 
-from storage.disk import build_folder
-from storage.errors import UserError
+from penstock.storage.disk import build_folder
+from penstock.storage.errors import UserError
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import chunk, crc
-from storage.crc import checksum
+from penstock.storage import chunk, crc
+from penstock.storage.crc import checksum
 
 
 @given(st.binary(max_size=5000), st.integers(0, 20000))

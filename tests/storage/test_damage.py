@@ -10,9 +10,9 @@ import pytest
 import torch
 from nvme_state import advance, assert_holds, assert_sound, committed_files, content, make
 
-from storage.errors import UserError
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
 
 
 def places(raw: bytes, payload: int, rng: random.Random) -> dict[str, int]:

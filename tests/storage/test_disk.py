@@ -6,7 +6,7 @@ import pytest
 from obstacles import plant
 from system_calls import failing
 
-from storage.disk import (
+from penstock.storage.disk import (
     atomic_write,
     fsync_dir,
     fsync_file,
@@ -18,7 +18,7 @@ from storage.disk import (
     sweep_temporaries,
     temporary_name,
 )
-from storage.errors import UserError
+from penstock.storage.errors import UserError
 
 
 def test_folders_are_made_and_refused_where_nothing_can_be_written(tmp_path: Path) -> None:

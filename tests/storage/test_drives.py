@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from nvme_state import SPECS, advance, assert_holds, assert_sound, assert_whole, content, make, read_all, write_all
 from samples import sampled
 
-from storage import chunk, manifest
-from storage.arena import empty_aligned
-from storage.errors import UserError
-from storage.manifest import ArraySpec, Manifest
-from storage.nvme import NvmeStore
+from penstock.storage import chunk, manifest
+from penstock.storage.arena import empty_aligned
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec, Manifest
+from penstock.storage.nvme import NvmeStore
 
 
 def folders(base: Path, names: str) -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from used_up import SHORTAGES
 
-from storage.errors import used_up
+from penstock.storage.errors import used_up
 
 
 @pytest.mark.parametrize("name", SHORTAGES)

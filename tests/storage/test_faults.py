@@ -20,10 +20,10 @@ import torch
 from nvme_state import SPECS, advance, assert_holds, assert_sound, committed_files, content, make, read_all, write_all
 from system_calls import before_calls, failing
 
-from storage.arena import empty_aligned
-from storage.errors import UserError
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
+from penstock.storage.arena import empty_aligned
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
 
 # ---------------------------------------------------------------- no space, broken drive: writes and commits
 

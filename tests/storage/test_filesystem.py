@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from storage import filesystem
-from storage.filesystem import Device, check_folder, device_of, mount_of
+from penstock.storage import filesystem
+from penstock.storage.filesystem import Device, check_folder, device_of, mount_of
 
 MOUNTINFO = r"""
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,discard

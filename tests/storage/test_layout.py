@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec, part_ranges
+from penstock.storage.layout import ALIGN_NUMEL, FlatLayout, ParamSpec, part_ranges
 
 shapes = st.lists(st.integers(1, 70), min_size=0, max_size=3).map(tuple)
 

@@ -11,9 +11,9 @@ import pytest
 from nvme_state import assert_holds, assert_whole, make
 from obstacles import plant
 
-from storage.checkpoints import delete_checkpoint
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.storage.checkpoints import delete_checkpoint
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 PLACES = [
     "layers.0",

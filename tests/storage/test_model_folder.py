@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import UserError
-from storage.model_folder import has_model_file, is_plain_name, read_model_file
-from storage.safetensors_io import CheckpointReader
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import has_model_file, is_plain_name, read_model_file
+from penstock.storage.safetensors_io import CheckpointReader
 
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(range(8))

@@ -11,12 +11,12 @@ import torch
 from nvme_state import SPECS, advance, assert_holds, assert_sound, assert_whole, content, read_all, write_all
 from system_calls import refuse_direct
 
-from storage import chunk
-from storage.arena import HostArena
-from storage.drives import Traffic
-from storage.errors import BudgetError, UserError
-from storage.nvme import NvmeStore
-from storage.readers import DirectReader, Readers
+from penstock.storage import chunk
+from penstock.storage.arena import HostArena
+from penstock.storage.drives import Traffic
+from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.readers import DirectReader, Readers
 
 MASTER, WEIGHTS, EMBED = SPECS
 

@@ -16,8 +16,8 @@ import pytest
 from nvme_state import SPECS, advance, assert_whole, make, write_all
 from system_calls import before_calls, is_killed
 
-from storage.manifest import Manifest
-from storage.nvme import NvmeStore
+from penstock.storage.manifest import Manifest
+from penstock.storage.nvme import NvmeStore
 
 # System calls of one step: a chunk file is written by two pwritev (bytes, checksum); a commit syncs the 7 chunk files,
 # their 3 folders and the new manifest, replaces the manifest, syncs the root and replaces the manifest's backup.

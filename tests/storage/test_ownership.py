@@ -17,11 +17,11 @@ from nvme_state import SPECS, advance, assert_holds, assert_whole, committed_fil
 from samples import samples
 from system_calls import before_calls
 
-from storage.checkpoints import checkpoint_folder, delete_checkpoint, list_checkpoints
-from storage.copying import copy_state
-from storage.errors import UserError
-from storage.manifest import Manifest
-from storage.nvme import NvmeStore
+from penstock.storage.checkpoints import checkpoint_folder, delete_checkpoint, list_checkpoints
+from penstock.storage.copying import copy_state
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
+from penstock.storage.nvme import NvmeStore
 
 Tree = dict[str, tuple[int, int, int, bytes | None]]
 

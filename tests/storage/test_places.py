@@ -14,8 +14,8 @@ import pytest
 import torch
 from nvme_state import advance, assert_holds, assert_sound, assert_whole, make
 
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 
 def test_a_drive_that_is_gone_when_a_checkpoint_looks_for_room(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from powercut import Disk
 from samples import samples
 from system_calls import failing
 
-from storage.checkpoints import delete_checkpoint, list_checkpoints
-from storage.errors import UserError
-from storage.manifest import ArraySpec, Manifest
-from storage.nvme import NvmeStore
+from penstock.storage.checkpoints import delete_checkpoint, list_checkpoints
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import ArraySpec, Manifest
+from penstock.storage.nvme import NvmeStore
 
 State = dict[ArraySpec, int]
 """The step whose content each array has."""

@@ -12,11 +12,11 @@ from nvme_state import advance, assert_holds, make
 from powercut import Disk
 from samples import samples
 
-from storage import copying
-from storage.checkpoints import checkpoint_names, delete_checkpoint
-from storage.copying import copy_state
-from storage.errors import UserError
-from storage.nvme import NvmeStore
+from penstock.storage import copying
+from penstock.storage.checkpoints import checkpoint_names, delete_checkpoint
+from penstock.storage.copying import copy_state
+from penstock.storage.errors import UserError
+from penstock.storage.nvme import NvmeStore
 
 
 def sync_all(top: Path) -> None:

@@ -11,9 +11,9 @@ import reader_checks as checks
 import torch
 from system_calls import refuse_direct
 
-from storage import chunk, readers
-from storage.errors import UserError
-from storage.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
+from penstock.storage import chunk, readers
+from penstock.storage.errors import UserError
+from penstock.storage.readers import DirectReader, Reader, Readers, TensorstoreReader, find_readers, select_readers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PART = torch.empty(checks.PART_BYTES, dtype=torch.uint8)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from storage.errors import UserError
-from storage.safetensors_io import INDEX_NAME, CheckpointReader, CheckpointWriter
+from penstock.storage.errors import UserError
+from penstock.storage.safetensors_io import INDEX_NAME, CheckpointReader, CheckpointWriter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHARD = "model-00001-of-00002.safetensors"

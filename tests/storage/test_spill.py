@@ -10,9 +10,9 @@ import pytest
 import torch
 from nvme_state import SPECS, advance, make
 
-from storage.arena import HostArena, empty_aligned
-from storage.errors import BudgetError, UserError
-from storage.nvme import NvmeStore
+from penstock.storage.arena import HostArena, empty_aligned
+from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.nvme import NvmeStore
 
 UGLY = [0, 1, 511, 4095, 4096, 4097, 8191, 12288, 100_001, (4 << 20) + 3]
 

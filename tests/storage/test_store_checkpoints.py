@@ -13,9 +13,9 @@ import torch
 from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all, write_all
 from system_calls import failing
 
-from storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
-from storage.errors import BudgetError, UserError
-from storage.nvme import NvmeStore
+from penstock.storage.checkpoints import CheckpointInfo, delete_checkpoint, list_checkpoints
+from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.nvme import NvmeStore
 
 GENERATION = 1
 """Of the store."""

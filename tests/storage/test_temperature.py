@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.temperature import disk_temperature
+from penstock.storage.temperature import disk_temperature
 
 
 def sensor(sys: Path, place: str, text: str) -> None:

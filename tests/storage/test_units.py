@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from storage import units
+from penstock.storage import units
 
 GIB, NAN = 2**30, float("nan")
 

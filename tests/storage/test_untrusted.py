@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstacles import plant
 
-from storage.untrusted import (
+from penstock.storage.untrusted import (
     MOST_DEPTH,
     RefusedFileError,
     is_real_folder,

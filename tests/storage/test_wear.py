@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from storage import wear
-from storage.filesystem import Device
-from storage.wear import Wear, percentage_used, wear_of
+from penstock.storage import wear
+from penstock.storage.filesystem import Device
+from penstock.storage.wear import Wear, percentage_used, wear_of
 
 SMARTCTL_NVME = {
     "device": {"name": "/dev/nvme0n1", "type": "nvme", "protocol": "NVMe"},

@@ -24,7 +24,7 @@ from bad_model_files import (
 from bad_run_files import at, damaged_manifests, damaged_run_files, make_run, put, unchanged
 from recipe_texts import TINY, recipe_text
 
-from app.recipe_fields import fields
+from penstock.app.recipe_fields import fields
 
 RECIPE = recipe_text()
 HOSTILE = "\x1b]0;owned\x07\x1b[2J"
@@ -54,7 +54,7 @@ class Outcome:
 
 def run(bad: Bad, folder: Path) -> Outcome:
     """Run the input's command in this process, in `folder`, which is empty."""
-    from app.cli import main
+    from penstock.app.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -204,7 +204,7 @@ def _recipes() -> Iterator[Bad]:
         "empty": "",
         "no recipe": "x = 1\n",
         "recipe of another type": "recipe = {}\n",
-        "the class itself": "from app.recipe import Recipe\nrecipe = Recipe\n",
+        "the class itself": "from penstock.app.recipe import Recipe\nrecipe = Recipe\n",
         "syntax": "recipe = (\n",
         "zero bytes": b"recipe = 1\0\n",
         "not UTF-8": b"# \xff\xfe\n",
@@ -230,8 +230,8 @@ def _recipes() -> Iterator[Bad]:
         "divides by zero": "1 / 0\n",
         "imports nothing that is there": "import no_such_module\n",
         "imports its folder's": "import corpus_beside\n",
-        "unknown section": "from app.recipe import Recipe\nrecipe = Recipe(name='x', modle=1)\n",
-        "unknown field": "from engine.config import TrainConfig\nTrainConfig(step=1)\n",
+        "unknown section": "from penstock.app.recipe import Recipe\nrecipe = Recipe(name='x', modle=1)\n",
+        "unknown field": "from penstock.engine.config import TrainConfig\nTrainConfig(step=1)\n",
         "unknown attribute": RECIPE + "recipe.steps = 5\n",
         "a name too long": RECIPE + "recipe.name = 'a' * 500\n",
         "a name that leads out": RECIPE + "recipe.name = '../../x'\n",
@@ -471,7 +471,7 @@ def _places() -> Iterator[Bad]:
 
 
 def _machines() -> Iterator[Bad]:
-    from engine.machine.presets import GENERIC
+    from penstock.engine.machine.presets import GENERIC
 
     good = GENERIC.to_json()
     values: dict[str, Any] = {

@@ -11,9 +11,9 @@ from typing import Any
 from bad_model_files import NO_OBJECT
 from recipe_texts import tiny_recipe
 
-from app.recipe import to_json
-from storage.crc import checksum
-from storage.manifest import ArraySpec, DriveRecord, Manifest, Stored
+from penstock.app.recipe import to_json
+from penstock.storage.crc import checksum
+from penstock.storage.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 SPAN = {
     "lane": "compute",

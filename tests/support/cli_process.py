@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from app.cli import main
-from app.rundir import read_info
+from penstock.app.cli import main
+from penstock.app.rundir import read_info
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
 """The command line around the stand-in."""
-REAL = (sys.executable, "-m", "app.cli")
+REAL = (sys.executable, "-m", "penstock.app.cli")
 
 RECIPE = """
-from app.recipe import Recipe
-from engine.config import TrainConfig
+from penstock.app.recipe import Recipe
+from penstock.engine.config import TrainConfig
 recipe = Recipe(name="tiny", train=TrainConfig(steps=5))
 if __name__ == "__main__":
-    from app.cli import run_recipe
+    from penstock import run_recipe
     run_recipe(__file__)
 """
 

@@ -22,31 +22,31 @@ from cuda_watch import PAGE, STREAMS, Watch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from app.plan import recipe_task
-from app.recipe import load_recipe
-from engine.attention import chunk as attention
-from engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
-from engine.config import TrainConfig
-from engine.data.loader import MicroBatch
-from engine.forecast.problem import LOGITS_BYTES
-from engine.hf.config import model_config
-from engine.machine.device import compute_dtype
-from engine.model.anatomy import model_spec
-from engine.model.layers import LayerInputs, Projection
-from engine.model.runner import ModelRunner
-from engine.model.skeleton import LayerCall
-from engine.model.spec import ModelSpec, layouts
-from engine.model.tokens import ChunkTokens
-from engine.optim.adamw import Scalars, scalars
-from engine.optim.base import UpdateRange
-from engine.plan.plan import Plan
-from engine.plan.problem import PlanOptions
-from engine.runtime.batch import BatchCarrier, EvaluationData, StepData
-from engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
-from engine.runtime.runtime import Runtime
-from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import Op
-from storage.arena import HostArena
+from penstock.app.plan import recipe_task
+from penstock.app.recipe import load_recipe
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
+from penstock.engine.config import TrainConfig
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model.anatomy import model_spec
+from penstock.engine.model.layers import LayerInputs, Projection
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.skeleton import LayerCall
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.optim.adamw import Scalars, scalars
+from penstock.engine.optim.base import UpdateRange
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import PlanOptions
+from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, StepData
+from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.ops import Op
+from penstock.storage.arena import HostArena
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Tensors = Mapping[str, Tensor]
@@ -427,7 +427,7 @@ def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostArena, "slot", slot)
-        patch.setattr("storage.arena._page_in", lambda address, nbytes: None)
+        patch.setattr("penstock.storage.arena._page_in", lambda address, nbytes: None)
         ram = allocate_ram(
             plan,
             compute_dtype=compute_dtype(train),

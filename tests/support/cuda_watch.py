@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field, replace
 
-from engine.schedule.ops import Op
+from penstock.engine.schedule.ops import Op
 
 PAGE = 4096
 LARGEST_REGISTRATION = 1 << 39

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from engine.config import Recipe
-from engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
-from engine.preparing import Checklist
-from storage.errors import UserError
+from penstock.engine.config import Recipe
+from penstock.engine.events import Progress, Span, StepMetrics, UnderWay, ValidationMetrics
+from penstock.engine.preparing import Checklist
+from penstock.storage.errors import UserError
 
 PLAN = {
     "blocks": [
@@ -100,12 +100,12 @@ def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, checkpoint: str | No
 
 if __name__ == "__main__":
     for name, function in (("train", train), ("export", export)):
-        sys.modules[f"engine.{name}"] = fake = ModuleType(f"engine.{name}")
+        sys.modules[f"penstock.engine.{name}"] = fake = ModuleType(f"penstock.engine.{name}")
         setattr(fake, name, function)
     # What is begun beside the imports of the real one has nothing to do here.
     beside = {
-        "engine.data.corpus": ("prepare_text_ahead", "cancel_text_ahead"),
-        "engine.machine.compilers": ("compile_headers",),
+        "penstock.engine.data.corpus": ("prepare_text_ahead", "cancel_text_ahead"),
+        "penstock.engine.machine.compilers": ("compile_headers",),
     }
     trains = os.environ.get("FAKE_SCRIPT") or sys.argv[1] in ("train", "resume")
     for module, names in beside.items() if trains else ():
@@ -115,6 +115,6 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_SCRIPT"):
         sys.argv = sys.argv[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
-    from app.cli import main
+    from penstock.app.cli import main
 
     sys.exit(main(sys.argv[1:]))

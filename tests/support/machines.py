@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.machine.profile import AttentionRate, Drive, Machine
+from penstock.engine.machine.profile import AttentionRate, Drive, Machine
 
 ROUND = Machine(
     name="round",

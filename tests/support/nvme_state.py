@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
 
 SPECS = [
     ArraySpec("layers.0", "master", 2048 * 5, "float32", 4096),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engine.data.loader import MicroBatch
-from engine.optim.lr import learning_rate
-from engine.session import Session
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.optim.lr import learning_rate
+from penstock.engine.session import Session
 
 
 def document_losses(model: nn.Module, m: MicroBatch) -> Iterator[Tensor]:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from storage import chunk
-from storage.arena import empty_aligned
-from storage.layout import part_ranges
-from storage.readers import Reader
+from penstock.storage import chunk
+from penstock.storage.arena import empty_aligned
+from penstock.storage.layout import part_ranges
+from penstock.storage.readers import Reader
 
 PART_BYTES = 8192
 SIZES_BYTES = [

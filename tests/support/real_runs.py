@@ -30,7 +30,7 @@ RECIPE += recipe_text(
 )
 RECIPE += """
 if __name__ == "__main__":
-    from app.cli import run_recipe
+    from penstock import run_recipe
 
     run_recipe(__file__)
 """
@@ -58,7 +58,7 @@ def environment() -> dict[str, str]:
 def start(root: Path, *arguments: str) -> subprocess.Popen[str]:
     """A command, under way."""
     return subprocess.Popen(
-        [sys.executable, "-m", "app.cli", *arguments],
+        [sys.executable, "-m", "penstock.app.cli", *arguments],
         cwd=root,
         env=environment(),
         stdout=subprocess.PIPE,

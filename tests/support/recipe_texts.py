@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from engine.config import Recipe
+from penstock.engine.config import Recipe
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {
@@ -34,7 +34,7 @@ def tiny_recipe(**changes: dict[str, Any]) -> Recipe:
 
 def recipe_text(**changes: dict[str, Any]) -> str:
     """`tiny_recipe` as a Python file."""
-    return f"from engine.config import *\n\nrecipe = {tiny_recipe(**changes)!r}\n"
+    return f"from penstock.engine.config import *\n\nrecipe = {tiny_recipe(**changes)!r}\n"
 
 
 def settings(**changes: dict[str, Any]) -> list[str]:

@@ -6,11 +6,11 @@ from typing import Any
 
 from msgspec import structs
 
-from engine.plan.plan import Plan
-from engine.schedule import actions as a
-from engine.schedule import resources as r
-from engine.schedule.ops import Op
-from engine.schedule.resources import Resource
+from penstock.engine.plan.plan import Plan
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.ops import Op
+from penstock.engine.schedule.resources import Resource
 
 _WHOLE_FORWARD = (a.LAYER_FORWARD, a.LAYER_EVALUATE)
 _BOTTOM_FORWARD = (a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE_BOTTOM)

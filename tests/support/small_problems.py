@@ -7,11 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.forecast.search import dimensions
-from engine.plan.plan import Plan
-from engine.plan.planner import make_plan
-from engine.plan.problem import BlockShape, BufferShape, Checkpointing, PlanInput, PlanOptions, Window
-from storage.errors import BudgetError
+from penstock.engine.forecast.search import dimensions
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import BlockShape, BufferShape, Checkpointing, PlanInput, PlanOptions, Window
+from penstock.storage.errors import BudgetError
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from engine.schedule.actions import Action, Cost, Lane
-from engine.schedule.ops import Op
+from penstock.engine.schedule.actions import Action, Cost, Lane
+from penstock.engine.schedule.ops import Op
 
 
 @cache

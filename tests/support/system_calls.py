@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from storage import drives
-from storage.errors import UserError
+from penstock.storage import drives
+from penstock.storage.errors import UserError
 
 CHANGING = (
     "open",

@@ -18,32 +18,32 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from engine.config import BudgetConfig as BudgetConfig
-from engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
-from engine.data.prepare import make_loader, make_validation, prepare_data
-from engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
-from engine.forecast.problem import DTYPE_BYTES
-from engine.forecast.request import PlanRequest
-from engine.forecast.search import dimensions
-from engine.hf.config import make_config, model_config
-from engine.machine.budgets import Budgets
-from engine.model.anatomy import Initializer, take_apart
-from engine.model.graph_size import find_graph_bytes
-from engine.model.spec import ModelSpec, layouts
-from engine.plan.plan import Plan
-from engine.plan.problem import GpuFirst, PlanOptions
-from engine.runtime.compute import Compute
-from engine.runtime.lanes import Lanes
-from engine.runtime.state import fill_store, read_parameters, state_arrays
-from engine.schedule.actions import LANES
-from engine.schedule.ops import Op
-from engine.session import Session, run_identity, run_meta
-from engine.train import train, train_step
-from storage.checkpoints import list_checkpoints
-from storage.errors import BudgetError
-from storage.manifest import ArraySpec
-from storage.nvme import NvmeStore
-from storage.readers import select_readers
+from penstock.engine.config import BudgetConfig as BudgetConfig
+from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
+from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
+from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from penstock.engine.forecast.problem import DTYPE_BYTES
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.forecast.search import dimensions
+from penstock.engine.hf.config import make_config, model_config
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.model.anatomy import Initializer, take_apart
+from penstock.engine.model.graph_size import find_graph_bytes
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import GpuFirst, PlanOptions
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.lanes import Lanes
+from penstock.engine.runtime.state import fill_store, read_parameters, state_arrays
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session, run_identity, run_meta
+from penstock.engine.train import train, train_step
+from penstock.storage.checkpoints import list_checkpoints
+from penstock.storage.errors import BudgetError
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.readers import select_readers
 
 CPU = torch.device("cpu")
 FLOOR = "floor"

@@ -51,7 +51,7 @@ async def served(folder: Path, log_file: Path, *arguments: str) -> AsyncIterator
     """`penstock serve` on a free port."""
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tui.main", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", "penstock.tui.main", "serve", "--port", "0", *arguments],
             cwd=folder,
             env=real_runs.environment(),
             stdout=log,

@@ -13,7 +13,7 @@ import pytest
 import real_runs
 from textual.pilot import Pilot
 
-from tui.app import PenstockApp
+from penstock.tui.app import PenstockApp
 
 
 @pytest.fixture(autouse=True)

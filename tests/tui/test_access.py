@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tui.web.access import SECURITY_HEADERS, Access, is_remote
+from penstock.tui.web.access import SECURITY_HEADERS, Access, is_remote
 
 LOCAL = Access("localhost", ("127.0.0.1", "::1"), 8000)
 ONE = Access("192.0.2.7", ("192.0.2.7",), 8000)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from tui.actions import ACTIONS, actions, bindings, keys_page
-from tui.app import PenstockApp
-from tui.screens.base import PenstockScreen
-from tui.screens.help import HelpScreen, help_text
+from penstock.tui.actions import ACTIONS, actions, bindings, keys_page
+from penstock.tui.app import PenstockApp
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.screens.help import HelpScreen, help_text
 
 SCREENS = {"home": "HomeScreen", "configure": "ConfigureScreen", "run": "RunScreen", "timeline": "TimelineScreen"}
 SCREENS |= {"compare": "CompareScreen"}

@@ -12,10 +12,10 @@ import pytest
 from samples import samples
 from textual.pilot import Pilot
 
-from app.rows import ASCII, UNICODE, Glyphs
-from tui.app import PenstockApp
-from tui.widgets.form import FieldRow
-from tui.widgets.lines import LineWidget
+from penstock.app.rows import ASCII, UNICODE, Glyphs
+from penstock.tui.app import PenstockApp
+from penstock.tui.widgets.form import FieldRow
+from penstock.tui.widgets.lines import LineWidget
 
 
 def drawn(app: PenstockApp) -> str:

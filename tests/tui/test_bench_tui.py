@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app.lanes import LANES
-from storage.errors import UserError
-from tui.bench import Sample, bench_tui, page, summarise
-from tui.synthetic import Steps, Writer, metrics_line
+from penstock.app.lanes import LANES
+from penstock.storage.errors import UserError
+from penstock.tui.bench import Sample, bench_tui, page, summarise
+from penstock.tui.synthetic import Steps, Writer, metrics_line
 
 MIB = 1 << 20
 

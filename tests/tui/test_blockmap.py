@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.rows import ASCII, UNICODE, plain
-from tui.data.blocks import BlockPlaces
-from tui.render.blockmap import block_map
+from penstock.app.rows import ASCII, UNICODE, plain
+from penstock.tui.data.blocks import BlockPlaces
+from penstock.tui.render.blockmap import block_map
 
 
 def plan(layers: int, weights: str = "ram", state: str = "nvme", gradient: str = "ram") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tui.web.messages import MOST_TYPED, PIECE_BYTES, MalformedError, asked_size, read_message
+from penstock.tui.web.messages import MOST_TYPED, PIECE_BYTES, MalformedError, asked_size, read_message
 
 
 def sent(*envelope: Any) -> list[tuple[str, bytes]]:

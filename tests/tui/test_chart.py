@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.rows import ASCII, UNICODE, Glyphs, Row, plain
-from tui.render.chart import Curve, chart, decimate, sparkline
-from tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
+from penstock.app.rows import ASCII, UNICODE, Glyphs, Row, plain
+from penstock.tui.render.chart import Curve, chart, decimate, sparkline
+from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 
 
 def curve(values: list[float], token: str = "raw", *, points: bool = False) -> Curve:

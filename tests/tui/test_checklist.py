@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 import real_runs
 
-from app.rows import ASCII, UNICODE, Glyphs, plain
-from app.rundir import RunLock
-from tui.app import PenstockApp
-from tui.data.run_data import Prepared, RunData
-from tui.render.checklist import checklist_rows
-from tui.screens.run import RunScreen
-from tui.widgets.kpi_bar import KpiBar
+from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.app.rundir import RunLock
+from penstock.tui.app import PenstockApp
+from penstock.tui.data.run_data import Prepared, RunData
+from penstock.tui.render.checklist import checklist_rows
+from penstock.tui.screens.run import RunScreen
+from penstock.tui.widgets.kpi_bar import KpiBar
 
 ITEMS = [
     Prepared("tokenizing the data", True, 33.2),

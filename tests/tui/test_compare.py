@@ -8,11 +8,11 @@ from pathlib import Path
 import real_runs
 from textual.pilot import Pilot
 
-from app.rows import ASCII, plain
-from tui.app import PenstockApp
-from tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
-from tui.render.table import table_rows
-from tui.screens.compare import CompareChart, CompareScreen, TableView
+from penstock.app.rows import ASCII, plain
+from penstock.tui.app import PenstockApp
+from penstock.tui.data.compare import MOST_RUNS, ComparedRun, config_rows, figure_rows
+from penstock.tui.render.table import table_rows
+from penstock.tui.screens.compare import CompareChart, CompareScreen, TableView
 
 
 def read(*paths: Path) -> list[ComparedRun]:

@@ -14,19 +14,19 @@ from rich.style import Style
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from app.recipe import load_recipe, save_recipe
-from app.rows import plain
-from engine.config import Recipe
-from storage.errors import UserError
-from tui.actions import ACTIONS
-from tui.app import PenstockApp
-from tui.data import plan_client
-from tui.data.plan_client import PlanState
-from tui.screens.configure import ConfigureScreen
-from tui.screens.confirm import ConfirmDialog, TextDialog
-from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_folder, model_mark
-from tui.widgets.form import Form
-from tui.widgets.plan_panel import PlanPanel, PlanSummary
+from penstock.app.recipe import load_recipe, save_recipe
+from penstock.app.rows import plain
+from penstock.engine.config import Recipe
+from penstock.storage.errors import UserError
+from penstock.tui.actions import ACTIONS
+from penstock.tui.app import PenstockApp
+from penstock.tui.data import plan_client
+from penstock.tui.data.plan_client import PlanState
+from penstock.tui.screens.configure import ConfigureScreen
+from penstock.tui.screens.confirm import ConfirmDialog, TextDialog
+from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_folder, model_mark
+from penstock.tui.widgets.form import Form
+from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 120
@@ -194,7 +194,7 @@ async def test_another_machine_replans(ui: Opened) -> None:
 @pytest.mark.parametrize("field", ["model.path", pytest.param("train.lr_schedule", marks=pytest.mark.long)])
 async def test_every_key_of_the_table(ui: Opened, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """Each does something and none of them fails, with the cursor on each kind of field."""
-    monkeypatch.setattr("app.launcher.start", lambda recipe, root: pytest.fail("launched unasked"))
+    monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: pytest.fail("launched unasked"))
     keys = [key for action in ACTIONS if action.scope == "configure" for key in action.keys.split(",")]
     keys = [key for key in keys if key not in ("q", "ctrl+q", "escape")]
     assert len(keys) > 25
@@ -281,7 +281,7 @@ async def test_launch_asks_and_starts_here(ui: Opened, place: Path, monkeypatch:
         started.append((recipe, root))
         return root / "runs" / "new"
 
-    monkeypatch.setattr("app.launcher.start", start)
+    monkeypatch.setattr("penstock.app.launcher.start", start)
     monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: shown.append(path))
     await ui.planned()
     ui.configure._set_machine("gh200-480")
@@ -305,7 +305,7 @@ async def test_launch_warns_of_what_does_not_fit_and_says_why_not(ui: Opened, mo
     def refuse(recipe: Recipe, root: Path) -> Path:
         raise UserError("no room in runs/")
 
-    monkeypatch.setattr("app.launcher.start", refuse)
+    monkeypatch.setattr("penstock.app.launcher.start", refuse)
     await ui.type("train.chunk_tokens", "8192")
     dialog = await ui.dialog(ConfirmDialog, "l")
     assert "DOES NOT FIT" in dialog._text
@@ -319,7 +319,7 @@ async def test_launch_without_the_model_s_folder_offers_random_weights(
     ui: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Recipe] = []
-    monkeypatch.setattr("app.launcher.start", lambda recipe, root: started.append(recipe) or root)
+    monkeypatch.setattr("penstock.app.launcher.start", lambda recipe, root: started.append(recipe) or root)
     monkeypatch.setattr(PenstockApp, "open_run", lambda app, path: None)
     await ui.planned()
     dialog = await ui.dialog(ConfirmDialog, "l")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lanes import LANES
-from tui.data.critical import Blockers, analyse
-from tui.data.spans import SpanStore, SpanView, StepWindow
+from penstock.app.lanes import LANES
+from penstock.tui.data.critical import Blockers, analyse
+from penstock.tui.data.spans import SpanStore, SpanView, StepWindow
 
 SECOND = 1 / 64
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.recipe import apply_overrides, load_recipe
-from engine.config import Recipe
-from storage.errors import UserError
-from tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
+from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.engine.config import Recipe
+from penstock.storage.errors import UserError
+from penstock.tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 QUICKSTART = RECIPES[0].with_name("quickstart.py")

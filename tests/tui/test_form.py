@@ -10,12 +10,12 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from app.recipe import load_recipe
-from app.recipe_fields import fields
-from app.rows import UNICODE
-from tui.data.draft import Draft
-from tui.theme import THEMES
-from tui.widgets.form import FieldList, FieldRow, Form
+from penstock.app.recipe import load_recipe
+from penstock.app.recipe_fields import fields
+from penstock.app.rows import UNICODE
+from penstock.tui.data.draft import Draft
+from penstock.tui.theme import THEMES
+from penstock.tui.widgets.form import FieldList, FieldRow, Form
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.py"
 

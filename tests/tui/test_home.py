@@ -12,15 +12,23 @@ import real_runs
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
-from app.recipe import save_recipe
-from engine.config import Recipe
-from tui.app import PenstockApp
-from tui.data.catalog import RunCatalog, describe, find_recipes, matches, plan_lines, read_recipe_entry, read_run_entry
-from tui.screens.compare import CompareScreen
-from tui.screens.configure import ConfigureScreen
-from tui.screens.home import HomeScreen
-from tui.screens.run import RunScreen
-from tui.screens.timeline import TimelineScreen
+from penstock.app.recipe import save_recipe
+from penstock.engine.config import Recipe
+from penstock.tui.app import PenstockApp
+from penstock.tui.data.catalog import (
+    RunCatalog,
+    describe,
+    find_recipes,
+    matches,
+    plan_lines,
+    read_recipe_entry,
+    read_run_entry,
+)
+from penstock.tui.screens.compare import CompareScreen
+from penstock.tui.screens.configure import ConfigureScreen
+from penstock.tui.screens.home import HomeScreen
+from penstock.tui.screens.run import RunScreen
+from penstock.tui.screens.timeline import TimelineScreen
 
 
 def names(app: PenstockApp, table: str) -> list[str]:
@@ -162,7 +170,7 @@ def test_a_run_that_cannot_be_read_says_so(root: Path, monkeypatch: pytest.Monke
     def refused(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("tui.data.catalog.read_info", refused)
+    monkeypatch.setattr("penstock.tui.data.catalog.read_info", refused)
     entry = read_run_entry(root / "runs/first")
     assert entry.state == "damaged"
     assert "Permission denied" in str(entry.error)
@@ -173,7 +181,9 @@ def test_the_catalog_reads_only_what_has_changed(root: Path, monkeypatch: pytest
     before = catalog.read()
     read: list[str] = []
     original = read_run_entry
-    monkeypatch.setattr("tui.data.catalog.read_run_entry", lambda folder: read.append(folder.name) or original(folder))
+    monkeypatch.setattr(
+        "penstock.tui.data.catalog.read_run_entry", lambda folder: read.append(folder.name) or original(folder)
+    )
     assert catalog.read() == before
     assert read == []
     with (root / "runs/second/metrics.jsonl").open("a") as file:

@@ -14,12 +14,12 @@ import pytest
 from textual._compositor import CompositorUpdate
 from textual.screen import Screen
 
-import tui.app
-from app.cli import main
-from app.rows import UNICODE
-from tui.app import PenstockApp
-from tui.data.run_data import RunData
-from tui.screens.pickers import PathPicker
+import penstock.tui.app
+from penstock.app.cli import main
+from penstock.app.rows import UNICODE
+from penstock.tui.app import PenstockApp
+from penstock.tui.data.run_data import RunData
+from penstock.tui.screens.pickers import PathPicker
 
 HERE = Path(__file__).parent
 ESCAPES = "\x1b]0;owned\x07\x1b]52;c;b3duZWQ=\x1b\\\x1b[7777X\x9d0;owned\x9c\x9b7777X\u202e\u2066\x08\x7f\x0e"
@@ -70,7 +70,7 @@ def root(tmp_path: Path) -> Path:
 class RecordedApp(PenstockApp):
     """Keeps what a terminal would have got."""
 
-    CSS_PATH = Path(tui.app.__file__).with_name("app.tcss")
+    CSS_PATH = Path(penstock.tui.app.__file__).with_name("app.tcss")
     drawn = ""
 
     def _display(self, screen: Screen[Any], renderable: Any) -> None:

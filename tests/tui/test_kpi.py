@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.rows import ASCII, UNICODE, plain
-from tui.data.tiers import Tier
-from tui.render.bars import bar, tier_rows
-from tui.render.kpi import Figure, kpi_row
+from penstock.app.rows import ASCII, UNICODE, plain
+from penstock.tui.data.tiers import Tier
+from penstock.tui.render.bars import bar, tier_rows
+from penstock.tui.render.kpi import Figure, kpi_row
 
 FIGURES = [
     Figure("1,240/8,000", label="step"),

@@ -11,12 +11,12 @@ from textual.app import ComposeResult
 from textual.events import MouseScrollUp
 from textual.pilot import Pilot
 
-from app.rows import UNICODE
-from tui.app import PenstockApp
-from tui.data.spans import SpanStore
-from tui.screens.base import PenstockScreen
-from tui.widgets.lane_keys import LaneKeys
-from tui.widgets.lane_view import LAG_S, LaneView
+from penstock.app.rows import UNICODE
+from penstock.tui.app import PenstockApp
+from penstock.tui.data.spans import SpanStore
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.widgets.lane_keys import LaneKeys
+from penstock.tui.widgets.lane_view import LAG_S, LaneView
 
 
 def step_spans(step: int, start: float, **more: Any) -> list[dict[str, Any]]:

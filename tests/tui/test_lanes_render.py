@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
 
-from app.lanes import LANES
-from app.rows import ASCII, UNICODE, Glyphs, plain
-from tui.data.spans import Busy, SpanStore, SpanView, StepWindow
-from tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
+from penstock.app.lanes import LANES
+from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.tui.data.spans import Busy, SpanStore, SpanView, StepWindow
+from penstock.tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 
 
 def span(lane: str, start: float, end: float, **more: Any) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from app.rows import ASCII, UNICODE, plain
-from tui.data.run_data import LogLine
-from tui.render.log import log_rows, matches
-from tui.render.plan_table import StepFigures, plan_rows
+from penstock.app.rows import ASCII, UNICODE, plain
+from penstock.tui.data.run_data import LogLine
+from penstock.tui.render.log import log_rows, matches
+from penstock.tui.render.plan_table import StepFigures, plan_rows
 
 LINES = [
     LogLine(None, "info", "first", 1),

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import real_runs
 
-PENSTOCK = [sys.executable, "-m", "tui.main"]
+PENSTOCK = [sys.executable, "-m", "penstock.tui.main"]
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,8 +50,9 @@ def test_without_a_terminal(root: Path, arguments: list[str], code: int, parts: 
 
 def test_nothing_heavy_is_imported_for_the_first_frame() -> None:
     code = (
-        "import sys, tui.app, tui.screens.home; "
-        "print(*({'torch', 'transformers', 'tensorstore', 'engine.train', 'numpy', 'typer'} & set(sys.modules)))"
+        "import sys, penstock.tui.app, penstock.tui.screens.home; "
+        "heavy = {'torch', 'transformers', 'tensorstore', 'penstock.engine.train', 'numpy', 'typer'}; "
+        "print(*(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=real_runs.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from app.progress import Eta
-from engine.events import StepMetrics
-from tui.data.metrics import MetricsLog
+from penstock.app.progress import Eta
+from penstock.engine.events import StepMetrics
+from penstock.tui.data.metrics import MetricsLog
 
 
 def line(step: int, **more: object) -> dict[str, object]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import real_runs
 
-from engine.config import Recipe, TrainConfig
-from tui.data.plan_client import PlanClient, PlanState
+from penstock.engine.config import Recipe, TrainConfig
+from penstock.tui.data.plan_client import PlanClient, PlanState
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
 WAIT_S = 60

@@ -9,11 +9,11 @@ from rich.cells import cell_len
 from sample_forecast import fitting, refused
 from textual.app import App, ComposeResult
 
-from app.rows import ASCII, UNICODE, Glyphs, plain
-from tui.data.plan_client import PlanState
-from tui.render.plan import state_rows, summary_row
-from tui.theme import THEMES
-from tui.widgets.plan_panel import PlanPanel, PlanSummary
+from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.tui.data.plan_client import PlanState
+from penstock.tui.render.plan import state_rows, summary_row
+from penstock.tui.theme import THEMES
+from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 
 def page(state: PlanState, machine: str = "", width: int = 76, glyphs: Glyphs = UNICODE) -> str:

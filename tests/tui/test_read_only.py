@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from storage.errors import UserError
-from tui.actions import ACTIONS
-from tui.app import PenstockApp
-from tui.paths import written_path
-from tui.screens.configure import ConfigureScreen
-from tui.screens.confirm import TextDialog
+from penstock.storage.errors import UserError
+from penstock.tui.actions import ACTIONS
+from penstock.tui.app import PenstockApp
+from penstock.tui.paths import written_path
+from penstock.tui.screens.configure import ConfigureScreen
+from penstock.tui.screens.confirm import TextDialog
 
 ACTING = {(action.scope, action.id) for action in ACTIONS if action.acts}
 
@@ -86,7 +86,7 @@ async def test_a_read_only_application_takes_no_action(root: Path) -> None:
 async def test_a_read_only_application_executes_no_recipe(tmp_path: Path, read_only: bool) -> None:
     (tmp_path / "recipes").mkdir()
     marker = tmp_path / "executed"
-    code = f'from app.recipe import Recipe\nopen({str(marker)!r}, "w").close()\nrecipe = Recipe(name="a")\n'
+    code = f'from penstock.app.recipe import Recipe\nopen({str(marker)!r}, "w").close()\nrecipe = Recipe(name="a")\n'
     (tmp_path / "recipes" / "a.py").write_text(f'"""First of all."""\n{code}')
     app = PenstockApp(tmp_path, read_only=read_only)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -129,7 +129,7 @@ NO_PATH = ["recipes/a\0b.py", "~nobody-of-that-name/a.py", "recipes/\ud800.py", 
 
 
 async def test_a_recipe_is_saved_below_the_served_folder_alone(place: Path) -> None:
-    (place / "recipes" / "tiny.py").write_text('from app.recipe import Recipe\nrecipe = Recipe(name="tiny")\n')
+    (place / "recipes" / "tiny.py").write_text('from penstock.app.recipe import Recipe\nrecipe = Recipe(name="tiny")\n')
     before = contents(place.parent)
     app = PenstockApp(place, served=True)
     async with app.run_test(size=(120, 40)) as pilot:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tui.data.alerts import alerts
-from tui.data.run_data import RunData
-from tui.data.tiers import tiers
+from penstock.tui.data.alerts import alerts
+from penstock.tui.data.run_data import RunData
+from penstock.tui.data.tiers import tiers
 
 
 def read(path: Path, clock: Any = time.time) -> RunData:
@@ -161,7 +161,7 @@ def test_the_end_of_the_output_where_a_process_died_silently(root: Path) -> None
 
 
 def test_a_live_run_that_falls_silent(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.rundir.is_live", lambda path: True)
+    monkeypatch.setattr("penstock.app.rundir.is_live", lambda path: True)
     status = json.loads((first / "status.json").read_text())
     (first / "status.json").write_text(
         json.dumps(status | {"state": "running", "heartbeat": 1000.0, "total_steps": 99})
@@ -177,7 +177,7 @@ def test_a_live_run_that_falls_silent(first: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_alerts_of_a_running_run(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.rundir.is_live", lambda path: True)
+    monkeypatch.setattr("penstock.app.rundir.is_live", lambda path: True)
     line = lines_of(first / "metrics.jsonl")[-1]
     for step in range(13, 60):
         append(first / "metrics.jsonl", line | {"step": step, "grad_norm": 1 + 0.01 * (step % 3), "loss": 3.0})

@@ -17,14 +17,14 @@ import real_runs
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from app.rows import plain
-from app.rundir import is_live
-from tui.actions import ACTIONS
-from tui.app import PenstockApp
-from tui.screens.run import PANES, RunScreen
-from tui.screens.timeline import TimelineScreen
-from tui.widgets.kpi_bar import AlertBar, KpiBar
-from tui.widgets.lines import LineWidget
+from penstock.app.rows import plain
+from penstock.app.rundir import is_live
+from penstock.tui.actions import ACTIONS
+from penstock.tui.app import PenstockApp
+from penstock.tui.screens.run import PANES, RunScreen
+from penstock.tui.screens.timeline import TimelineScreen
+from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
+from penstock.tui.widgets.lines import LineWidget
 
 
 @asynccontextmanager

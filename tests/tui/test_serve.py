@@ -12,8 +12,8 @@ from real_runs import until
 from test_main import run
 from web_client import Served, browser, is_gone, served, shown, window
 
-from tui.web.access import SECURITY_HEADERS
-from tui.web.server import STATIC
+from penstock.tui.web.access import SECURITY_HEADERS
+from penstock.tui.web.server import STATIC
 
 ROUTES = ["/", "/ws", "/download/0123", "/static/textual.js", "/nosuch"]
 

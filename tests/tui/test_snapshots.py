@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from app.rows import UNICODE
-from tui.app import PenstockApp
+from penstock.app.rows import UNICODE
+from penstock.tui.app import PenstockApp
 
 HERE = Path(__file__).parent
 SNAPSHOTS = HERE / "snapshots"

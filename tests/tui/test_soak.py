@@ -14,13 +14,13 @@ from typing import cast
 import pytest
 import real_runs
 
-from app.rows import plain
-from app.rundir import RunLock
-from tui.app import PenstockApp
-from tui.data import run_data
-from tui.data.spans import SpanStore
-from tui.screens.run import RunScreen
-from tui.synthetic import Writer
+from penstock.app.rows import plain
+from penstock.app.rundir import RunLock
+from penstock.tui.app import PenstockApp
+from penstock.tui.data import run_data
+from penstock.tui.data.spans import SpanStore
+from penstock.tui.screens.run import RunScreen
+from penstock.tui.synthetic import Writer
 
 CAPACITY = 20_000
 """Of the store: small, so that it is full many times over."""

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.lanes import LANES
-from tui.data.spans import MAX_LANES, OTHER, SpanStore, StepWindow
+from penstock.app.lanes import LANES
+from penstock.tui.data.spans import MAX_LANES, OTHER, SpanStore, StepWindow
 
 
 def span(lane: str, start: float, end: float, **more: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from samples import sampled
 
-import tui.data.steps as steps_module
-from tui.data.steps import StepIndex
+import penstock.tui.data.steps as steps_module
+from penstock.tui.data.steps import StepIndex
 
 
 def line(lane: str, op: str, start: float, end: float, step: int, op_id: int) -> str:

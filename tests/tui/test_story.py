@@ -17,19 +17,19 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import DataTable
 
-from app import control
-from app.checkpoints import checkpoint_steps
-from app.launcher import start
-from app.recipe import apply_overrides, load_recipe
-from app.rows import plain
-from app.run_files import read_tail
-from app.rundir import read_info, read_status
-from tui.app import PenstockApp
-from tui.screens.configure import ConfigureScreen
-from tui.screens.home import HomeScreen
-from tui.screens.run import RunScreen
-from tui.widgets.kpi_bar import KpiBar
-from tui.widgets.plan_panel import PlanPanel
+from penstock.app import control
+from penstock.app.checkpoints import checkpoint_steps
+from penstock.app.launcher import start
+from penstock.app.recipe import apply_overrides, load_recipe
+from penstock.app.rows import plain
+from penstock.app.run_files import read_tail
+from penstock.app.rundir import read_info, read_status
+from penstock.tui.app import PenstockApp
+from penstock.tui.screens.configure import ConfigureScreen
+from penstock.tui.screens.home import HomeScreen
+from penstock.tui.screens.run import RunScreen
+from penstock.tui.widgets.kpi_bar import KpiBar
+from penstock.tui.widgets.plan_panel import PlanPanel
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], bool], what: str) -> None:

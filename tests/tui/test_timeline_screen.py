@@ -11,9 +11,9 @@ import real_runs
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tui.app import PenstockApp
-from tui.screens.timeline import TimelineScreen
-from tui.widgets.lines import LineWidget
+from penstock.tui.app import PenstockApp
+from penstock.tui.screens.timeline import TimelineScreen
+from penstock.tui.widgets.lines import LineWidget
 
 
 @asynccontextmanager

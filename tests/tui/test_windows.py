@@ -15,10 +15,10 @@ import pytest
 from real_runs import until
 from web_client import browser, is_gone, window
 
-from tui.web import server as web_server
-from tui.web import window as web_window
-from tui.web.access import Access
-from tui.web.server import MOST_CONNECTIONS, MOST_WINDOWS, WebServer
+from penstock.tui.web import server as web_server
+from penstock.tui.web import window as web_window
+from penstock.tui.web.access import Access
+from penstock.tui.web.server import MOST_CONNECTIONS, MOST_WINDOWS, WebServer
 
 BEGIN = """
 import os, signal, sys, time

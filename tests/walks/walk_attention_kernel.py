@@ -2,8 +2,8 @@
 
 from transformers import Qwen3Config
 
-from engine.attention.select import attention_report, forget
-from engine.model.check import check_model
+from penstock.engine.attention.select import attention_report, forget
+from penstock.engine.model.check import check_model
 
 
 def test_it_is_chosen_and_its_gradients_are_transformers() -> None:

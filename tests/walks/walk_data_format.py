@@ -4,10 +4,10 @@ from pathlib import Path
 
 import tiny
 
-from app.recipe import apply_overrides
-from engine.config import DataConfig
-from engine.data.corpus import read_pieces
-from engine.train import train_step
+from penstock.app.recipe import apply_overrides
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import read_pieces
+from penstock.engine.train import train_step
 
 
 def test_lines_are_documents_that_are_trained_on(tmp_path: Path) -> None:

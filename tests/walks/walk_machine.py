@@ -2,8 +2,8 @@
 
 import tiny
 
-from app.machines import machine_infos
-from app.plan import plan_recipe
+from penstock.app.machines import machine_infos
+from penstock.app.plan import plan_recipe
 
 
 def test_it_is_listed_and_planned_on() -> None:

@@ -8,13 +8,13 @@ import tiny
 import torch
 from torch import Tensor
 
-from engine.config import TrainConfig
-from engine.forecast.problem import LOGITS_BYTES
-from engine.model.reference import forward_backward
-from engine.model.runner import ModelRunner
-from engine.optim.lr import learning_rate
-from engine.session import Session
-from engine.train import train_step
+from penstock.engine.config import TrainConfig
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.optim.lr import learning_rate
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
 
 STEPS = 4
 BUDGETS = {"sgd": (900_000, 1_450_000), "normalised": (900_000, 1_200_000)}

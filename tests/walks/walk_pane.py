@@ -6,9 +6,9 @@ from typing import cast
 
 import real_runs
 
-from app.rows import plain
-from tui.app import PenstockApp
-from tui.screens.run import RunScreen
+from penstock.app.rows import plain
+from penstock.tui.app import PenstockApp
+from penstock.tui.screens.run import RunScreen
 
 
 async def test_it_is_shown_and_its_key_goes_there(tmp_path: Path) -> None:

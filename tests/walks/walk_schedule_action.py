@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import tiny
 
-from engine.forecast.costs import Costs
-from engine.forecast.report import predict
-from engine.machine.presets import GENERIC
-from engine.schedule.actions import ACTIONS, LARGEST
-from engine.schedule.builder import ScheduleBuilder
-from engine.train import train_step
+from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.report import predict
+from penstock.engine.machine.presets import GENERIC
+from penstock.engine.schedule.actions import ACTIONS, LARGEST
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.train import train_step
 
 
 def test_it_is_emitted_priced_simulated_and_carried_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

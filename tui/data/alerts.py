@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from storage.units import duration_text, figure
-from tui.data.fields import number, objects, text
-from tui.data.run_data import RunData
-from tui.data.tiers import FULL_SHARE, Tier, tiers
+from penstock.storage.units import duration_text, figure
+from penstock.tui.data.fields import number, objects, text
+from penstock.tui.data.run_data import RunData
+from penstock.tui.data.tiers import FULL_SHARE, Tier, tiers
 
 Z_ALERT = 5.0
 """Standard deviations above the mean of the steps before from which a value is a spike."""

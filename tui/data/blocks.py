@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from app.ops import READ_STATE, action_of
-from tui.data.fields import number, objects, text, whole
+from penstock.app.ops import READ_STATE, action_of
+from penstock.tui.data.fields import number, objects, text, whole
 
 KINDS = ("weights", "state", "gradient")
 Kind = Literal["weights", "state", "gradient"]

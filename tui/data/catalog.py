@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.progress import WARMUP_STEPS
-from app.run_files import number, read_object, read_tail
-from app.rundir import ATTENDED_STATES, read_info
-from storage.units import params_text
-from storage.untrusted import parse_object, printable, read_regular
-from tui.data.fields import get, text
-
-SHIPPED = Path(__file__).resolve().parents[2] / "recipes"
+from penstock.app import shipped
+from penstock.app.progress import WARMUP_STEPS
+from penstock.app.run_files import number, read_object, read_tail
+from penstock.app.rundir import ATTENDED_STATES, read_info
+from penstock.storage.units import params_text
+from penstock.storage.untrusted import parse_object, printable, read_regular
+from penstock.tui.data.fields import get, text
 
 _NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
 _RECIPE_BYTES = 1 << 20
@@ -79,9 +78,12 @@ class RunEntry:
 
 def find_recipes(root: Path) -> list[RecipeEntry]:
     """The user's recipes below `root`, then the shipped ones, the quickstart first."""
-    folders = [root / "recipes"] if (root / "recipes").resolve() == SHIPPED else [root / "recipes", SHIPPED]
+    own = root / "recipes"
+    folders = [own, shipped.FOLDER] if own.resolve() != shipped.FOLDER else [own]
     return [
-        read_recipe_entry(path, own=folder.resolve() != SHIPPED) for folder in folders for path in _recipe_files(folder)
+        read_recipe_entry(path, own=folder.resolve() != shipped.FOLDER)
+        for folder in folders
+        for path in _recipe_files(folder)
     ]
 
 
@@ -121,7 +123,7 @@ def describe(entry: RecipeEntry) -> dict[str, Any]:
 
     Raises UserError where it cannot be loaded.
     """
-    from app.recipe import load_recipe
+    from penstock.app.recipe import load_recipe
 
     recipe = load_recipe(entry.path)
     model, train, data = recipe.model, recipe.train, recipe.data

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from app.run_files import read_object
-from app.rundir import read_info
-from storage.sealed import KEY
-from storage.units import bytes_text, duration_text
-from tui.data.fields import number
-from tui.data.metrics import MetricsLog, MetricsReader
+from penstock.app.run_files import read_object
+from penstock.app.rundir import read_info
+from penstock.storage.sealed import KEY
+from penstock.storage.units import bytes_text, duration_text
+from penstock.tui.data.fields import number
+from penstock.tui.data.metrics import MetricsLog, MetricsReader
 
 MOST_RUNS = 6
 LETTERS = "ABCDEF"

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from app.ops import STEP_END
-from tui.data.spans import IDLE, Busy, Ints, SpanView, StepWindow
+from penstock.app.ops import STEP_END
+from penstock.tui.data.spans import IDLE, Busy, Ints, SpanView, StepWindow
 
 EPSILON_S = 2e-6
 """Times on a GPU are no more exact."""

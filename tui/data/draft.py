@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from app.recipe import Recipe, apply_overrides, from_dict, to_dict
-from app.recipe_fields import RecipeField, field_type, fields, parse_value
-from storage.errors import UserError
+from penstock.app.recipe import Recipe, apply_overrides, from_dict, to_dict
+from penstock.app.recipe_fields import RecipeField, field_type, fields, parse_value
+from penstock.storage.errors import UserError
 
 Kind = Literal["text", "choice", "switch"]
 PATHS = ("model.path", "data.path", "data.tokenizer", "storage.nvme")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app import run_files
+from penstock.app import run_files
 
 
 def get(value: Any, *keys: str) -> Any:

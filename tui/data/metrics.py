@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.progress import WARMUP_STEPS
-from tui.data.fields import get, number
-from tui.data.tail import JsonTail
+from penstock.app.progress import WARMUP_STEPS
+from penstock.tui.data.fields import get, number
+from penstock.tui.data.tail import JsonTail
 
 Floats = NDArray[np.float64]
 

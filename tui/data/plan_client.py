@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from app import memory_limit
-from app.recipe import Recipe, to_dict
-from tui.paths import environment
+from penstock.app import child, memory_limit
+from penstock.app.recipe import Recipe, to_dict
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
 
@@ -23,8 +21,7 @@ _LINE_BYTES = 1 << 24
 _STDERR_LINES = 20
 _LAST_WORDS_S = 2.0
 """A server's reason may be read after its end; what it started may hold its stderr open for longer."""
-SERVER = (sys.executable, "-P", "-m", "app.plan_server")
-"""-P: a folder named app where the user works is not taken for ours."""
+SERVER = tuple(child.command("app.plan_server"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +158,7 @@ class PlanClient:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 cwd=self._root,
-                env=environment(),
+                env=child.environment(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.lanes import LANES
-from app.ops import STEP_END, VALIDATION_END, op_name
-from app.run_files import span_of
+from penstock.app.lanes import LANES
+from penstock.app.ops import STEP_END, VALIDATION_END, op_name
+from penstock.app.run_files import span_of
 
 MAX_LANES = 24
 MAX_NAMES = 20_000

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.ops import STEP_END
-from app.run_files import number, open_read, parse_line, span_of, whole_lines
-from tui.data.spans import SpanStore, SpanView, StepWindow
+from penstock.app.ops import STEP_END
+from penstock.app.run_files import number, open_read, parse_line, span_of, whole_lines
+from penstock.tui.data.spans import SpanStore, SpanView, StepWindow
 
 MAX_SPANS = 400_000
 """Of one step; of a longer one the last are kept."""

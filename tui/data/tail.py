@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from app.run_files import MOST_LINE_BYTES, open_read, parse_line
+from penstock.app.run_files import MOST_LINE_BYTES, open_read, parse_line
 
 READ_BYTES = 1 << 20
 """Most bytes that one call reads: what it parses takes a few hundredths of a second."""

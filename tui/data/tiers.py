@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tui.data.fields import number
-from tui.data.run_data import RunData
+from penstock.tui.data.fields import number
+from penstock.tui.data.run_data import RunData
 
 _TIERS = ("gpu", "ram", "nvme")
 FULL_SHARE = 0.95

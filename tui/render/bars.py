@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.rows import Glyphs, Row, exactly, merged
-from storage.units import bytes_text, of_text
-from tui.data.tiers import FULL_SHARE, Tier
-from tui.render.ticks import fit
+from penstock.app.rows import Glyphs, Row, exactly, merged
+from penstock.storage.units import bytes_text, of_text
+from penstock.tui.data.tiers import FULL_SHARE, Tier
+from penstock.tui.render.ticks import fit
 
 
 def bar(width: int, share: float | None, mark: float | None, glyphs: Glyphs, token: str) -> Row:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.rows import Glyphs, Row, exactly, merged
-from storage.units import bytes_text
-from tui.data.blocks import KINDS, BlockPlace
-from tui.render.ticks import fit
+from penstock.app.rows import Glyphs, Row, exactly, merged
+from penstock.storage.units import bytes_text
+from penstock.tui.data.blocks import KINDS, BlockPlace
+from penstock.tui.render.ticks import fit
 
 _LETTERS = {"gpu": "g", "ram": "r", "nvme": "n"}
 _LABELS = {"weights": "weights", "state": "state", "gradient": "grad", "doing": "now"}

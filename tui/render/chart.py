@@ -14,10 +14,10 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from app.rows import Glyphs, Row, merged
-from storage.units import count_text
-from tui.render.sparkline import sparkline as one_row
-from tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
+from penstock.app.rows import Glyphs, Row, merged
+from penstock.storage.units import count_text
+from penstock.tui.render.sparkline import sparkline as one_row
+from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 
 Floats = NDArray[np.float64]
 XKind = Literal["step", "tokens", "time"]

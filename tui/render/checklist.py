@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.rows import Glyphs, Row, exactly
-from tui.data.run_data import Prepared
-from tui.render.bars import bar
-from tui.render.ticks import fit
+from penstock.app.rows import Glyphs, Row, exactly
+from penstock.tui.data.run_data import Prepared
+from penstock.tui.render.bars import bar
+from penstock.tui.render.ticks import fit
 
 _NAME_CELLS = 32
 _SECONDS_CELLS = 9

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.rows import Glyphs, Row, exactly
-from tui.render.ticks import fit
+from penstock.app.rows import Glyphs, Row, exactly
+from penstock.tui.render.ticks import fit
 
 STATE_TOKENS = {
     "running": "good",

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from app.lanes import LANES
-from app.rows import Glyphs, Row
-from tui.data.spans import Floats, Ints, SpanView
+from penstock.app.lanes import LANES
+from penstock.app.rows import Glyphs, Row
+from penstock.tui.data.spans import Floats, Ints, SpanView
 
 BOX_CELLS = 6
 """From so many cells on, an op is drawn as a box with a name."""

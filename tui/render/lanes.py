@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.lanes import LANES
-from app.rows import Glyphs, Row, exactly
-from storage.units import rate_text
-from tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
-from tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
-from tui.render.ticks import fit, linear_ticks, tick_texts
+from penstock.app.lanes import LANES
+from penstock.app.rows import Glyphs, Row, exactly
+from penstock.storage.units import rate_text
+from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
+from penstock.tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
+from penstock.tui.render.ticks import fit, linear_ticks, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
 INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer": "O", "nvme_write": "W"}

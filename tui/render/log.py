@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from app.rows import Row
-from tui.data.run_data import LogLine
+from penstock.app.rows import Row
+from penstock.tui.data.run_data import LogLine
 
 _TOKENS = {"error": "bad", "warning": "warn", "info": "text", "output": "dim"}
 _MOST_ROWS = 60

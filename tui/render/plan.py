@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.plan_view import fixes, machine_name, plan_rows, verdict
-from app.rows import Glyphs, Page, Row
-from storage.units import duration_text, seconds_text
-from tui.data.plan_client import PlanState
+from penstock.app.plan_view import fixes, machine_name, plan_rows, verdict
+from penstock.app.rows import Glyphs, Page, Row
+from penstock.storage.units import duration_text, seconds_text
+from penstock.tui.data.plan_client import PlanState
 
 _PHASES = {"starting": "loading the planner", "planning": "planning", "advising": "trying what would help"}
 

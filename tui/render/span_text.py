@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from app.ops import action_of
-from app.rows import Row
-from storage.units import bytes_text, rate_text, seconds_text
-from tui.data.fields import number, objects, whole
-from tui.data.spans import SpanView, printable
-from tui.render.lanes import UnderWay, lane_token, op_name
+from penstock.app.ops import action_of
+from penstock.app.rows import Row
+from penstock.storage.units import bytes_text, rate_text, seconds_text
+from penstock.tui.data.fields import number, objects, whole
+from penstock.tui.data.spans import SpanView, printable
+from penstock.tui.render.lanes import UnderWay, lane_token, op_name
 
 
 def span_row(view: SpanView, row: int) -> Row:

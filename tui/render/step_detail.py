@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.rows import Glyphs, Row, exactly
-from storage.units import bytes_text, rate_text, seconds_text
-from tui.data.critical import Blockers, IdleTotal, StepAnalysis
-from tui.data.spans import Ints, SpanView
-from tui.render.lanes import lane_token, op_name
-from tui.render.ticks import fit
+from penstock.app.rows import Glyphs, Row, exactly
+from penstock.storage.units import bytes_text, rate_text, seconds_text
+from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
+from penstock.tui.data.spans import Ints, SpanView
+from penstock.tui.render.lanes import lane_token, op_name
+from penstock.tui.render.ticks import fit
 
 NOT_RECORDED = "This run did not record what its ops waited for: no critical path, and no reasons for idle lanes."
 _MOST_WAITED = 12

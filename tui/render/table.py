@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.rows import Row, exactly
-from tui.render.ticks import fit
+from penstock.app.rows import Row, exactly
+from penstock.tui.render.ticks import fit
 
 
 def table_rows(

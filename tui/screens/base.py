@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from textual.screen import Screen
 
-from tui.actions import ACTIONS, bindings
-from tui.host import Host, host_of
+from penstock.tui.actions import ACTIONS, bindings
+from penstock.tui.host import Host, host_of
 
 POLL_S = 0.1
 

@@ -11,15 +11,15 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Static
 
-from app.rows import Row
-from storage.untrusted import printable
-from tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
-from tui.data.metrics import X_COLUMNS
-from tui.render.chart import Curve, XKind, chart, next_kind
-from tui.render.table import table_rows
-from tui.screens.base import PenstockScreen
-from tui.theme import styled
-from tui.widgets.lines import LineWidget
+from penstock.app.rows import Row
+from penstock.storage.untrusted import printable
+from penstock.tui.data.compare import LETTERS, MOST_RUNS, ComparedRun, config_rows, figure_rows
+from penstock.tui.data.metrics import X_COLUMNS
+from penstock.tui.render.chart import Curve, XKind, chart, next_kind
+from penstock.tui.render.table import table_rows
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.theme import styled
+from penstock.tui.widgets.lines import LineWidget
 
 
 class CompareChart(LineWidget):

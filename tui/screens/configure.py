@@ -15,17 +15,17 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Static
 
-from app.plan_view import fixes
-from app.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
-from storage.errors import UserError
-from storage.units import duration_text, seconds_text
-from tui.data.catalog import SHIPPED
-from tui.data.draft import PATHS, Draft, error_field, kind_of
-from tui.data.plan_client import PlanClient, PlanState
-from tui.screens.base import PenstockScreen
-from tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
-from tui.widgets.form import Form
-from tui.widgets.plan_panel import PlanPanel, PlanSummary
+from penstock.app import shipped
+from penstock.app.plan_view import fixes
+from penstock.app.recipe import Recipe, apply_overrides, from_dict, load_recipe, resolve_paths, save_recipe
+from penstock.storage.errors import UserError
+from penstock.storage.units import duration_text, seconds_text
+from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
+from penstock.tui.data.plan_client import PlanClient, PlanState
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
+from penstock.tui.widgets.form import Form
+from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 THIS_MACHINE = "this machine"
 
@@ -113,7 +113,7 @@ class ConfigureScreen(PenstockScreen):
     @property
     def _base_name(self) -> str:
         path = self.recipe_path.resolve()
-        if path.parent == SHIPPED:
+        if path.parent == shipped.FOLDER:
             return f"recipes/{path.name}"
         return str(path.relative_to(self.penstock.root)) if path.is_relative_to(self.penstock.root) else str(path)
 
@@ -342,7 +342,7 @@ class ConfigureScreen(PenstockScreen):
         await self._start(recipe)
 
     async def _start(self, recipe: Recipe) -> None:
-        from app.launcher import start
+        from penstock.app.launcher import start
 
         worker = self.run_worker(lambda: start(recipe, self.penstock.root), thread=True, exit_on_error=False)
         try:
@@ -388,7 +388,7 @@ def _without_machine(recipe: Recipe) -> Recipe:
 
 def _missing_weights(recipe: Recipe) -> str | None:
     """Why the recipe's model folder cannot be trained from; None where it can."""
-    from app.launch import require_weights
+    from penstock.app.launch import require_weights
 
     try:
         require_weights(recipe)

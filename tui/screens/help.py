@@ -8,7 +8,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from tui.actions import Action
+from penstock.tui.actions import Action
 
 
 class HelpScreen(ModalScreen[None]):

@@ -12,10 +12,10 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from storage.errors import UserError
-from storage.units import duration_text
-from storage.untrusted import printable
-from tui.data.catalog import (
+from penstock.storage.errors import UserError
+from penstock.storage.units import duration_text
+from penstock.storage.untrusted import printable
+from penstock.tui.data.catalog import (
     RecipeEntry,
     RunCatalog,
     RunEntry,
@@ -25,9 +25,9 @@ from tui.data.catalog import (
     plan_lines,
     summary_lines,
 )
-from tui.render.sparkline import sparkline
-from tui.screens.base import PenstockScreen
-from tui.theme import style, styled
+from penstock.tui.render.sparkline import sparkline
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.theme import style, styled
 
 STATE_TOKENS = {
     "running": "good",
@@ -242,7 +242,7 @@ class HomeScreen(PenstockScreen):
 
     @work(thread=True, group="resume")
     def _resume(self, path: Path) -> None:
-        from app.launcher import resume
+        from penstock.app.launcher import resume
 
         try:
             resume(path)

@@ -18,14 +18,14 @@ from textual.widgets._directory_tree import DirEntry
 from textual.widgets.option_list import Option
 from textual.widgets.tree import TreeNode
 
-from app.machines import MachineInfo, machine_infos, profile_info
-from app.rows import Glyphs, Row
-from storage.errors import UserError
-from storage.units import bytes_text
-from storage.untrusted import parse_printable, read_regular
-from tui.data.draft import Difference
-from tui.host import host_of
-from tui.theme import style, styled
+from penstock.app.machines import MachineInfo, machine_infos, profile_info
+from penstock.app.rows import Glyphs, Row
+from penstock.storage.errors import UserError
+from penstock.storage.units import bytes_text
+from penstock.storage.untrusted import parse_printable, read_regular
+from penstock.tui.data.draft import Difference
+from penstock.tui.host import host_of
+from penstock.tui.theme import style, styled
 
 _CONFIG_BYTES = 1 << 20
 """A config.json that is larger is none."""

@@ -15,20 +15,20 @@ from textual.binding import Binding
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Input
 
-from storage.errors import UserError
-from tui.data.blocks import BlockPlace
-from tui.data.run_data import RunData
-from tui.render.chart import next_kind
-from tui.screens.base import PenstockScreen
-from tui.widgets.block_map import BlockMap
-from tui.widgets.kpi_bar import AlertBar, KpiBar
-from tui.widgets.lane_keys import LaneKeys
-from tui.widgets.lane_view import LaneView
-from tui.widgets.lines import LineWidget
-from tui.widgets.log_pane import LogPane
-from tui.widgets.loss_chart import LossChart
-from tui.widgets.plan_table import PlanTable
-from tui.widgets.tier_gauges import TierGauges
+from penstock.storage.errors import UserError
+from penstock.tui.data.blocks import BlockPlace
+from penstock.tui.data.run_data import RunData
+from penstock.tui.render.chart import next_kind
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.widgets.block_map import BlockMap
+from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
+from penstock.tui.widgets.lane_keys import LaneKeys
+from penstock.tui.widgets.lane_view import LaneView
+from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.log_pane import LogPane
+from penstock.tui.widgets.loss_chart import LossChart
+from penstock.tui.widgets.plan_table import PlanTable
+from penstock.tui.widgets.tier_gauges import TierGauges
 
 
 class Room(NamedTuple):
@@ -406,7 +406,7 @@ class RunScreen(LaneKeys, PenstockScreen):
 
 def _command(args: list[str], root: Path) -> tuple[bool, str]:
     """Run a command of the command line; whether it went well, and what it said at its end."""
-    from app.launcher import command
+    from penstock.app.launcher import command
 
     try:
         result = command(args, root)
@@ -417,7 +417,7 @@ def _command(args: list[str], root: Path) -> tuple[bool, str]:
 
 
 def _resume(path: Path) -> tuple[bool, str]:
-    from app.launcher import resume
+    from penstock.app.launcher import resume
 
     try:
         resume(path)

@@ -14,23 +14,23 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer
 
-from app.ops import STEP_END
-from app.rows import Row
-from app.run_files import read_object
-from app.trace import write_trace
-from storage.errors import UserError
-from storage.units import seconds_text
-from storage.untrusted import printable
-from tui.data.critical import Blockers, StepAnalysis, analyse
-from tui.data.fields import number
-from tui.data.run_data import read_predicted
-from tui.data.spans import Ints, SpanStore
-from tui.data.steps import StepIndex, StepSpans
-from tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
-from tui.screens.base import PenstockScreen
-from tui.widgets.lane_keys import LaneKeys
-from tui.widgets.lane_view import LaneView
-from tui.widgets.lines import LineWidget
+from penstock.app.ops import STEP_END
+from penstock.app.rows import Row
+from penstock.app.run_files import read_object
+from penstock.app.trace import write_trace
+from penstock.storage.errors import UserError
+from penstock.storage.units import seconds_text
+from penstock.storage.untrusted import printable
+from penstock.tui.data.critical import Blockers, StepAnalysis, analyse
+from penstock.tui.data.fields import number
+from penstock.tui.data.run_data import read_predicted
+from penstock.tui.data.spans import Ints, SpanStore
+from penstock.tui.data.steps import StepIndex, StepSpans
+from penstock.tui.render.step_detail import idle_rows, inspector_rows, matching_rows, op_rows
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.widgets.lane_keys import LaneKeys
+from penstock.tui.widgets.lane_view import LaneView
+from penstock.tui.widgets.lines import LineWidget
 
 _LOOK_S = 0.5
 """How often a live run is asked for new steps."""

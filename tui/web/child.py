@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from textual import messages
 from textual.drivers.web_driver import WebDriver
 
-from app import memory_limit
+from penstock.app import memory_limit
 
 MOST_MEMORY_BYTES = 4 << 30
 """Of addresses; the application takes a quarter of a GiB of them at the largest size of a window."""
@@ -74,7 +74,7 @@ def main(server: int, may_act: bool, size: tuple[int, int]) -> int:
     WindowDriver.WIRE = os.dup(1)  # what is printed by others must not come between
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    from tui.app import PenstockApp
+    from penstock.tui.app import PenstockApp
 
     app = PenstockApp(Path.cwd(), read_only=not may_act, served=True, driver_class=WindowDriver)
     app.run(size=size)

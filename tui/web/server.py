@@ -13,10 +13,10 @@ from pathlib import Path
 import textual_serve
 from aiohttp import web
 
-from storage.untrusted import printable
-from tui.web.access import SECURITY_HEADERS, Access
-from tui.web.messages import MOST_MESSAGE_BYTES, asked_size
-from tui.web.window import Window
+from penstock.storage.untrusted import printable
+from penstock.tui.web.access import SECURITY_HEADERS, Access
+from penstock.tui.web.messages import MOST_MESSAGE_BYTES, asked_size
+from penstock.tui.web.window import Window
 
 log = logging.getLogger("penstock.serve")
 

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import WSMsgType, web
 from textual_serve._binary_encode import load as unpack
 
-from storage.untrusted import parse_object, printable
-from tui.web.messages import MalformedError, meta, read_message
+from penstock.storage.untrusted import parse_object, printable
+from penstock.tui.web.messages import MalformedError, meta, read_message
 
 log = logging.getLogger("penstock.serve")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.rows import Row
-from tui.data.blocks import BlockPlace
-from tui.render.blockmap import block_map
-from tui.widgets.lines import LineWidget
+from penstock.app.rows import Row
+from penstock.tui.data.blocks import BlockPlace
+from penstock.tui.render.blockmap import block_map
+from penstock.tui.widgets.lines import LineWidget
 
 
 class BlockMap(LineWidget, can_focus=True):

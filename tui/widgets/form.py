@@ -19,11 +19,11 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from app.rows import Glyphs
-from tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
-from tui.host import host_of
-from tui.theme import style, styled
-from tui.widgets.lines import row_bindings
+from penstock.app.rows import Glyphs
+from penstock.tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
+from penstock.tui.host import host_of
+from penstock.tui.theme import style, styled
+from penstock.tui.widgets.lines import row_bindings
 
 MARK_CELLS = 2
 NAME_CELLS = 26

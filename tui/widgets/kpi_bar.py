@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.rows import Row, exactly
-from storage.units import count_text, duration_text, figure
-from tui.data.alerts import Alert, alerts
-from tui.data.run_data import RunData
-from tui.render.kpi import Figure, kpi_row
-from tui.render.ticks import fit
-from tui.widgets.lines import RunPane
+from penstock.app.rows import Row, exactly
+from penstock.storage.units import count_text, duration_text, figure
+from penstock.tui.data.alerts import Alert, alerts
+from penstock.tui.data.run_data import RunData
+from penstock.tui.render.kpi import Figure, kpi_row
+from penstock.tui.render.ticks import fit
+from penstock.tui.widgets.lines import RunPane
 
 
 def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:

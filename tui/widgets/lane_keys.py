@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tui.widgets.lane_view import PAN, ZOOM, LaneView
-from tui.widgets.loss_chart import LossChart
+from penstock.tui.widgets.lane_view import PAN, ZOOM, LaneView
+from penstock.tui.widgets.loss_chart import LossChart
 
 
 class LaneKeys:

@@ -10,13 +10,13 @@ import numpy as np
 from textual import events
 from textual.message import Message
 
-from app.rows import Row
-from storage.units import seconds_text
-from tui.data.critical import StepAnalysis, path_busy
-from tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
-from tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
-from tui.render.span_text import now_row, ops_at, ops_under_way, span_row
-from tui.widgets.lines import LineWidget
+from penstock.app.rows import Row
+from penstock.storage.units import seconds_text
+from penstock.tui.data.critical import StepAnalysis, path_busy
+from penstock.tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
+from penstock.tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
+from penstock.tui.render.span_text import now_row, ops_at, ops_under_way, span_row
+from penstock.tui.widgets.lines import LineWidget
 
 LAG_S = 1.0
 """Live, the right edge is so long ago: by then the spans of all lanes have arrived, and no cell changes any more."""

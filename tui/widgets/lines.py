@@ -9,10 +9,10 @@ from textual.binding import Binding
 from textual.strip import Strip
 from textual.widget import Widget
 
-from app.rows import Glyphs, Row
-from tui.data.run_data import RunData
-from tui.host import host_of
-from tui.theme import style
+from penstock.app.rows import Glyphs, Row
+from penstock.tui.data.run_data import RunData
+from penstock.tui.host import host_of
+from penstock.tui.theme import style
 
 
 def row_bindings(action: str) -> list[Binding]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 
-from app.rows import Row, exactly
-from tui.render.log import log_rows, matches
-from tui.widgets.lines import RunPane
+from penstock.app.rows import Row, exactly
+from penstock.tui.render.log import log_rows, matches
+from penstock.tui.widgets.lines import RunPane
 
 
 class LogPane(RunPane, can_focus=True):

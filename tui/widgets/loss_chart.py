@@ -8,12 +8,12 @@ import numpy as np
 from textual import events
 from textual.binding import Binding
 
-from app.rows import Row, exactly
-from storage.units import count_text, figure
-from tui.data.metrics import X_COLUMNS
-from tui.render.chart import Curve, XKind, chart, sparkline
-from tui.render.checklist import checklist_rows
-from tui.widgets.lines import RunPane
+from penstock.app.rows import Row, exactly
+from penstock.storage.units import count_text, figure
+from penstock.tui.data.metrics import X_COLUMNS
+from penstock.tui.render.chart import Curve, XKind, chart, sparkline
+from penstock.tui.render.checklist import checklist_rows
+from penstock.tui.widgets.lines import RunPane
 
 _SIGNAL_LABEL = 22
 _LABEL_CELLS = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from textual import events
 
-from app.rows import Row
-from tui.data.plan_client import PlanState
-from tui.render.plan import state_rows, summary_row
-from tui.widgets.lines import LineWidget, row_bindings
+from penstock.app.rows import Row
+from penstock.tui.data.plan_client import PlanState
+from penstock.tui.render.plan import state_rows, summary_row
+from penstock.tui.widgets.lines import LineWidget, row_bindings
 
 
 class _Planned(LineWidget):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from app.lanes import LANES
-from app.rows import Row
-from tui.data.fields import number, text
-from tui.data.run_data import RunData
-from tui.render.plan_table import StepFigures, plan_rows
-from tui.widgets.lines import RunPane
+from penstock.app.lanes import LANES
+from penstock.app.rows import Row
+from penstock.tui.data.fields import number, text
+from penstock.tui.data.run_data import RunData
+from penstock.tui.render.plan_table import StepFigures, plan_rows
+from penstock.tui.widgets.lines import RunPane
 
 
 def planned_step(data: RunData) -> StepFigures:

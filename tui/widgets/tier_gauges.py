@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.rows import Row, exactly
-from storage.units import bytes_text, figure, rate_text
-from tui.data.fields import number, objects, text
-from tui.data.run_data import RunData
-from tui.data.tiers import tiers
-from tui.render.bars import tier_rows
-from tui.render.ticks import fit
-from tui.widgets.lines import RunPane
+from penstock.app.rows import Row, exactly
+from penstock.storage.units import bytes_text, figure, rate_text
+from penstock.tui.data.fields import number, objects, text
+from penstock.tui.data.run_data import RunData
+from penstock.tui.data.tiers import tiers
+from penstock.tui.render.bars import tier_rows
+from penstock.tui.render.ticks import fit
+from penstock.tui.widgets.lines import RunPane
 
 RATE_S = 5.0
 """Drive rates are those of the last so many seconds."""

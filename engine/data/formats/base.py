@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
-from storage.errors import UserError
-from storage.untrusted import open_regular, real_path
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import open_regular, real_path
 
 
 class Piece(NamedTuple):
@@ -37,9 +37,9 @@ class Format(Protocol):
 
 
 FORMATS = {
-    "python_stdlib": "engine.data.formats.python_stdlib",
-    "text": "engine.data.formats.text",
-    "jsonl": "engine.data.formats.jsonl",
+    "python_stdlib": "penstock.engine.data.formats.python_stdlib",
+    "text": "penstock.engine.data.formats.text",
+    "jsonl": "penstock.engine.data.formats.jsonl",
 }
 """data.source -> the module of its format; `random` has no files."""
 

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.formats.base import Piece, open_text
-from storage.errors import UserError
-from storage.untrusted import parse_json
+from penstock.engine.data.formats.base import Piece, open_text
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import parse_json
 
 NEEDS_PATH = True
 _LINE_BYTES = 64 << 20  # of a line of JSON, which is held whole

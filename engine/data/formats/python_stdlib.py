@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.formats.base import Piece
+from penstock.engine.data.formats.base import Piece
 
 NEEDS_PATH = False
 

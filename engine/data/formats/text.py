@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.formats.base import Piece, open_text
-from storage.errors import UserError
+from penstock.engine.data.formats.base import Piece, open_text
+from penstock.storage.errors import UserError
 
 NEEDS_PATH = True
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from samples import sampled
 from torch import Tensor
 
-from engine.attention import chunk as attention
-from engine.attention.backends import AttentionCall, Gradients, Operands
-from engine.attention.chunk import attend, attend_backward, finish, merge_, sink_gradient
-from storage.errors import UserError
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.backends import AttentionCall, Gradients, Operands
+from penstock.engine.attention.chunk import attend, attend_backward, finish, merge_, sink_gradient
+from penstock.storage.errors import UserError
 
 
 @st.composite

@@ -9,8 +9,8 @@ import torch
 from attention_reference import causal_band, dense, random
 from torch import Tensor
 
-from engine.attention import torch_cuda as attention_cuda
-from engine.attention.backends import (
+from penstock.engine.attention import torch_cuda as attention_cuda
+from penstock.engine.attention.backends import (
     AttentionCall,
     Backend,
     Gradients,
@@ -19,8 +19,8 @@ from engine.attention.backends import (
     TiledReference,
     TorchCpuFlash,
 )
-from engine.attention.spans import Geometry
-from engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
+from penstock.engine.attention.spans import Geometry
+from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn, _on_device
 
 SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (530, 530), (1, 40), (64, 65), (70, 600), (530, 531), (513, 1100)]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from samples import sampled
 from torch import Tensor
 
-from engine.attention.pairs import chunk_pairs, visible_pairs
-from engine.attention.spans import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
+from penstock.engine.attention.pairs import chunk_pairs, visible_pairs
+from penstock.engine.attention.spans import SEGMENT_ROWS, Cut, Geometry, cut, most_segments, spans
 
 
 def visible(geometry: Geometry) -> Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import flash_attn as attention_flash
-from engine.attention import torch_cuda as attention_cuda
-from engine.attention.backends import ALIGNMENT, Problem
-from engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
-from engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
+from penstock.engine.attention import flash_attn as attention_flash
+from penstock.engine.attention import torch_cuda as attention_cuda
+from penstock.engine.attention.backends import ALIGNMENT, Problem
+from penstock.engine.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from penstock.engine.attention.torch_cuda import CudaKernel, TorchCudaFlash, TorchCudnn
 
 PLAIN = Problem(
     device=torch.device("cuda", 0),

@@ -14,12 +14,28 @@ import torch
 from attention_reference import random
 from torch import Tensor
 
-from engine import clock
-from engine.attention import chunk as attention
-from engine.attention import select as attention_select
-from engine.attention.backends import AttentionCall, Gradients, Operands, Problem, TiledReference, TorchCpuFlash
-from engine.attention.select import BACKENDS, Ranking, attention_report, forget, launches, measure, rank, select
-from engine.attention.spans import Geometry, spans
+from penstock.engine import clock
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention import select as attention_select
+from penstock.engine.attention.backends import (
+    AttentionCall,
+    Gradients,
+    Operands,
+    Problem,
+    TiledReference,
+    TorchCpuFlash,
+)
+from penstock.engine.attention.select import (
+    BACKENDS,
+    Ranking,
+    attention_report,
+    forget,
+    launches,
+    measure,
+    rank,
+    select,
+)
+from penstock.engine.attention.spans import Geometry, spans
 
 
 class TopLeft(TorchCpuFlash):

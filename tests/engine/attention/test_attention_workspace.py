@@ -9,13 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from samples import sampled
 
-from engine.attention.flash_attn import FlashAttention2
-from engine.attention.select import _strategies
-from engine.attention.spans import Geometry, spans
-from engine.attention.workspace import MOST_MULTIPROCESSORS, workspace_bytes
-from engine.forecast.request import PlanRequest
-from engine.hf.config import model_config
-from engine.machine.budgets import Budgets
+from penstock.engine.attention.flash_attn import FlashAttention2
+from penstock.engine.attention.select import _strategies
+from penstock.engine.attention.spans import Geometry, spans
+from penstock.engine.attention.workspace import MOST_MULTIPROCESSORS, workspace_bytes
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.budgets import Budgets
 
 SHAPES = [(32, 8, 128), (8, 8, 64), (4, 1, 80), (40, 8, 256), (1, 1, 16)]
 """Heads, key and value heads, width."""

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import DataConfig
-from engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
-from engine.data.corpus_files import (
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import kept_tokenizer, prepare_corpus, prepare_tokenizer, random_corpus
+from penstock.engine.data.corpus_files import (
     BLOCK_BYTES,
     DOCUMENTS,
     META,
@@ -26,12 +26,12 @@ from engine.data.corpus_files import (
     TokenCorpus,
     verify_corpus,
 )
-from engine.data.loader import DataLoader
-from engine.data.tokenizer import TRAINED_ON, require_intact, train_tokenizer
-from engine.hf.constants import read_constants_file, verify_constants, write_constants
-from engine.verify import verify_run_files
-from storage.errors import UserError
-from storage.sealed import seal
+from penstock.engine.data.loader import DataLoader
+from penstock.engine.data.tokenizer import TRAINED_ON, require_intact, train_tokenizer
+from penstock.engine.hf.constants import read_constants_file, verify_constants, write_constants
+from penstock.engine.verify import verify_run_files
+from penstock.storage.errors import UserError
+from penstock.storage.sealed import seal
 
 RANDOM = DataConfig(source="random", sequence_length=8, max_documents=6)
 TEXTS = [f"a text of {number} words, and another\n" * 3 for number in range(12)]

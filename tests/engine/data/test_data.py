@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from samples import sampled
 from transformers import AutoTokenizer
 
-from engine.config import DataConfig
-from engine.data import corpus as corpus_module
-from engine.data.corpus import (
+from penstock.engine.config import DataConfig
+from penstock.engine.data import corpus as corpus_module
+from penstock.engine.data.corpus import (
     cancel_text_ahead,
     prepare_corpus,
     prepare_text,
@@ -27,12 +27,12 @@ from engine.data.corpus import (
     random_corpus,
     read_pieces,
 )
-from engine.data.corpus_files import CorpusWriter, TokenCorpus
-from engine.data.formats import text as text_format
-from engine.data.loader import DataLoader, MicroBatch, ValidationSet, split_documents
-from engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
-from engine.model.tokens import IGNORE_LABEL
-from storage.errors import UserError
+from penstock.engine.data.corpus_files import CorpusWriter, TokenCorpus
+from penstock.engine.data.formats import text as text_format
+from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet, split_documents
+from penstock.engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.storage.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x * {i} + len('naïve ☃ {i * 37}')\n" * (1 + i % 5) for i in range(40)]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-from engine.config import DataConfig
-from engine.data.corpus import read_pieces
-from engine.data.formats import jsonl
-from engine.data.formats import text as text_format
-from engine.data.tokenizer import load_tokenizer, train_tokenizer
-from engine.hf.weights import _copied_names
-from storage.errors import UserError
-from storage.model_folder import read_model_file
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus import read_pieces
+from penstock.engine.data.formats import jsonl
+from penstock.engine.data.formats import text as text_format
+from penstock.engine.data.tokenizer import load_tokenizer, train_tokenizer
+from penstock.engine.hf.weights import _copied_names
+from penstock.storage.errors import UserError
+from penstock.storage.model_folder import read_model_file
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import sampled
 
-from engine.config import DataConfig, StorageConfig, TrainConfig
-from engine.forecast.advice import Change, applied, best_change, fits, fixes
-from engine.forecast.request import PlanRequest
-from engine.hf.config import model_config
-from engine.machine.budgets import Budgets
-from engine.machine.presets import GENERIC
-from storage.errors import UserError
+from penstock.engine.config import DataConfig, StorageConfig, TrainConfig
+from penstock.engine.forecast.advice import Change, applied, best_change, fits, fixes
+from penstock.engine.forecast.request import PlanRequest
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.machine.presets import GENERIC
+from penstock.storage.errors import UserError
 
 SIZES = {"gpu": 1 << 40, "ram": 1 << 40, "nvme": 1 << 40}
 

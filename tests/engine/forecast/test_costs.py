@@ -11,7 +11,7 @@ from msgspec import structs
 from small_problems import problem, some_plan
 from some_ops import an_op
 
-from engine.forecast.costs import (
+from penstock.engine.forecast.costs import (
     CLIP_S,
     COMMIT_S,
     COPY_S,
@@ -24,12 +24,12 @@ from engine.forecast.costs import (
     op_kind,
     representatives,
 )
-from engine.plan.plan import Plan
-from engine.plan.problem import BlockShape, PlanOptions
-from engine.schedule.actions import ACTIONS, KEYS, SAVED_GRAPH, ZERO_DKV, zero
-from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import WHOLE, Op
-from engine.schedule.resources import record
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import BlockShape, PlanOptions
+from penstock.engine.schedule.actions import ACTIONS, KEYS, SAVED_GRAPH, ZERO_DKV, zero
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.engine.schedule.resources import record
 
 LAUNCH = LAUNCH_S["gpu"]
 HIDDEN_BYTES = 64 * 32 * 2

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoModelForCausalLM
 
-from engine.attention import chunk as attention
-from engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
-from engine.hf.config import model_config
-from engine.model.spec import ModelSpec
-from engine.plan.plan import Plan
-from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import train_step
+from penstock.engine.attention import chunk as attention
+from penstock.engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.plan.plan import Plan
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
 
 
 def spec(model_type: str, **overrides: Any) -> ModelSpec:

@@ -14,14 +14,23 @@ from msgspec import structs
 from samples import sampled
 from small_problems import TIERS, problem, window_chunks, with_need
 
-from engine.forecast.costs import Costs
-from engine.forecast.search import SearchResult, chunk_options, decisions, dimensions, promised_s, rank, search, why_not
-from engine.forecast.simulate import Clocks, simulate
-from engine.machine.profile import AttentionRate, Drive, Machine
-from engine.plan.planner import make_plan
-from engine.plan.problem import PlanInput, PlanOptions
-from engine.schedule.builder import ScheduleBuilder
-from storage.errors import BudgetError
+from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.search import (
+    SearchResult,
+    chunk_options,
+    decisions,
+    dimensions,
+    promised_s,
+    rank,
+    search,
+    why_not,
+)
+from penstock.engine.forecast.simulate import Clocks, simulate
+from penstock.engine.machine.profile import AttentionRate, Drive, Machine
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import PlanInput, PlanOptions
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.storage.errors import BudgetError
 
 TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000, "micro_batches": 1}
 AUTO: dict[str, Any] = {"activation_checkpointing": "auto", "kv_window": "auto"}

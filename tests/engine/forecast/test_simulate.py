@@ -14,16 +14,16 @@ from samples import sampled
 from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
-from engine.events import Span
-from engine.forecast.costs import Costs
-from engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation, num_ops
-from engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
-from engine.machine.profile import Machine
-from engine.plan.plan import Plan
-from engine.plan.problem import PlanInput, PlanOptions
-from engine.schedule.actions import LANES, Lane
-from engine.schedule.builder import ScheduleBuilder, stays_aside
-from engine.schedule.ops import Op
+from penstock.engine.events import Span
+from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation, num_ops
+from penstock.engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
+from penstock.engine.machine.profile import Machine
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import PlanInput, PlanOptions
+from penstock.engine.schedule.actions import LANES, Lane
+from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
+from penstock.engine.schedule.ops import Op
 
 B, D = BUILD_S, DISPATCH_S
 CPU = structs.replace(ROUND, gpu=None)

@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from engine.data.tokenizer import train_tokenizer
-from engine.hf.weights import export_folder, import_blocks, read_constants
-from engine.model.anatomy import take_apart
-from engine.model.spec import ModelSpec
-from storage.errors import UserError
-from storage.safetensors_io import CheckpointReader
+from penstock.engine.data.tokenizer import train_tokenizer
+from penstock.engine.hf.weights import export_folder, import_blocks, read_constants
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.spec import ModelSpec
+from penstock.storage.errors import UserError
+from penstock.storage.safetensors_io import CheckpointReader
 
 SHAPE = {
     "hidden_size": 32,

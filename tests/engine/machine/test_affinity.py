@@ -11,10 +11,10 @@ import pytest
 import torch
 from some_ops import an_op
 
-from engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
-from engine.runtime.executor import Executor
-from engine.schedule.actions import LANES
-from engine.schedule.ops import Op
+from penstock.engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
 
 GPU = "0000:3b:00.0"
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.machine import compilers
-from engine.machine.compilers import Verdict, layers_compile, optimizer_compiles
+from penstock.engine.machine import compilers
+from penstock.engine.machine.compilers import Verdict, layers_compile, optimizer_compiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PATH = os.environ["PATH"]
@@ -157,7 +157,7 @@ def test_inductors_own_choice_is_honoured(tmp_path: Path, monkeypatch: pytest.Mo
 
 _AHEAD = """
 import pathlib, sys, tempfile, threading
-from engine.machine.compilers import compile_headers
+from penstock.engine.machine.compilers import compile_headers
 compile_headers()
 [thread.join() for thread in threading.enumerate() if thread.name == "headers"]
 def compiled():

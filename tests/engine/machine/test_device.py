@@ -14,15 +14,15 @@ import tiny
 import torch
 from some_ops import an_op
 
-from engine.events import StepMetrics
-from engine.machine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
-from engine.model.loss import _block_
-from engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
-from engine.optim.base import UpdateRange
-from engine.runtime.executor import Executor
-from engine.train import train_step
-from storage.errors import UserError
-from storage.layout import FlatLayout
+from penstock.engine.events import StepMetrics
+from penstock.engine.machine.device import DeviceSettings, configure, memory_use, resolve_device, too_old
+from penstock.engine.model.loss import _block_
+from penstock.engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
+from penstock.engine.optim.base import UpdateRange
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
+from penstock.storage.layout import FlatLayout
 
 H100 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 

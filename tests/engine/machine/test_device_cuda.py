@@ -12,11 +12,11 @@ import tiny
 import torch
 from streams_on_cpu import streams_on_cpu
 
-from engine.clock import elapsed_s
-from engine.machine import probe, probe_compute
-from engine.machine.device import LEAST_LIMIT_BYTES, configure, memory_use, resolve_device
-from engine.machine.presets import this_machine
-from storage.errors import UserError
+from penstock.engine.clock import elapsed_s
+from penstock.engine.machine import probe, probe_compute
+from penstock.engine.machine.device import LEAST_LIMIT_BYTES, configure, memory_use, resolve_device
+from penstock.engine.machine.presets import this_machine
+from penstock.storage.errors import UserError
 
 GIB = 2**30
 CUDA = torch.device("cuda", 1)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from used_up import files_used_up
 
-from engine.machine.budgets import free_budgets, split_shared
-from engine.machine.limits import (
+from penstock.engine.machine.budgets import free_budgets, split_shared
+from penstock.engine.machine.limits import (
     DISK_RESERVE,
     GIB,
     RAM_RESERVE,
@@ -176,7 +176,7 @@ def test_ordinary_machines_count_as_the_kernel_does(tmp_path: Path, nodes: list[
 
 
 def test_an_address_space_limit_counts() -> None:
-    code = "from engine.machine.limits import free_memory; m = free_memory(); print(m.free_bytes, m.where)"
+    code = "from penstock.engine.machine.limits import free_memory; m = free_memory(); print(m.free_bytes, m.where)"
     limit = 2 * GIB
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.machine.peaks import hfu, mfu, peak_flops
-from engine.machine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
-from engine.machine.profile import VERSION, Machine, from_json
-from storage.errors import UserError
+from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.presets import GENERIC, PRESETS, find_machine, profile_path, stored_machine
+from penstock.engine.machine.profile import VERSION, Machine, from_json
+from penstock.storage.errors import UserError
 
 NAMES = (
     "gh200-480",

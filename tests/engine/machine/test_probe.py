@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import cases
 
-from engine.machine import probe_drives as drives
-from engine.machine.probe import probe
-from engine.machine.probe_compute import Sizes, optimizer_params_per_s
-from engine.machine.profile import from_json
-from storage.errors import UserError
+from penstock.engine.machine import probe_drives as drives
+from penstock.engine.machine.probe import probe
+from penstock.engine.machine.probe_compute import Sizes, optimizer_params_per_s
+from penstock.engine.machine.profile import from_json
+from penstock.storage.errors import UserError
 
 BLOCK = 1 << 16
 TINY = Sizes(
@@ -143,7 +143,7 @@ def test_a_full_disk_ends_the_other_threads(tmp_path: Path, monkeypatch: pytest.
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from pathlib import Path; from engine.machine.probe_drives import probe_drives\n"
+        "from pathlib import Path; from penstock.engine.machine.probe_drives import probe_drives\n"
         f"say = lambda text: print(text, flush=True)\n"
         f"probe_drives([Path({str(tmp_path)!r})], 600, block_bytes={BLOCK}, most_bytes={64 * BLOCK}, say=say)"
     )
@@ -161,6 +161,6 @@ def test_an_update_that_fails_is_raised_where_it_is_awaited(monkeypatch: pytest.
     def fails(*args: object) -> float:
         raise ValueError("broken")
 
-    monkeypatch.setattr("engine.machine.probe_compute._updates_per_s", fails)
+    monkeypatch.setattr("penstock.engine.machine.probe_compute._updates_per_s", fails)
     with pytest.raises(ValueError, match="broken"):
         optimizer_params_per_s(torch.device("cpu"), TINY, 0.1)

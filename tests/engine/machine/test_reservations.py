@@ -18,12 +18,12 @@ import pytest
 import torch
 from tiny import Silent
 
-from engine.machine.budgets import Reserved, free_budgets, words
-from engine.machine.limits import GIB
-from engine.machine.reservations import Reservation, reserved
-from engine.preparing import Checklist
-from storage.errors import BudgetError
-from storage.units import bytes_text
+from penstock.engine.machine.budgets import Reserved, free_budgets, words
+from penstock.engine.machine.limits import GIB
+from penstock.engine.machine.reservations import Reservation, reserved
+from penstock.engine.preparing import Checklist
+from penstock.storage.errors import BudgetError
+from penstock.storage.units import bytes_text
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -33,9 +33,9 @@ import json, sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace as Some
-from engine.machine.budgets import free_budgets
-from engine.preparing import Checklist
-from engine.machine.reservations import Reservation
+from penstock.engine.machine.budgets import free_budgets
+from penstock.engine.preparing import Checklist
+from penstock.engine.machine.reservations import Reservation
 
 root, run, takes = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 observer = Some(on_message=lambda text: print(text, file=sys.stderr), on_prepare=lambda item: None)

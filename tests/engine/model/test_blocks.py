@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from engine.model.anatomy import take_apart
-from engine.model.check import TokenStream, reference_gradients, relative_errors
-from engine.model.recompute import GradientOnlyLinear, unread_linear
-from engine.model.reference import forward_backward
-from engine.model.runner import ModelRunner
-from engine.model.shrink import shrink
-from engine.model.tokens import ChunkTokens
-from engine.model.trace import random_model
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.check import TokenStream, reference_gradients, relative_errors
+from penstock.engine.model.recompute import GradientOnlyLinear, unread_linear
+from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.shrink import shrink
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.model.trace import random_model
 
 
 def tiny(model_type: str = "qwen3", **fields: Any) -> PretrainedConfig:

@@ -9,12 +9,12 @@ import torch
 from transformers import CONFIG_MAPPING, Qwen3Config, T5Config
 from transformers.models.qwen3 import modeling_qwen3
 
-from engine.attention import chunk as attention
-from engine.attention import select as attention_select
-from engine.attention.spans import Span
-from engine.model.anatomy import take_apart
-from engine.model.check import CheckResult, check_model
-from storage.errors import UserError
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention import select as attention_select
+from penstock.engine.attention.spans import Span
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.check import CheckResult, check_model
+from penstock.storage.errors import UserError
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.hf.config import model_config
-from engine.model.anatomy import Initializer
-from engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
-from engine.model.runner import ModelRunner
-from engine.model.spec import HEAD
-from engine.model.tokens import ChunkTokens
-from engine.train import train_step
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.anatomy import Initializer
+from penstock.engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.spec import HEAD
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.train import train_step
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -69,7 +69,7 @@ def test_the_head_leaves_no_rest_of_a_few_rows(targets: int, monkeypatch: pytest
         return real(rows)
 
     monkeypatch.setattr(runner._skeleton, "logits", logits)
-    monkeypatch.setattr("engine.model.loss.rows_at_once", lambda logits_bytes, cost: 10)
+    monkeypatch.setattr("penstock.engine.model.loss.rows_at_once", lambda logits_bytes, cost: 10)
     runner.head(weights, x, tokens, 1.0, grads, 1 << 20)
     count = -(-targets // 10)
     assert len(seen) == count

@@ -19,11 +19,11 @@ from transformers import (
     T5Config,
 )
 
-from engine.model import skeleton
-from engine.model.anatomy import Initializer, initial_constants, take_apart, validate_context
-from engine.model.shrink import fewer_layers, shrink
-from engine.model.spec import BlockSpec
-from storage.errors import UserError
+from penstock.engine.model import skeleton
+from penstock.engine.model.anatomy import Initializer, initial_constants, take_apart, validate_context
+from penstock.engine.model.shrink import fewer_layers, shrink
+from penstock.engine.model.spec import BlockSpec
+from penstock.storage.errors import UserError
 
 
 def qwen3(**fields: Any) -> Qwen3Config:

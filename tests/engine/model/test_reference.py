@@ -10,12 +10,12 @@ import tiny
 import torch
 from plain import plain_training
 
-from engine.forecast.problem import LOGITS_BYTES
-from engine.machine.device import compute_dtype
-from engine.model.reference import Training
-from engine.model.runner import ModelRunner
-from engine.optim.base import MASTER
-from engine.session import Session
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model.reference import Training
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.optim.base import MASTER
+from penstock.engine.session import Session
 
 STEPS = 3
 

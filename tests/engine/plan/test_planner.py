@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from samples import sampled
 from small_problems import planned, problem, problems, some_plan, window_chunks, with_need
 
-from engine.forecast.search import dimensions
-from engine.plan.plan import Plan
-from engine.plan.planner import make_plan
-from engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions, RamFirst
-from storage.errors import BudgetError
+from penstock.engine.forecast.search import dimensions
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions, RamFirst
+from penstock.storage.errors import BudgetError
 
 ORDERS: tuple[RamFirst, ...] = ("activations", "weights", "state")
 TIERS = ["gpu", "ram", "nvme"]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model.tokens import ChunkTokens
-from engine.runtime.batch import pack, unpack
-from engine.runtime.executor import GPU_LANES
-from engine.schedule.actions import NORM
-from engine.schedule.ops import Op
-from engine.session import Session
-from engine.train import train_step
+from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.runtime.batch import pack, unpack
+from penstock.engine.runtime.executor import GPU_LANES
+from penstock.engine.schedule.actions import NORM
+from penstock.engine.schedule.ops import Op
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
 
 ASKS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "is_nonzero", "equal", "item"}
 """Operators whose result, or its size, is only known once the device has computed it."""

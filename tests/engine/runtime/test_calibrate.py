@@ -12,24 +12,24 @@ import pytest
 import tiny
 import torch
 
-from engine.data.prepare import make_loader, prepare_data
-from engine.forecast.costs import Calibration, Costs, op_kind
-from engine.forecast.problem import LOGITS_BYTES
-from engine.forecast.simulate import simulate
-from engine.hf.config import model_config
-from engine.machine.presets import GENERIC
-from engine.model.spec import layouts
-from engine.plan.plan import Plan
-from engine.plan.planner import make_plan
-from engine.runtime.calibrate import calibrate
-from engine.runtime.compute import Compute
-from engine.runtime.lanes import Lanes
-from engine.runtime.memory import allocate_gpu
-from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import WHOLE
-from engine.train import train_step
-from storage.errors import UserError
-from storage.manifest import Manifest
+from penstock.engine.data.prepare import make_loader, prepare_data
+from penstock.engine.forecast.costs import Calibration, Costs, op_kind
+from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.forecast.simulate import simulate
+from penstock.engine.hf.config import model_config
+from penstock.engine.machine.presets import GENERIC
+from penstock.engine.model.spec import layouts
+from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.runtime.calibrate import calibrate
+from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.lanes import Lanes
+from penstock.engine.runtime.memory import allocate_gpu
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.ops import WHOLE
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
+from penstock.storage.manifest import Manifest
 
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -160,7 +160,7 @@ def test_calibration_gives_the_plans_memory_back(tmp_path: Path, monkeypatch: py
         slots.extend(weakref.ref(slot.untyped_storage()) for slot in every)
         return gpu
 
-    monkeypatch.setattr("engine.runtime.calibrate.allocate_gpu", allocate)
+    monkeypatch.setattr("penstock.engine.runtime.calibrate.allocate_gpu", allocate)
     gc.disable()
     try:
         measured(tmp_path, *CASES["automatic"])
@@ -192,6 +192,6 @@ def test_a_compiler_without_room_for_its_files_is_one_message(tmp_path: Path, mo
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("g++ -O3 ...\nfatal error: when writing output to /x/y.i: No space left on device\nmore")
 
-    monkeypatch.setattr("engine.runtime.tuning.calibrate", fails)
+    monkeypatch.setattr("penstock.engine.runtime.tuning.calibrate", fails)
     with pytest.raises(UserError, match=r"torch\.compile has no room for its files.*/x/y\.i: No space left on device;"):
         run(tmp_path / "run", calibrate=True)

@@ -13,10 +13,10 @@ import torch
 from some_ops import an_op
 from streams_on_cpu import EventOnCpu, StreamOnCpu, current_stream, streams_on_cpu
 
-from engine.runtime import executor as executors
-from engine.runtime.executor import GPU_LANES, Executor
-from engine.schedule.actions import LANES
-from engine.schedule.ops import Op
+from penstock.engine.runtime import executor as executors
+from penstock.engine.runtime.executor import GPU_LANES, Executor
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
 
 CUDA = torch.device("cuda")
 

@@ -13,12 +13,12 @@ import torch
 from some_ops import an_op
 from torch import Tensor
 
-from engine.runtime.failures import DivergedError, describe, explain, first_not_finite
-from engine.runtime.runtime import Runtime
-from engine.schedule.actions import ACTIONS, LOAD_WEIGHTS_PART, NORM
-from engine.schedule.ops import WHOLE, Op
-from engine.train import train_step
-from storage.errors import UserError
+from penstock.engine.runtime.failures import DivergedError, describe, explain, first_not_finite
+from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.schedule.actions import ACTIONS, LOAD_WEIGHTS_PART, NORM
+from penstock.engine.schedule.ops import WHOLE, Op
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
 
 NAN = float("nan")
 

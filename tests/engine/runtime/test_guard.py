@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from some_ops import an_op
 
-from engine.machine.limits import GIB, FreeMemory
-from engine.plan.plan import Plan
-from engine.runtime.guard import INTERVAL_S, MemoryGuard, hard_reserve
-from engine.schedule.actions import LAYER_FORWARD
-from storage.errors import UserError
+from penstock.engine.machine.limits import GIB, FreeMemory
+from penstock.engine.plan.plan import Plan
+from penstock.engine.runtime.guard import INTERVAL_S, MemoryGuard, hard_reserve
+from penstock.engine.schedule.actions import LAYER_FORWARD
+from penstock.storage.errors import UserError
 
 OP = an_op(7, LAYER_FORWARD, block="layers.3", index=1, step=5)
 

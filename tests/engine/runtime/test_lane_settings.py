@@ -14,13 +14,13 @@ import tiny
 import torch
 from some_ops import an_op
 
-from engine.optim.adamw import AdamW, scalars
-from engine.optim.base import UpdateRange
-from engine.runtime.executor import Executor
-from engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from engine.schedule.actions import LANES
-from engine.schedule.ops import Op
-from storage.layout import FlatLayout
+from penstock.engine.optim.adamw import AdamW, scalars
+from penstock.engine.optim.base import UpdateRange
+from penstock.engine.runtime.executor import Executor
+from penstock.engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
+from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.ops import Op
+from penstock.storage.layout import FlatLayout
 
 CPU = torch.device("cpu")
 

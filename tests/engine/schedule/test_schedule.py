@@ -16,17 +16,17 @@ from samples import sampled
 from schedule_replay import Replay, races
 from small_problems import planned, problem, some_plan
 
-from engine.plan.plan import Plan, cut_chunks
-from engine.plan.planner import make_plan
-from engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
-from engine.runtime.block_ops import BlockOps
-from engine.runtime.handlers import handlers_of, handles
-from engine.runtime.layer_ops import LayerOps
-from engine.runtime.state_ops import StateOps
-from engine.schedule import actions as a
-from engine.schedule import resources as r
-from engine.schedule.builder import ScheduleBuilder
-from engine.schedule.ops import Op
+from penstock.engine.plan.plan import Plan, cut_chunks
+from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
+from penstock.engine.runtime.block_ops import BlockOps
+from penstock.engine.runtime.handlers import handlers_of, handles
+from penstock.engine.runtime.layer_ops import LayerOps
+from penstock.engine.runtime.state_ops import StateOps
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.builder import ScheduleBuilder
+from penstock.engine.schedule.ops import Op
 
 FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM}
 TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, a.EMBED_BACKWARD}
@@ -41,7 +41,7 @@ validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min
 def small_pieces() -> Iterator[None]:
     """Weights of these small models are loaded in pieces as well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.schedule.state.LEAST_PIECE_BYTES", 2 * ALIGNMENT)
+        patch.setattr("penstock.engine.schedule.state.LEAST_PIECE_BYTES", 2 * ALIGNMENT)
         yield
 
 

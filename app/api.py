@@ -1,0 +1,133 @@
+"""The public API's verbs: what the commands of the same names do, from Python."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.app import control
+from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
+from penstock.app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
+from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
+from penstock.engine.config import DataConfig, ModelConfig, Recipe
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable, shell
+
+
+def train(
+    recipe: Recipe | str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    from_scratch: bool = False,
+) -> Path:
+    """Train a recipe, or that of a file or of a shipped recipe's name, from its first step; the run directory.
+
+    `overrides`: texts as `--set` takes them, as `train.lr=1e-4`; relative paths are taken from the current folder.
+    `from_scratch`: random weights of the recipe's shape, no model folder. Raises UserError for what cannot be trained;
+    nothing is left behind then.
+    """
+    from penstock.app.launch import require_inputs, run_training
+
+    resolved = resolved_recipe(recipe, overrides, from_scratch=from_scratch)
+    require_inputs(resolved)
+    with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
+        run_training(run, resume=False)
+        return run.path
+
+
+def resume(
+    run: str | Path, *, overrides: Sequence[str] = (), checkpoint: str | None = None, copy_state: bool = False
+) -> Path:
+    """Go on with a run, by its directory or its name below runs/, from its last generation or a checkpoint's.
+
+    A paused run goes on in its own process. `overrides`: as `--set` takes them. `copy_state`: of a copied run
+    directory, copy the original's state first. The run directory. Raises UserError for what cannot go on.
+    """
+    path = find_run(str(run))
+    checkpoint = checkpoint_named(path, checkpoint)
+    if (overrides or checkpoint is not None or copy_state) and is_live(path):
+        raise UserError(
+            f"{path}: is running; stop it first (`{shell('penstock', 'stop', path)}`), then resume it changed"
+        )
+    if control.go_on(path):
+        print(printable(f"{path.name}: goes on"))
+        return path
+    from penstock.app.launch import run_training
+
+    with RunDir.open(path) as directory:
+        directory.recipe = change_run(directory.recipe, overrides, Path.cwd())
+        if copy_state:
+            print(copy_state_of(directory))
+        run_training(directory, resume=True, checkpoint=checkpoint)
+    return path
+
+
+def plan(
+    recipe: Recipe | str | Path,
+    *,
+    machine: str | None = None,
+    overrides: Sequence[str] = (),
+    from_scratch: bool = False,
+    trace: Path | None = None,
+) -> dict[str, Any]:
+    """The forecast of a recipe, as `penstock plan --json` prints it: whether it `fits`, its peaks and its step time.
+
+    `recipe` may be a model, a Hugging Face folder or a config.json: planned with the defaults of all other fields.
+    `machine`: a preset or a profile file; None is the recipe's, or this machine. `trace`: file for the planned step as
+    a Chrome trace. Raises UserError.
+    """
+    from penstock.app.plan import plan_recipe
+
+    if not isinstance(recipe, Recipe):
+        recipe = _model_recipe(Path(recipe)) or recipe
+    return plan_recipe(resolved_recipe(recipe, overrides, from_scratch=from_scratch), machine, trace=trace)
+
+
+def _model_recipe(path: Path) -> Recipe | None:
+    """A recipe around a model folder or its config.json; None for all else."""
+    path = path.expanduser()
+    if path.name != "config.json" and not path.is_dir():
+        return None
+    folder = path.resolve().parent if path.name == "config.json" else path.resolve()
+    name = re.sub(r"[^\w.-]+", "-", folder.name).strip("-.") or "model"
+    return Recipe(name=name, model=ModelConfig(path=str(path)), data=DataConfig(source="random"))
+
+
+def export(run: str | Path, out_dir: str | Path, *, checkpoint: str | None = None) -> Path:
+    """Write a run's last generation, or a checkpoint's, as a Hugging Face folder at `out_dir`, new or empty.
+
+    Of a running run a checkpoint is made first and stays; its name is returned by none of this, and listed by
+    `penstock checkpoint RUN`. The folder. Raises UserError.
+    """
+    export_named(find_run(str(run)), Path(out_dir), checkpoint)
+    return Path(out_dir)
+
+
+def export_named(path: Path, out_dir: Path, checkpoint: str | None) -> str | None:
+    """`export`; the name of the checkpoint that was made for it, if one was."""
+    from penstock.app.launch import export_run, require_new_folder
+
+    checkpoint, made = checkpoint_named(path, checkpoint), None
+    require_new_folder(out_dir)
+    if checkpoint is None and is_live(path):
+        checkpoint = made = make_for_export(path)
+    if checkpoint is not None:
+        export_run(path, read_recipe(path), out_dir, checkpoint)
+    else:
+        with RunDir.open(path, read_only=True) as directory:
+            export_run(path, directory.recipe, out_dir)
+    return made
+
+
+def resolved_recipe(recipe: Recipe | str | Path, overrides: Sequence[str], *, from_scratch: bool = False) -> Recipe:
+    """The recipe with its overrides, its paths absolute. Raises UserError."""
+    found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    resolved = resolve_paths(apply_overrides(found, overrides), Path.cwd())
+    if from_scratch:
+        from penstock.app import launch
+
+        resolved = launch.from_scratch(resolved)
+    return resolved

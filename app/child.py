@@ -1,0 +1,26 @@
+"""Processes of ours: with the code that this one runs, and none of the folder that they are started in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import penstock
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What runs a module of ours. -P: what lies where the user works, app/ or torch/, is not taken for a package."""
+    return [sys.executable, "-P", "-m", f"penstock.{module}", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment with `more`, in which a child finds the package that runs here.
+
+    What is installed is found as it is; of a checkout that is only on this process's path, the child is told where.
+    """
+    folder = Path(penstock.__file__).resolve().parents[1]
+    if folder.name not in ("site-packages", "dist-packages"):
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = {"PYTHONPATH": os.pathsep.join(paths), **more}
+    return os.environ | more

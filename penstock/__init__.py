@@ -1,0 +1,94 @@
+"""Train and fine-tune large language models, every parameter, in full precision, on one machine.
+
+    from penstock import DataConfig, ModelConfig, Recipe, TrainConfig, export, plan, train
+
+    recipe = Recipe(
+        name="mine",
+        model=ModelConfig(path="models/Qwen3-8B"),
+        data=DataConfig(source="jsonl", path="mine.jsonl"),
+        train=TrainConfig(steps=200, lr=1e-5),
+    )
+    if plan(recipe)["fits"]:
+        export(train(recipe), "models/mine")
+
+The names of `__all__` are the public API; what lies in `penstock.app`, `penstock.engine`, `penstock.storage` and
+`penstock.tui` may change with any version. Importing this loads none of them: a name loads what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.app.api import export, plan, resume, train
+    from penstock.app.recipe import load_recipe
+    from penstock.app.script import run_recipe
+    from penstock.app.shapes import llama3, qwen25
+    from penstock.engine.config import (
+        AfterConfig,
+        BudgetConfig,
+        DataConfig,
+        ModelConfig,
+        Recipe,
+        StorageConfig,
+        TrainConfig,
+    )
+    from penstock.storage.errors import UserError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AfterConfig",
+    "BudgetConfig",
+    "DataConfig",
+    "ModelConfig",
+    "Recipe",
+    "StorageConfig",
+    "TrainConfig",
+    "UserError",
+    "__version__",
+    "export",
+    "llama3",
+    "load_recipe",
+    "plan",
+    "qwen25",
+    "resume",
+    "run_recipe",
+    "train",
+]
+
+_HOMES = {
+    "app.api": ("export", "plan", "resume", "train"),
+    "app.script": ("run_recipe",),
+    "app.recipe": ("load_recipe",),
+    "app.shapes": ("llama3", "qwen25"),
+    "engine.config": (
+        "AfterConfig",
+        "BudgetConfig",
+        "DataConfig",
+        "ModelConfig",
+        "Recipe",
+        "StorageConfig",
+        "TrainConfig",
+    ),
+    "storage.errors": ("UserError",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+_FOLDER = Path(__file__).parent
+if not (_FOLDER / "engine").is_dir():  # a checkout: its folders lie beside this one, an installation's inside it
+    __path__.append(str(_FOLDER.parent))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"penstock.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
