@@ -46,7 +46,7 @@ def resume(
     A paused run goes on in its own process. `overrides`: as `--set` takes them. `copy_state`: of a copied run
     directory, copy the original's state first. The run directory. Raises UserError for what cannot go on.
     """
-    path = find_run(str(run))
+    path = find_run(str(run)).resolve()
     checkpoint = checkpoint_named(path, checkpoint)
     if (overrides or checkpoint is not None or copy_state) and is_live(path):
         raise UserError(

@@ -295,6 +295,10 @@ def _line_in(path: Path, error: BaseException) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
+_PARTS = ("app", "engine", "storage", "tui")
+"""Where recipes took Penstock's names from before there was a public API."""
+
+
 def _explain(error: BaseException) -> str:
     """The error in one line; a misspelt field of a section comes with the nearest valid name."""
     if isinstance(error, UserError):
@@ -305,7 +309,7 @@ def _explain(error: BaseException) -> str:
         return "interrupted while the recipe was built"
     if isinstance(error, SystemExit):
         return "ends the process; let it only set a global named 'recipe'"
-    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in ("app", "engine"):
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _PARTS:
         return "Penstock's names are imported from `penstock`, as in `from penstock import Recipe, TrainConfig`"
     try:
         said = one_line(error)

@@ -85,7 +85,9 @@ def test_packages_import_one_way() -> None:
 def test_rooms_import_one_way() -> None:
     assert {name.split(".")[2] for name in inside("engine") if name.count(".") == 3} == set(ROOMS)
     for module in inside("engine"):
-        upward = [name for name in imports()[module] if name.startswith("penstock.engine.") and floor(name) > floor(module)]
+        upward = [
+            name for name in imports()[module] if name.startswith("penstock.engine.") and floor(name) > floor(module)
+        ]
         assert not upward, f"{module} imports {upward}"
 
 

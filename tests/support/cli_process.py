@@ -21,11 +21,9 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
 REAL = (sys.executable, "-m", "penstock.app.cli")
 
 RECIPE = """
-from penstock.app.recipe import Recipe
-from penstock.engine.config import TrainConfig
+from penstock import Recipe, TrainConfig, run_recipe
 recipe = Recipe(name="tiny", train=TrainConfig(steps=5))
 if __name__ == "__main__":
-    from penstock import run_recipe
     run_recipe(__file__)
 """
 

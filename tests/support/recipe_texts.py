@@ -34,7 +34,7 @@ def tiny_recipe(**changes: dict[str, Any]) -> Recipe:
 
 def recipe_text(**changes: dict[str, Any]) -> str:
     """`tiny_recipe` as a Python file."""
-    return f"from penstock.engine.config import *\n\nrecipe = {tiny_recipe(**changes)!r}\n"
+    return f"from penstock import *\n\nrecipe = {tiny_recipe(**changes)!r}\n"
 
 
 def settings(**changes: dict[str, Any]) -> list[str]:

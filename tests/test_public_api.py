@@ -1,0 +1,88 @@
+"""What `from penstock import ...` gives: light to import, and enough to plan, train, go on and export."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import REPOSITORY, done, started
+from recipe_texts import tiny_recipe
+
+import penstock
+
+CORPUS = ("cli", "launch", "rundir")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the corpus of a tiny recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for name in CORPUS:
+        (tmp_path / "corpus" / f"{name}.txt").write_text((REPOSITORY / "app" / f"{name}.py").read_text())
+    return tmp_path
+
+
+def test_every_public_name_is_there_for_users_and_for_type_checkers() -> None:
+    tree = ast.parse((REPOSITORY / "penstock" / "__init__.py").read_text())
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert imported | {"__version__"} == set(penstock.__all__) == set(dir(penstock))
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from penstock import nothing")
+
+
+def test_importing_it_loads_nothing_else(tmp_path: Path) -> None:
+    code = "import sys; import penstock; print(*(name for name in sys.modules if name.startswith('penstock')))"
+    assert done(started(tmp_path, sys.executable, "-c", code)).stdout.split() == ["penstock"]
+
+
+def test_a_recipe_object_is_planned_trained_gone_on_with_and_exported(here: Path) -> None:
+    recipe = tiny_recipe(train={"steps": 2})
+    forecast = penstock.plan(recipe)
+    assert forecast["fits"]
+    assert forecast["recipe"] == "tiny"
+
+    run = penstock.train(recipe, run_dir="run", overrides=["train.steps=1"])
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+    assert penstock.resume("run", overrides=["train.steps=3"]) == run
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+    folder = penstock.export(run, here / "model")
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    with pytest.raises(penstock.UserError, match="choose another folder"):
+        penstock.export(run, folder)
+
+
+def test_a_shipped_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(here: Path) -> None:
+    assert penstock.load_recipe("quickstart").name == "quickstart"
+    assert penstock.load_recipe(Path("7b_512k")).name == "7b-512k"
+    Path("quickstart").write_text("")
+    with pytest.raises(penstock.UserError, match="must set a global named 'recipe'"):
+        penstock.load_recipe("quickstart")
+    with pytest.raises(
+        penstock.UserError, match=r"no such file, nor a recipe of that name; shipped ones are 120b_gh200, "
+    ):
+        penstock.load_recipe("quickstrt")
+    with pytest.raises(penstock.UserError, match="no such file"):
+        penstock.load_recipe("./7b_512k")
+
+
+def test_children_take_nothing_from_the_folder_that_they_start_in(tmp_path: Path) -> None:
+    for name in ("penstock", "app", "torch", "json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('code of the current folder')")
+    code = "import os; from penstock.app import child; os.execve(c[0], c, child.environment()) if (c := child.command("
+    code += "'app.bench.process', 'penstock.app.shipped:names', '[]')) else 0"
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env={"PATH": "", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert '"quickstart"' in process.stdout, process.stderr
