@@ -5,12 +5,14 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from cli_process import FAKE, REPOSITORY, Cli, done, json_lines, steps, wait_until
+from cli_process import FAKE, REPOSITORY, Cli, done, json_lines, started, steps, wait_until
 
+import penstock
 from penstock.app import control
 from penstock.app.checkpoints import make_checkpoint
 from penstock.app.cli import main
@@ -271,3 +273,32 @@ def test_progress_bar_on_a_real_terminal_that_closes(cli: Cli) -> None:
     os.close(leader)
     assert process.wait(timeout=20) == 0
     assert status(cli.folder / "out")["state"] == "finished"
+
+
+def test_the_version_is_told(cli: Cli) -> None:
+    assert cli.run("--version").stdout == f"penstock {penstock.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("penstock tra", ["train", "trace"]),
+        ("penstock train 7b_5", ["7b_512k", "7b_512k_24gb"]),
+        ("penstock resume ou", ["out-1"]),
+    ],
+)
+def test_a_shell_completes_commands_recipes_and_runs(cli: Cli, words: str, offered: list[str]) -> None:
+    for name in ("out-1", "other"):
+        (cli.folder / "runs" / name).mkdir(parents=True)
+        (cli.folder / "runs" / name / "recipe.json").write_text("{}")
+    process = started(
+        cli.folder,
+        sys.executable,
+        "-P",
+        "-m",
+        "penstock",
+        _PENSTOCK_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(words.count(" ")),
+    )
+    assert process.communicate(timeout=60)[0].split() == offered

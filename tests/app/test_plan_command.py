@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_model_files import CONFIG
 from recipe_texts import recipe_text
 
 from penstock.app.cli import main
@@ -114,3 +115,22 @@ def test_a_missing_model_folder_is_planned_from_the_shape(
     code, found = planned(capsys, str(small), "--set", "model.path=nowhere", "--set", "name=x")
     assert code == 0
     assert "nowhere" in found["note"]
+
+
+@pytest.mark.parametrize("named", ["", "config.json"])
+def test_a_model_is_planned_without_a_recipe(named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "Qwen3-tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 2048}))
+    code, found = planned(capsys, str(folder / named), "--context", "1024", "--set", "train.global_batch_size=2")
+    assert (code, found["recipe"]) == (0, "Qwen3-tiny")
+    assert found["tokens_per_step"] == 2048
+    assert found["model"]["layers"] == CONFIG["num_hidden_layers"]
+    assert main(["plan", str(folder / named), "--context", "4096"]) == 2
+    assert "2048" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_the_context_of_a_recipe_is_changed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, str(small), "--context", "512")[1]["tokens_per_step"] == 1024
