@@ -4,7 +4,7 @@ GPU    none needed
 RAM    1 GB for torch and the run
 NVMe   2 GB, any disk
 Model  none: random weights, and a tokenizer trained on the text
-Use    a first look; `python recipes/quickstart.py` and `penstock train recipes/quickstart.py` are the same run
+Use    a first look; `python recipes/quickstart.py` and `penstock train quickstart` are the same run
 
 The budgets are far below what the machine has, so that the model's state really streams: weights come from RAM, master
 weights and moments from disk; what the compute tier keeps besides is the plan's choice.

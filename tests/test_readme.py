@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ def test_targets_and_pages_exist(page: str) -> None:
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
-def test_three_lines_fine_tune_a_model_on_a_file(tmp_path: Path) -> None:
-    write, plan, train = block("README.md", "mine.json")
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    """A folder with a model and a text, named as the pages name them."""
     folder = tmp_path / "models" / "Qwen3-8B"
     torch.manual_seed(0)
     config = AutoConfig.for_model(**CONFIG | {"max_position_embeddings": 4096})
@@ -70,11 +72,26 @@ def test_three_lines_fine_tune_a_model_on_a_file(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     train_tokenizer([text], 300, folder)
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
+    return tmp_path
+
+
+def test_three_lines_fine_tune_a_model_on_a_file(users: Path) -> None:
+    write, plan, train = block("README.md", "mine.json")
     settings = " ".join(f"--set {item}" for item in SMALL)
     for line in (write, plan, f"{train} --run-dir run {settings}"):
-        done(started(tmp_path, "sh", "-c", line.replace("penstock", " ".join(REAL))))
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
-    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
+        done(started(users, "sh", "-c", line.replace("penstock", " ".join(REAL))))
+    assert json.loads((users / "run" / "status.json").read_text())["state"] == "finished"
+    assert len(AutoModelForCausalLM.from_pretrained(users / "run" / "export").model.layers) == 2
+
+
+def test_the_same_from_python(users: Path) -> None:
+    code = "\n".join(block("docs/guide.md", "from penstock import")[1:])
+    small = 'steps=1, chunk_tokens=32, compile="off", device="cpu"'
+    for text, instead in (("steps=200, ", f"{small}, "), ('"mine.jsonl"', '"mine.jsonl", sequence_length=64')):
+        assert text in code
+        code = code.replace(text, instead)
+    done(started(users, sys.executable, "-P", "-c", code))
+    assert len(AutoModelForCausalLM.from_pretrained(users / "models" / "mine").model.layers) == 2
 
 
 def test_planned_figures_are_those_of_the_plan() -> None:
