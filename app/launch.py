@@ -149,7 +149,9 @@ class _RunObserver:
     def on_step(self, metrics: StepMetrics) -> None:
         if not self._stepped:
             self._stepped = True
-            self._log.message(f"the first step ended {time.perf_counter() - self._began:.1f} s after the start")
+            text = f"the first step ended {time.perf_counter() - self._began:.1f} s after the start"
+            self._log.message(text)
+            self._display.detail(text)
         self._log.step(metrics)
         self._display.step(metrics, self._step_spans.busiest())
         self._step_spans = StepLanes()

@@ -27,7 +27,9 @@ _ETA_WINDOW = 20
 _ITEM_CELLS = 29
 """The names of a checklist's items are about so long: their times stand below one another."""
 _LONG_S = 60.0
-"""What took longer to prepare is worth a line."""
+"""Without a terminal what took longer to prepare is worth a line, and where it is each time as long has passed."""
+_SHORT_S = 0.1
+"""On a terminal what took longer to prepare is."""
 _QUIET_S = 600.0
 """A run that is not on a terminal shows a sign of life at least this often."""
 
@@ -74,7 +76,7 @@ class Eta:
 class Display:
     """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere.
 
-    What is left out is in the run's files: the checklist and the engine's details in its log, every step in its
+    What is left out is in the run's files: the whole checklist and the engine's details in its log, every step in its
     metrics.
     """
 
@@ -85,6 +87,8 @@ class Display:
         self._line = "preparing"
         self._item: tuple[Preparing, float] | None = None
         """The last word on the item that is being prepared, and when it came by perf_counter."""
+        self._line_due_s = _LONG_S
+        """When an item that is not done is worth its next line, in seconds since it began."""
         self._validation = ""
         self._told: tuple[int, float] | None = None
         """Which third of the run the last line of a step was in, and when it was printed."""
@@ -105,20 +109,34 @@ class Display:
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def prepare(self, item: Preparing) -> None:
-        """Show an item of the checklist on the bar; as a line only if it took long."""
+        """Show an item of the checklist on the bar while it is being done, and as a line once it is.
+
+        Without a terminal there is a line for what takes long only, a minute apart while it does.
+        """
         self._item = None if item.state == "done" else (item, time.perf_counter())
-        if item.state == "done" and item.seconds >= _LONG_S:
-            self.message(item_line(item))
+        if item.state == "begun":
+            self._line_due_s = _LONG_S
+        elif item.state == "done":
+            if item.seconds >= (_LONG_S if self._progress is None else _SHORT_S):
+                self.message(item_line(item))
+        elif self._progress is None and item.seconds >= self._line_due_s:
+            self._line_due_s = item.seconds + _LONG_S
+            self.message("  ".join([item_line(item), *_how_far(item), "..."]))
+
+    def detail(self, text: str) -> None:
+        """Print a line on a terminal; elsewhere it is not worth one."""
+        if self._progress is not None:
+            self.message(text)
 
     def __rich__(self) -> Text:
         """What stands beside the bar, asked for each time that it is drawn."""
         if (word := self._item) is None:
             return Text(self._line)
         item, told_at = word
-        parts = [item.name, f"{item.seconds + time.perf_counter() - told_at:.0f} s"]
-        parts += [] if item.fraction is None else [f"{item.fraction:.0%}"]
-        parts += [] if item.detail is None else [item.detail]
-        return Text(printable("  ".join(parts)))
+        name = f"preparing: {item.name}"
+        return Text(
+            printable("  ".join([name, f"{item.seconds + time.perf_counter() - told_at:.0f} s", *_how_far(item)]))
+        )
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """The lines of later steps show it."""
@@ -153,8 +171,14 @@ class Display:
             self._progress.stop()
 
 
+def _how_far(item: Preparing) -> list[str]:
+    """Percent and words of where an item is, as far as they are known."""
+    share = [] if item.fraction is None else [f"{item.fraction:.0%}"]
+    return share + ([] if item.detail is None else [item.detail])
+
+
 def item_line(item: Preparing) -> str:
-    """What a run says of an item of its checklist that is done."""
+    """What a run says of an item of its checklist, and of the seconds since it began."""
     return f"  {item.name:<{_ITEM_CELLS}} {item.seconds:6.1f} s"
 
 

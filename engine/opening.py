@@ -94,18 +94,19 @@ def open_session(
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
         reservation.reserve(limits)
-        # Before any memory of the run's, and before anything is compiled or timed.
-        lanes = Lanes.open(
-            device,
-            limits.gpu,
-            compiled=compilation.layers,
-            deterministic=train.deterministic,
-            num_drives=len(drives),
-            placement=placement,
-        )
-        undo.callback(lanes.close)
         on_drive = None if placement is None else placement.enter_drive
-        readers = _readers(recipe.storage, device, drives, on_drive)
+        # Before any memory of the run's, and before anything is compiled or timed.
+        with checklist.step("opening lanes and drives"):
+            lanes = Lanes.open(
+                device,
+                limits.gpu,
+                compiled=compilation.layers,
+                deterministic=train.deterministic,
+                num_drives=len(drives),
+                placement=placement,
+            )
+            undo.callback(lanes.close)
+            readers = _readers(recipe.storage, device, drives, on_drive)
         if readers.warning:
             observer.on_message(readers.warning)
         task = PlanRequest(
@@ -123,15 +124,16 @@ def open_session(
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded: Recorded | None = None
         if going_on:
-            store = NvmeStore.open(
-                root, budget_bytes=nvme_budget, drives=drives, readers=readers, on_thread_start=on_drive
-            )
-            undo.callback(store.close)
-            require_record(store)
-            _require_same_state(store, found.plan)
-            if checkpoint is not None:
-                store.restore(checkpoint)
+            with checklist.step("opening the last generation"):
+                store = NvmeStore.open(
+                    root, budget_bytes=nvme_budget, drives=drives, readers=readers, on_thread_start=on_drive
+                )
+                undo.callback(store.close)
                 require_record(store)
+                _require_same_state(store, found.plan)
+                if checkpoint is not None:
+                    store.restore(checkpoint)
+                    require_record(store)
             if store.meta["recipe"] != identity["recipe"]:
                 observer.on_message(
                     f"generation {store.generation} was trained with another model, data or train section of the "

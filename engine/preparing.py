@@ -13,6 +13,18 @@ from penstock.engine.events import Preparing
 TELL_S = 0.25
 """Between two words of progress on an item."""
 
+_under_way: Checklist | None = None
+"""Whose item is being done in this process, if any."""
+
+
+def tell(fraction: float | None = None, detail: str | None = None) -> None:
+    """`Checklist.progress` of the item that is being done in this process, for whoever works on it deep below.
+
+    Says nothing where nothing is prepared: what a run prepares is prepared elsewhere too.
+    """
+    if (checklist := _under_way) is not None:
+        checklist.progress(fraction, detail)
+
 
 class Listener(Protocol):
     """The part of an `Observer` that a checklist needs."""
@@ -47,12 +59,16 @@ class Checklist:
             self._item, self._began = item, time.perf_counter()
             self._told = self._began
             self._tell(Preparing(item, "begun", 0.0))
+        global _under_way
+        _under_way = self
         try:
             yield
         except BaseException:
             with self._lock:
                 self._item = None
             raise
+        finally:
+            _under_way = None
         with self._lock:
             self._item = None
             self._tell(Preparing(item, "done", time.perf_counter() - self._began))

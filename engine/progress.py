@@ -6,10 +6,12 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.events import LaneTotals, Observer, Progress
+from penstock.engine import preparing
+from penstock.engine.events import LaneTotals, Observer, Progress, UnderWay
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.session import Session
 
@@ -78,7 +80,9 @@ class Live:
             spans = executor.take_spans()
             for span in spans:
                 self._lanes[span.lane].add(span)
-            self._observer.on_progress(Progress(spans, *executor.under_way()))
+            progress = Progress(spans, *executor.under_way())
+            preparing.tell(detail=_computing(progress.under_way))
+            self._observer.on_progress(progress)
 
     def _work(self) -> None:
         while not self._end.wait(TELL_S):
@@ -96,6 +100,14 @@ class Live:
         self._nvme_bytes = max(self._nvme_bytes, self._session.store.peak_disk_bytes())
         now = time.monotonic()
         self._look_at = now + max(LOOK_S, (now - started) / LOOK_SHARE)
+
+
+def _computing(ops: Sequence[UnderWay]) -> str | None:
+    """What is being computed, in a few words; None while nothing is."""
+    op = next((op for op in ops if op.lane == "compute"), None)
+    if op is None:
+        return None
+    return f"{op.op.replace('_', ' ')} of {op.block}" + (f", chunk {op.chunk}" if op.chunk >= 0 else "")
 
 
 def memory_peaks(session: Session) -> dict[str, int]:

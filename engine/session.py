@@ -110,13 +110,14 @@ class Session:
         self._carrier = BatchCarrier(plan.chunks, device)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
-        store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
-        store.reserve_spill(plan.spill_bytes)
-        try:
-            self.gpu: GpuMemory = allocate_gpu(plan, device, dtype)
-        except torch.OutOfMemoryError as error:
-            raise explain(error, None, plan) or error from error
-        self.ram: RamMemory = allocate_ram(plan, compute_dtype=dtype, gradient_dtype=gradient_dtype)
+        with checklist.step("allocating memory"):
+            store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
+            store.reserve_spill(plan.spill_bytes)
+            try:
+                self.gpu: GpuMemory = allocate_gpu(plan, device, dtype)
+            except torch.OutOfMemoryError as error:
+                raise explain(error, None, plan) or error from error
+            self.ram: RamMemory = allocate_ram(plan, compute_dtype=dtype, gradient_dtype=gradient_dtype)
         if device.type == "cuda":
             near_gpu = nullcontext() if lanes.placement is None else lanes.placement.near_gpu()  # it touches all pages
             with checklist.step(f"pinning {self.ram.arena.used_bytes / 1e9:.3g} GB"), near_gpu:

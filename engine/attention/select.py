@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine import preparing
 from penstock.engine.attention.backends import (
     ALIGNMENT,
     AttentionCall,
@@ -225,7 +226,9 @@ def measure(
     chunk = min(chunk, total)
     call = AttentionCall(qk_dim**-0.5 if softmax_scale is None else softmax_scale, window, softcap)
     # Later chunks are of the kind of the last one here.
-    for end in range(chunk, min(total, 2 * chunk + _MEASURED_KEYS) + 1, chunk):
+    ends = range(chunk, min(total, 2 * chunk + _MEASURED_KEYS) + 1, chunk)
+    for done, end in enumerate(ends):
+        preparing.tell(done / len(ends), f"{heads} heads of {qk_dim}, {chunk:,} queries on {end:,} keys")
         q = random(chunk, heads, qk_dim)
         k, v = random(end, kv_heads, qk_dim), random(end, kv_heads, v_dim)
         x = Operands(q, k, v, call, start=end - chunk)

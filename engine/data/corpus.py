@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.engine import preparing
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
 from penstock.engine.data.formats.base import Piece, find_format
@@ -131,7 +132,8 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
             seal_trained(folder, stamp)
         return tokenizer
     with build_folder(folder) as temporary:
-        train_tokenizer((p.text for p in _require_text(config)), config.tokenizer_vocab_size, temporary)
+        texts = _counted("training a tokenizer", _require_text(config))
+        train_tokenizer((piece.text for piece in texts), config.tokenizer_vocab_size, temporary)
         seal_trained(temporary, stamp)
     return open_trained(folder)
 
@@ -178,6 +180,16 @@ def _require_text(config: DataConfig) -> Iterator[Piece]:
         raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}")
 
 
+def _counted(what: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """The pieces; whoever watches the preparation is told how many documents have been read. How many there are is not
+    known before the end."""
+    documents = 0
+    for piece in pieces:
+        preparing.tell(detail=f"{what}, {documents:,} documents read")
+        yield piece
+        documents += piece.last
+
+
 def _source_fingerprint(config: DataConfig) -> str:
     """Hex digest that changes with the source's settings or with any of its files' size or time."""
     digest = hashlib.sha256(json.dumps([config.source, config.max_documents]).encode())
@@ -201,7 +213,7 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
     def fill(writer: CorpusWriter) -> None:
         batch: list[Piece] = []
         chars = 0
-        for piece in _require_text(config):
+        for piece in _counted("tokenizing", _require_text(config)):
             batch.append(piece)
             chars += len(piece.text)
             if chars >= _BATCH_CHARS:

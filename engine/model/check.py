@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from penstock.engine import preparing
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.reference import forward_backward
 from penstock.engine.model.runner import ModelRunner
@@ -102,6 +103,7 @@ def check_model(
 
 def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
+    preparing.tell(detail="making a small copy of the model")
     with refused("could not be shrunk"):
         small, _ = shrink(config)
         return small, take_apart(small)
@@ -123,12 +125,14 @@ def _compare(
         small._experts_implementation = "eager"  # the others compute in at most float32
         spec = replace(spec, config=small)
     source = random_model(small, seed)
+    preparing.tell(detail=f"transformers' own gradients, {_name(dtype)}")
     with refused("transformers' own forward fails"):
         reference_loss, reference = reference_gradients(small, source, documents, dtype)
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
     weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
+    preparing.tell(detail=f"streamed gradients, {_name(dtype)}")
     with refused("streaming fails"):
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants)
         grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -139,6 +143,10 @@ def _compare(
     errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def relative_errors(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:

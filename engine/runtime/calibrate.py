@@ -16,6 +16,7 @@ from operator import attrgetter
 import torch
 from msgspec import structs
 
+from penstock.engine import preparing
 from penstock.engine.clock import elapsed_s
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
@@ -137,7 +138,9 @@ def _compute_ops(
         if brief:
             layers = {block.name for block in plan.blocks if block.role == "layer"}
             chosen = [unit for unit in chosen if unit.ops[0].block in layers]
-        for unit in chosen + ([] if brief else _to_save(plan, units)):
+        timed = chosen + ([] if brief else _to_save(plan, units))
+        for done, unit in enumerate(timed):
+            preparing.tell(done / len(timed), f"{unit.ops[0].action.name.replace('_', ' ')} of {unit.ops[0].block}")
             layer_ops = runtime.layer_ops
             layer_ops.graphs_peak_bytes = 0
             for op, seconds in _measured(unit, runtime, 1 if brief else REPEATS):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine import preparing
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
@@ -55,6 +56,7 @@ def fill_store(
 ) -> None:
     """Write the first generation: master weights from `buffers` (one at a time), all other state zero."""
     specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
+    total, written = sum(layout.numel for layout in layouts.values()), 0
     for name, tensors in buffers:
         layout = layouts[name]
         flat = empty_aligned(layout.numel, torch.float32).zero_()
@@ -68,6 +70,9 @@ def fill_store(
             futures += [store.write(name, kind, part, zeros[: end - start]) for kind in others]
             for future in futures:
                 future.result()
+            written += end - start
+            preparing.tell(written / total, name)
+    preparing.tell(1.0, "making it durable")
     store.commit(meta)
 
 
@@ -77,12 +82,16 @@ def load_memory(store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, co
     What lives in RAM is read there, some parts at a time; the rest passes through the plan's part stages in turn.
     """
     loading = _Loading(store, plan, gpu, ram, compute_dtype)
+    total, asked = sum(buffer.numel for buffer in plan.buffers.values()), 0
     for buffer in plan.buffers.values():
         for part in range(buffer.num_parts):
             if buffer.state == "ram":
                 loading.in_place(buffer, part)
             else:
                 loading.through_stages(buffer, part)
+            start, end = buffer.part(part)
+            asked += end - start
+            preparing.tell(asked / total, buffer.name)
     loading.finish()
 
 

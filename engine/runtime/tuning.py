@@ -58,7 +58,7 @@ class Tuning:
             what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
             return compute, self._calibrate(what, found, compute)
         compute.runner.compile(False)
-        with self.checklist.step("timing layers that are not compiled"):
+        with self.checklist.step("timing uncompiled layers"):
             eager_s = self._step_s(found, self._measure(found, compute, brief=True))
         if steps_left * eager_s * GAIN < COMPILE_S:
             self.observer.on_message(

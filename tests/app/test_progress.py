@@ -131,11 +131,40 @@ def test_the_bar_says_what_is_prepared_and_since_when(monkeypatch: pytest.Monkey
         seen.append(re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\u2501", "", bar).strip())
     assert seen == [
         "preparing",
-        "tokenizing the data  4 s",
+        "preparing: tokenizing the data  4 s",
         "preparing",
-        "pinning 350 GB  4 s",
-        "pinning 350 GB  44 s  25%  88 of 350 GB",
+        "preparing: pinning 350 GB  4 s",
+        "preparing: pinning 350 GB  44 s  25%  88 of 350 GB",
         "preparing",
+    ]
+
+
+def test_a_terminal_keeps_the_checklist_above_the_bar() -> None:
+    console, out = screen(terminal=True)
+    display = Display(console, total_steps=5)
+    for item in [*ITEMS, Preparing("planning", "begun", 0.0), Preparing("planning", "done", 0.01)]:
+        display.prepare(item)
+    display.detail("the first step ended 133 s after the start")
+    display.close()
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue()).splitlines()]
+    done = [line for line in lines if "step 0/5" not in line and line]
+    assert done == [
+        "  tokenizing the data              2.0 s",
+        "  pinning 350 GB                 130.5 s",
+        "the first step ended 133 s after the start",
+    ]
+
+
+def test_without_a_terminal_what_takes_minutes_shows_where_it_is() -> None:
+    console, out = screen()
+    display = Display(console, total_steps=5)
+    display.prepare(Preparing("pinning 350 GB", "begun", 0.0))
+    for seconds in range(1, 150):
+        display.prepare(Preparing("pinning 350 GB", "progress", float(seconds), "in half", seconds / 200))
+    display.detail("nothing of it")
+    assert out.getvalue().splitlines() == [
+        "  pinning 350 GB                  60.0 s  30%  in half  ...",
+        "  pinning 350 GB                 120.0 s  60%  in half  ...",
     ]
 
 

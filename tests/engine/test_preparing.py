@@ -123,8 +123,34 @@ def test_a_run_tells_what_it_prepares_and_its_first_step_alone(tmp_path: Path) -
     first, second = Preparer(stop_after=2), Preparer()
     options = {"train": tiny.training(), "budgets": tiny.BudgetConfig(gpu="64MiB", ram="64MiB")}
     tiny.train_run(tmp_path, first, **options)
-    opening = ("tokenizing the data", "taking the model apart", "searching a plan", "self-check")
-    ready = ("preparing the layers", "filling the tiers", "first step")
-    assert first.told == [*both(*opening, "writing the first generation", *ready), "step 1", "step 2"]
+    opening = ("tokenizing the data", "taking the model apart", "opening lanes and drives", "searching a plan")
+    ready = ("preparing the layers", "allocating memory", "filling the tiers", "first step")
+    new = both(*opening, "self-check", "writing the first generation", *ready)
+    assert first.told == [*new, "step 1", "step 2"]
     tiny.train_run(tmp_path, second, resume=True, **options)
-    assert second.told == [*both(*opening, *ready), "step 3", "step 4"]
+    resumed = both(*opening, "self-check", "opening the last generation", *ready)
+    assert second.told == [*resumed, "step 3", "step 4"]
+
+
+def test_what_takes_long_says_what_it_is_at_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.engine.preparing, "TELL_S", 0.0)
+    run = tiny.Silent()
+    tiny.train_run(
+        tmp_path,
+        run,
+        train=tiny.training(calibrate=True, steps=1),
+        budgets=tiny.BudgetConfig(gpu="64MiB", ram="64MiB"),
+    )
+    told = [item for item in run.prepared if item.state == "progress"]
+    at = {name: [item for item in told if item.name == name] for name in dict.fromkeys(item.name for item in told)}
+    details = {name: [item.detail for item in items] for name, items in at.items()}
+    assert details["self-check"] == [
+        "making a small copy of the model",
+        "transformers' own gradients, float32",
+        "streamed gradients, float32",
+    ]
+    for name in ("writing the first generation", "filling the tiers", "timing the ops"):
+        shares = [item.fraction for item in at[name]]
+        assert shares == sorted(share for share in shares if share is not None), name
+    assert [item.fraction for item in at["filling the tiers"]][-1] == 1.0
+    assert details["writing the first generation"][-2:] == ["head", "making it durable"]

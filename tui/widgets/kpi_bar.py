@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.app.rows import Row, exactly
 from penstock.storage.units import count_text, duration_text, figure
 from penstock.tui.data.alerts import Alert, alerts
-from penstock.tui.data.run_data import RunData
+from penstock.tui.data.run_data import Prepared, RunData
 from penstock.tui.render.kpi import Figure, kpi_row
 from penstock.tui.render.ticks import fit
 from penstock.tui.widgets.lines import RunPane
@@ -17,10 +17,9 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
     """The run's key figures by falling weight; what is not known is left out or n/a."""
     metrics, total = data.metrics, data.total_steps
     found = [Figure("display held", token="warn reverse")] if frozen else []
-    found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
     if data.is_live and (item := next((item for item in data.preparing if not item.done), None)) is not None:
-        seconds = "" if item.seconds is None else f" {item.seconds:.0f}s"
-        found.append(Figure(f"{item.name}{seconds}", item.name, token="accent"))
+        found.append(_preparing(item))
+    found.append(Figure(f"{data.step:,}/{total:,}" if total else f"{data.step:,}", label="step"))
     if data.behind and data.share_read < 0.95:
         found.append(Figure(f"reading {data.share_read:.0%}", token="accent"))
     loss, ema = metrics.last("loss"), metrics.last("ema")
@@ -30,6 +29,8 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
         found.append(Figure(long, short, token="bold" if loss is not None else "bad", label="loss"))
         speed = metrics.last("tokens_per_s")
         found.append(Figure(f"{figure(speed, 4)} tok/s", token="text"))
+    if data.is_live and not data.metrics.rows:
+        return found  # before the first step there is nothing to say of speed
     if data.is_live:
         found.append(Figure(duration_text(data.eta_s()), label="ETA"))
     mfu = data.mfu
@@ -43,6 +44,13 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
         found.append(Figure(count_text(float(metrics.column("total_tokens")[-1])), label="tokens"))
         found.append(Figure(duration_text(float(metrics.column("total_s")[-1])), label="trained"))
     return found
+
+
+def _preparing(item: Prepared) -> Figure:
+    """What is being prepared, since when, and how much of it is done."""
+    seconds = "" if item.seconds is None else f" {item.seconds:.0f} s"
+    share = "" if item.fraction is None else f" {item.fraction:.0%}"
+    return Figure(f"{item.name}{seconds}{share}", f"{item.name}{seconds}", token="accent")
 
 
 class KpiBar(RunPane):
