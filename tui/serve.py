@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import getpass
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from penstock.tui.web.access import Access, is_remote
 from penstock.tui.web.server import WebServer
 
 _MOST_LINE = 400
+_END = "Ctrl+C ends it; runs go on."
 _Place = tuple[socket.AddressFamily, str, tuple[Any, ...]]
 """Where to listen: the family, the address, and of IPv6 flow and interface."""
 
@@ -38,14 +40,15 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
     try:
         access = Access(host, tuple(item.getsockname()[0] for item in sockets), sockets[0].getsockname()[1])
         read_only = access.is_remote if read_only is None else read_only
+        served = served_line(root, access, read_only)
         os.chdir(root)
         os.environ.update(child.environment(TEXTUAL_COLOR_SYSTEM="truecolor", TERM_PROGRAM="textual"))
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_OneLine())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        print(_welcome(access, read_only), flush=True)
+        print(f"Penstock is shown at {access.url}?token={access.token}", served, _END, sep="\n", flush=True)
         command = child.command("tui.web.child", str(os.getpid()), "watch" if read_only else "act")
-        asyncio.run(_serve(WebServer(access, command), sockets))
+        asyncio.run(_serve(WebServer(access, command, served), sockets))
     finally:
         for item in sockets:
             item.close()
@@ -109,13 +112,23 @@ def _listen(places: list[_Place], host: str, port: int) -> list[socket.socket]:
     raise UserError(f"--port {port}: cannot listen on {host}:{port} ({trouble}); choose another")
 
 
-def _welcome(access: Access, read_only: bool) -> str:
-    lines = [f"Penstock is shown at {access.url}?token={access.token}"]
+def served_line(root: Path, access: Access, read_only: bool) -> str:
+    """What is served, to whom, how that is protected and what they can do, for the console and for the page."""
     if access.is_remote:
-        lines.append("Other machines reach it, over plain http: whoever reads that traffic is let in, too.")
-    lines.append(
-        "It shows runs and takes no action (--no-read-only lets it)."
+        whom = "this machine and others, unencrypted: who has the address with its token, or reads the traffic,"
+    else:
+        whom = "this machine alone: who has the address with its token"
+    can = (
+        "sees runs and takes no action (--no-read-only lets it)"
         if read_only
-        else "Whoever has this address can start and stop runs, and run recipes, which are Python code, as you."
+        else f"can start and stop runs, and run recipes, which are Python code, as {_user()}"
     )
-    return "\n".join([*lines, "Ctrl+C ends it; runs go on."])
+    return f"It serves {printable(root.resolve())} to {whom} {can}."
+
+
+def _user() -> str:
+    """Who runs the server."""
+    try:
+        return printable(getpass.getuser())
+    except (KeyError, OSError):  # an account without a name, in a container
+        return "you"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -47,8 +48,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class WebServer:
     """Serves windows of the process `command`, whose last arguments are the width and height of the window."""
 
-    def __init__(self, access: Access, command: Sequence[str]) -> None:
+    def __init__(self, access: Access, command: Sequence[str], served: str = "") -> None:
+        """`served`: a line for people, on the page until a window is open: what is served to whom."""
         self._access = access
+        self._page = (_PAGE / "index.html").read_text().replace("SERVED", html.escape(served)).encode()
         self._command = tuple(command)
         self._windows: set[Window] = set()
         self._opened = 0
@@ -143,7 +146,7 @@ class WebServer:
         return answer
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
-        return _file(_PAGE / "index.html", "text/html")
+        return web.Response(body=self._page, content_type="text/html")
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         found = STATIC.get(request.match_info["name"])

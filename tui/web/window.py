@@ -62,7 +62,7 @@ class Window:
         assert process.stdout is not None
         assert process.stderr is not None
         self._input, self._output, self._errors = process.stdin, process.stdout, process.stderr
-        log.info("%s: opened, process %d", self.name, process.pid)
+        log.debug("%s: opened, process %d", self.name, process.pid)
         saying = asyncio.create_task(self._listen())
         work = [asyncio.create_task(self._from_application()), asyncio.create_task(self._from_browser())]
         try:
@@ -98,7 +98,7 @@ class Window:
         if self._said.strip():
             last = self._said.decode(errors="replace").strip().splitlines()[-1]
             log.warning("%s: the application said: %s", self.name, printable(last))
-        log.info("%s: closed", self.name)
+        log.debug("%s: closed", self.name)
 
     async def close(self, why: str) -> None:
         """Close the websocket, which ends the window."""
