@@ -1,4 +1,5 @@
-"""A run's spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens: a track per lane.
+"""A run's spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens: a track per lane and one of steps,
+arrows from op to op, counters of tiers and rates (app/trace_events.py).
 
 A lane whose ops overlap takes further tracks, since the format allows no overlaps within one.
 """
@@ -15,6 +16,7 @@ from typing import Any
 from penstock.app.lanes import LANES
 from penstock.app.ops import STEP_END, action_of
 from penstock.app.run_files import JsonLines
+from penstock.app.trace_events import PID, Arrows, Rates, Steps, microseconds
 from penstock.engine.events import Span
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError
@@ -23,6 +25,7 @@ from penstock.storage.untrusted import printable
 _MAX_ROWS = 100
 """Tracks of one lane; far more ops than a lane ever has under way at once."""
 _PIECE_LINES = 4096
+_TEXT = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class _Tracks:
@@ -48,10 +51,10 @@ class _Tracks:
 
     def names(self, run_name: str) -> list[dict[str, Any]]:
         """The metadata events that name the run and its tracks and order them."""
-        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": run_name}}]
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": PID, "args": {"name": run_name}}]
         for lane, ends in self._ends.items():
             for row in range(len(ends)):
-                track = {"ph": "M", "pid": 1, "tid": self._number(lane, row)}
+                track = {"ph": "M", "pid": PID, "tid": self._number(lane, row)}
                 name = lane if row == 0 else f"{lane} ({row + 1})"
                 events.append({"name": "thread_name", **track, "args": {"name": name}})
                 events.append({"name": "thread_sort_index", **track, "args": {"sort_index": track["tid"]}})
@@ -66,10 +69,10 @@ def _event(span: Span, track: int) -> dict[str, Any]:
         "name": f"{span.op} {span.block}{chunk}",
         "cat": span.lane,
         "ph": "X",
-        "pid": 1,
+        "pid": PID,
         "tid": track,
-        "ts": round(span.start_s * 1e6, 1),
-        "dur": round((span.end_s - span.start_s) * 1e6, 1),
+        "ts": microseconds(span.start_s),
+        "dur": round(microseconds(span.end_s) - microseconds(span.start_s), 1),
         "args": args if action is None else args | {"what": action.says},
     }
 
@@ -95,16 +98,21 @@ def write_trace(
     if not os.path.lexists(spans_path):
         raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not done")
     lines, name = JsonLines(spans_path, extent), run_path.resolve().name
-    spans = lines.spans()
+    spans, start_s = lines.spans(), None
     if steps is not None:
         start_s, end_s = _window(JsonLines(spans_path, extent).spans(), steps, run_path)
-        spans = (span for span in lines.spans() if span.end_s > start_s and span.start_s < end_s)
+        spans = _inside(lines.spans(), start_s, end_s)
         first, last = steps
         name += f" step {first}" + (f" to {last}" if last > first else "")
-    count = write_spans(spans, printable(name), out)
+    metrics = JsonLines(run_path / "metrics.jsonl").steps()
+    count = write_spans(spans, printable(name), out, Steps(metrics, start_s))
     if (warning := lines.warning()) is not None:
         tell(warning)
     return count
+
+
+def _inside(spans: Iterable[Span], start_s: float, end_s: float) -> Iterator[Span]:
+    return (span for span in spans if span.end_s > start_s and span.start_s < end_s)
 
 
 def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tuple[float, float]:
@@ -121,28 +129,44 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
     return start_s, end_s
 
 
-def write_spans(spans: Iterable[Span], name: str, out: Path) -> int:
+def write_spans(spans: Iterable[Span], name: str, out: Path, steps: Steps | None = None) -> int:
     """Write the trace of `spans`, roughly in the order of their ends, to `out`; returns their number.
 
-    Raises UserError when `out` cannot be written.
+    `steps`: what is known of them beside the spans. Raises UserError when `out` cannot be written.
     """
     if out.is_dir():
         raise UserError(f"{out}: is a folder; name a file for the trace")
     tracks = _Tracks()
     try:
-        publish(prepare_file(out, _pieces(spans, name, tracks)), out)
+        publish(prepare_file(out, _pieces(spans, name, tracks, steps or Steps())), out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); name another file") from None
     return tracks.count
 
 
-def _pieces(spans: Iterable[Span], name: str, tracks: _Tracks) -> Iterator[bytes]:
+def _pieces(spans: Iterable[Span], name: str, tracks: _Tracks, steps: Steps) -> Iterator[bytes]:
     """The trace's text, thousands of lines at once."""
-    texts = ['{"displayTimeUnit": "ms", "traceEvents": [\n']
-    for span in spans:
-        texts.append(json.dumps(_event(span, tracks.track(span)), separators=(",", ":")) + ",\n")
-        if len(texts) == _PIECE_LINES:
+    texts = ['{"displayTimeUnit": "ms", "traceEvents": [']
+    between = "\n"
+    for event in _events(spans, name, tracks, steps):
+        texts.append(between + _TEXT(event))
+        between = ",\n"
+        if len(texts) >= _PIECE_LINES:
             yield "".join(texts).encode()
             texts = []
-    texts.append(",\n".join(json.dumps(event, separators=(",", ":")) for event in tracks.names(name)) + "\n]}\n")
+    texts.append("\n]}\n")
     yield "".join(texts).encode()
+
+
+def _events(spans: Iterable[Span], name: str, tracks: _Tracks, steps: Steps) -> Iterator[dict[str, Any]]:
+    arrows, rates = Arrows(), Rates()
+    for span in spans:
+        track = tracks.track(span)
+        yield _event(span, track)
+        yield from arrows.of(span, track)
+        yield from rates.of(span)
+        yield from steps.of(span)
+    yield from rates.rest()
+    yield from tracks.names(name)
+    if steps.count:
+        yield from steps.names()
