@@ -1,6 +1,7 @@
-"""The documentation's pictures of the screens and its list of keys: `make screens`.
+"""The documentation's pictures of the screens, what the pictured run printed, and the list of keys: `make screens`.
 
-Trains the quickstart three times in a folder of its own, the third time while the pictures are taken.
+Trains three times in a folder of its own, the third time while the pictures are taken: a model whose compute is small
+and whose state is on NVMe, so that every lane works, on any machine.
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.app import shipped
-from penstock.app.control import ask
 from penstock.app.launcher import start
 from penstock.app.recipe import apply_overrides, load_recipe
 from penstock.app.rundir import RunInfo, read_info
 from penstock.tui.actions import keys_page
 from penstock.tui.app import PenstockApp
+from penstock.tui.film import film
 from penstock.tui.widgets.plan_panel import PlanPanel
 
 _LIVE_STEP = 22
 """Step of the live run from which on pictures are taken."""
+
+_FRAME_S = 0.5
+_FRAMES = 24
+
+RECIPE = "quickstart"
+SETTINGS = ("model.num_layers=12", "data.sequence_length=256", "train.chunk_tokens=128", "budgets.gpu=128MiB")
+SETTINGS += ("budgets.ram=192MiB", "budgets.nvme=4GiB", "after.sample_prompt=none")
+"""Of all the runs."""
+
+BEGIN, END = "<!-- what the pictured run printed, by make screens -->", "<!-- until here -->\n"
+"""Around it in the guide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,8 @@ class Shot:
     open: Callable[[PenstockApp], None]
     """Brings the application to what is to be seen."""
     theme: str = "penstock-dark"
+    film: bool = False
+    """Many pictures, half a second apart, as one that plays them."""
 
 
 def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
@@ -44,6 +58,7 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
         app.open_run(live)
 
     return [
+        Shot("run-live", (120, 36), run, film=True),
         Shot("run", (120, 36), run),
         Shot("run-80x24", (80, 24), run),
         Shot("run-200x60", (200, 60), run),
@@ -58,7 +73,7 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
 
 def make_runs(root: Path) -> tuple[Path, list[Path]]:
     """A run under way, and two that have finished."""
-    quickstart = load_recipe(shipped.FOLDER / "quickstart.py")
+    recipe = apply_overrides(load_recipe(RECIPE), SETTINGS)
     (root / "recipes").mkdir()
     for name, machine in (("14b_workstation", "rtx4090-128"), ("120b_moe", "rtx4090-64")):
         text = re.sub(r'\bpath="models/[^"]*",\s*', "", (shipped.FOLDER / f"{name}.py").read_text())
@@ -66,12 +81,10 @@ def make_runs(root: Path) -> tuple[Path, list[Path]]:
         (root / "recipes" / f"{name}.py").write_text(text)
     finished = []
     for name, settings in (("slow-learner", ["train.lr=2e-4"]), ("baseline", ["train.lr=1e-3"])):
-        settings += ["train.steps=20", "after.export=false", "after.sample_prompt=none", f"name={name}"]
-        finished.append(start(apply_overrides(quickstart, settings), root))
+        settings += ["train.steps=20", "after.export=false", f"name={name}"]
+        finished.append(start(apply_overrides(recipe, settings), root))
         _wait(finished[-1], lambda info: info.state == "finished", 600)
-    settings = ["train.validate_every=7", "train.validation_sequences=1", "storage.checkpoint_every=10"]
-    settings += ["storage.keep_every=10", "budgets.nvme=3GiB", "after.export=false", "after.sample_prompt=none"]
-    live = start(apply_overrides(quickstart, settings), root)
+    live = start(recipe, root)
     _wait(live, lambda info: info.step >= _LIVE_STEP, 600)
     return live, finished
 
@@ -97,9 +110,24 @@ async def take(shot: Shot, root: Path, out: Path) -> None:
             if all(panel.state.phase == "done" and panel.state.forecast is not None for panel in panels):
                 break
             await pilot.pause(0.5)
-        svg = app.export_screenshot(title="penstock", simplify=True)
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace, Menlo")
-    (out / f"{shot.name}.svg").write_text(svg)
+        frames = [_picture(app)]
+        while shot.film and len(frames) < _FRAMES:
+            await pilot.pause(_FRAME_S)
+            frames.append(_picture(app))
+    (out / f"{shot.name}.svg").write_text(film(frames, _FRAME_S) if shot.film else frames[0])
+
+
+def _picture(app: PenstockApp) -> str:
+    svg = app.export_screenshot(title="penstock", simplify=True)
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace, Menlo")
+
+
+def tell(live: Path, guide: Path) -> None:
+    """Put the pictured run's command and what it printed into the guide, between its marks."""
+    command = " ".join(["penstock train", RECIPE, *(f"--set {text}" for text in SETTINGS)])
+    printed = f"{BEGIN}\n```\n$ {command}\n{(live / 'output.log').read_text()}```\n"
+    before, _, rest = guide.read_text().partition(f"{BEGIN}\n")
+    guide.write_text(before + printed + END + rest.partition(END)[2])
 
 
 def main() -> None:
@@ -117,8 +145,8 @@ def main() -> None:
         for shot in shots(root, live, finished):
             if not wanted or shot.name in wanted:
                 asyncio.run(take(shot, root, out))
-        ask(live, "stop")
-        _wait(live, lambda info: info.state == "stopped", 120)
+        _wait(live, lambda info: info.state == "finished", 600)
+        tell(live, out.parent / "guide.md")
 
 
 if __name__ == "__main__":
