@@ -127,7 +127,7 @@ class Costs:
         self._update = self._calibration.update_params_per_s or (
             machine.optimizer_params_per_s * UPDATE_BYTES / self._update_bytes
         )
-        self._by_cost: dict[Cost, Callable[[Op], float]] = {
+        by_cost: dict[Cost, Callable[[Op], float]] = {
             Cost.BLOCK: self._block,
             Cost.BUFFER: self._buffer,
             Cost.COPY: self._copy,
@@ -138,12 +138,13 @@ class Costs:
             Cost.WRITE: self._write,
             Cost.COMMIT: lambda op: COMMIT_S,
         }
+        self._by_action = {name: by_cost[action.cost] for name, action in ACTIONS.items()}
         self._correction = self._mean_correction()
 
     # ------------------------------------------------------------------ every lane
 
     def seconds(self, op: Op) -> float:
-        return self._by_cost[op.action.cost](op)
+        return self._by_action[op.action.name](op)
 
     def _copy(self, op: Op) -> float:
         if stays_aside(self._plan, op):

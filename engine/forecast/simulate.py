@@ -113,78 +113,89 @@ class Clocks:
 
     def run(self, ops: Sequence[Op], costs: Costs, from_s: float = 0.0) -> None:
         """Carry out `ops`, handed over one by one from `from_s` on. Raises Deadlock."""
-        numbers = {lane: i for i, lane in enumerate(LANES)}
-        queues: list[list[Op]] = [[] for _ in LANES]
-        earliest: dict[int, float] = {}
-        missing: dict[int, int] = {}
-        followers: dict[int, list[int]] = {}
-        for i, op in enumerate(ops):
-            queues[numbers[op.action.lane]].append(op)
-            start, waits = from_s + i * BUILD_S, 0
-            for dep in op.deps:
-                done = self.done_at.get(dep)
-                if done is None:
-                    waits += 1
-                    followers.setdefault(dep, []).append(op.id)
-                elif done > start:
-                    start = done
-            earliest[op.id], missing[op.id] = start, waits
-        heads = [0] * len(LANES)
-        left = [0.0] * len(LANES)
-        began = [0.0] * len(LANES)
+        queues, earliest, missing, followers = self._handed_over(ops, from_s)
+        lanes_of, all_speeds, free_at = self._lanes, self._speeds, self._free_at
+        ends = [len(queue) for queue in queues]
+        heads, left, began = [0] * len(LANES), [0.0] * len(LANES), [0.0] * len(LANES)
         now, mask, todo = 0.0, 0, len(ops)
         while todo:
             coming = math.inf
-            for lane in self._lanes[~mask]:
-                if heads[lane] == len(queues[lane]):
+            for lane in lanes_of[~mask]:
+                if heads[lane] == ends[lane]:
                     continue
-                op = queues[lane][heads[lane]]
-                if missing[op.id]:
+                at = queues[lane][heads[lane]]
+                if missing[at]:
                     continue
-                start = max(earliest[op.id], self._free_at[lane])
+                start = earliest[at] if earliest[at] > free_at[lane] else free_at[lane]
                 if start > now:
-                    coming = min(coming, start)
+                    if start < coming:
+                        coming = start
                     continue
                 mask |= 1 << lane
-                began[lane], left[lane] = now, costs.seconds(op)
-            speeds, under_way = self._speeds[mask], self._lanes[mask]
+                began[lane], left[lane] = now, costs.seconds(ops[at])
+            speeds, under_way = all_speeds[mask], lanes_of[mask]
             pace, first = coming - now, -1
             for lane in under_way:
                 takes = left[lane] / speeds[lane]
                 if takes <= pace:
                     pace, first = takes, lane
             if pace == math.inf:
-                stuck = ", ".join(
-                    f"{q[h].action.name} of {q[h].block}" for q, h in zip(queues, heads, strict=True) if h < len(q)
-                )
+                waiting = [ops[q[h]] for q, h in zip(queues, heads, strict=True) if h < len(q)]
+                stuck = ", ".join(f"{op.action.name} of {op.block}" for op in waiting)
                 raise Deadlock(f"the lanes wait for each other at {stuck}")
             for lane in under_way:
                 left[lane] -= pace * speeds[lane]
             now += pace
             if first < 0:
                 continue
-            op = queues[first][heads[first]]
+            at = queues[first][heads[first]]
             heads[first] += 1
             mask &= ~(1 << first)
-            self._free_at[first] = now + DISPATCH_S
+            free_at[first] = now + DISPATCH_S
+            op = ops[at]
             self.done_at[op.id] = now
             self.times.append((op, began[first], now))
-            for follower in followers.pop(op.id, ()):
+            for follower in followers[at]:
                 missing[follower] -= 1
-                earliest[follower] = max(earliest[follower], now)
+                if earliest[follower] < now:
+                    earliest[follower] = now
             todo -= 1
+
+    def _handed_over(
+        self, ops: Sequence[Op], from_s: float
+    ) -> tuple[list[list[int]], list[float], list[int], list[list[int]]]:
+        """Of ops by their place in `ops`: those of each lane; and of each op when it may start at the earliest, how
+        many others of `ops` it waits for, and which ones wait for it."""
+        numbers = {lane: i for i, lane in enumerate(LANES)}
+        queues: list[list[int]] = [[] for _ in LANES]
+        places = {op.id: at for at, op in enumerate(ops)}
+        earliest, missing = [0.0] * len(ops), [0] * len(ops)
+        followers: list[list[int]] = [[] for _ in ops]
+        for at, op in enumerate(ops):
+            queues[numbers[op.action.lane]].append(at)
+            start = from_s + at * BUILD_S
+            for dep in op.deps:
+                place = places.get(dep)
+                if place is not None:
+                    missing[at] += 1
+                    followers[place].append(at)
+                elif (done := self.done_at.get(dep, math.inf)) > start:
+                    start = done
+            earliest[at] = start
+        return queues, earliest, missing, followers
 
     def spans(self, start: float) -> list[Span]:
         """What ended after `start`, counted from there, in order of end."""
-        lane_end = dict.fromkeys(LANES, 0.0)
-        found = []
+        lane_end: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        found, done_at = [], self.done_at
         for op, begin, end in self.times:
+            lane = op.action.lane
             if end > start:
                 waited: tuple[int, ...] = ()
-                if begin > lane_end[op.lane] + DISPATCH_S:
-                    waited = tuple(dep for dep in op.deps if self.done_at[dep] > lane_end[op.lane])
+                if begin > (idle_from := lane_end[lane]) + DISPATCH_S:
+                    waited = tuple([dep for dep in op.deps if done_at[dep] > idle_from])
                 found.append(span_of(op, begin - start, end - start, waited))
-            lane_end[op.lane] = end
+            lane_end[lane] = end
         return found
 
 

@@ -432,6 +432,10 @@ class ScheduleBuilder:
 
 def stays_aside(plan: Plan, op: Op) -> bool:
     """Whether a copy puts a record aside on the compute device, or brings it back, and so crosses no link."""
-    if not plan.saved_on_gpu:
+    if not (aside := plan.saved_on_gpu):
         return False
-    return any(resource[0] in r.RECORDS and resource[1:] in plan.saved_on_gpu for resource in (*op.reads, *op.writes))
+    for resources in (op.reads, op.writes):  # called for each op of each plan that is tried
+        for resource in resources:
+            if resource[0] in r.RECORDS and resource[1:] in aside:
+                return True
+    return False

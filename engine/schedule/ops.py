@@ -42,7 +42,7 @@ class Op(Struct, frozen=True, kw_only=True, gc=False):
 
 def span_of(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
     """What is told of an op that was carried out."""
-    return Span(op.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
+    return Span(op.action.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
 
 
 class Emitter:
@@ -77,14 +77,25 @@ class Emitter:
     ) -> None:
         """Append an op; `step` where it is not the current one."""
         reads, writes = tuple(reads), tuple(writes)
-        writer, readers = self._writer, self._readers
-        deps = {writer[resource] for resource in reads if resource in writer}
+        writer, readers, own = self._writer, self._readers, self._next_id
+        deps: set[int] = set()
+        for resource in reads:
+            if (before := writer.get(resource)) is not None:
+                deps.add(before)
+            if (others := readers.get(resource)) is None:
+                readers[resource] = [own]
+            else:
+                others.append(own)
         for resource in writes:
-            if resource in writer:
-                deps.add(writer[resource])
-            deps.update(readers.get(resource, ()))
+            if (before := writer.get(resource)) is not None:
+                deps.add(before)
+            if others := readers.get(resource):
+                deps.update(others)
+            writer[resource] = own
+            readers[resource] = []
+        deps.discard(own)  # where it reads what it writes
         op = Op(
-            id=self._next_id,
+            id=own,
             action=action,
             block=block,
             index=index,
@@ -93,15 +104,10 @@ class Emitter:
             writes=writes,
             deps=tuple(sorted(deps)),
             nbytes=nbytes,
-            slots=dict(slots or {}),
+            slots=dict(slots) if slots else {},
             flags=frozenset(flags),
             batch=self.batch,
         )
-        for resource in reads:
-            readers.setdefault(resource, []).append(op.id)
-        for resource in writes:
-            writer[resource] = op.id
-            readers[resource] = []
         self._next_id += 1
         self._ops.append(op)
 
