@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.app.ops import STEP_END
 from penstock.app.run_files import JsonLines
+from penstock.app.speed import WARMUP_STEPS, MeanSpeed, speed_text
 from penstock.engine.schedule import actions
 from penstock.storage.errors import UserError
+from penstock.storage.units import seconds_text
 from penstock.storage.untrusted import one_line
 
 if TYPE_CHECKING:
@@ -132,7 +134,9 @@ def lane_shares(spans: Sequence[dict[str, Any]], first: int, last: int) -> LaneS
 
 
 def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
-    """The shares of a run's steps (`FIRST:LAST`, default all but the first) as text, or as JSON.
+    """The shares and the mean speed of a run's steps (`FIRST:LAST`) as text, or as JSON.
+
+    By default the steps are all but those of the warm-up, or but the first in a run that has no others.
 
     Damaged lines are left out, which standard error tells. Raises UserError for a run without spans or steps that it
     does not have.
@@ -145,11 +149,19 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
         print(f"warning: {warning}", file=sys.stderr)
     if len(times.ends) < 2:
         raise UserError(f"{lines.path}: holds fewer than two steps; shares are counted from the end of the first one")
-    first, last = wanted or (min(times.ends) + 1, max(times.ends))
+    end = max(times.ends)
+    first, last = wanted or (min(max(min(times.ends), WARMUP_STEPS) + 1, end), end)
     shares = times.shares(first, last)
+    steps_lines = JsonLines(run_path / "metrics.jsonl").steps()
+    mean = MeanSpeed.of(line for line in steps_lines if first <= line["step"] <= last)
     if as_json:
-        return json.dumps(asdict(shares), indent=2)
-    rows = [f"steps {first} to {last}: {shares.window_s / shares.steps:.3f} s each"]
+        return json.dumps(
+            asdict(shares) | {"mean_step_s": mean.step_s, "mean_tokens_per_s": mean.tokens_per_s}, indent=2
+        )
+    rows = [
+        f"steps {first} to {last}: {seconds_text(mean.step_s)} a step, {speed_text(mean.tokens_per_s, None)}; "
+        f"shares are of {seconds_text(shares.window_s)}, validations between the steps included"
+    ]
     for lane in LANES:
         moved = shares.bytes[lane]
         busy_s = shares.busy[lane] * shares.window_s

@@ -26,6 +26,7 @@ from penstock.app.progress import Display, StepLanes, item_line, plan_line, shor
 from penstock.app.run_files import JsonLines, json_text, number, whole
 from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
+from penstock.app.speed import MeanSpeed
 from penstock.engine.config import Recipe, drive_folders
 from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
 from penstock.engine.preparing import Checklist
@@ -152,8 +153,8 @@ class _RunObserver:
             text = f"the first step ended {time.perf_counter() - self._began:.1f} s after the start"
             self._log.message(text)
             self._display.detail(text)
-        self._log.step(metrics)
-        self._display.step(metrics, self._step_spans.busiest())
+        mean = self._log.step(metrics)
+        self._display.step(metrics, self._step_spans.busiest(), mean.tokens_per_s)
         self._step_spans = StepLanes()
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
@@ -357,16 +358,15 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
     What covers the whole run, resumed or not, comes from the log.
     """
     log = JsonLines(path / "metrics.jsonl")
-    losses, tokens, steps_s, flops, last_step = [], 0, [], [], None
+    losses, tokens, steps_s, last_step, mean = [], 0, [], None, MeanSpeed()
     for line in log.steps():
         last_step = line["step"]
+        mean.add_line(line)
         tokens += whole(line.get("tokens")) or 0
         if (loss := number(line.get("loss"))) is not None:
             losses.append(loss)
         if (step_s := number(line.get("step_s"))) is not None:
             steps_s.append(step_s)
-            flops.append(number(line.get("model_flops")) or 0.0)
-    timed_flops, timed_s = sum(flops[1:] or flops), sum(steps_s[1:] or steps_s)
     validation, damaged = _validation(path)
     summary = {
         "steps": result.steps if last_step is None else last_step,
@@ -374,8 +374,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "validation_loss": validation,
-        "tokens_per_s": result.tokens_per_s,
-        "model_tflops_per_s": timed_flops / timed_s / 1e12 if timed_flops and timed_s > 0 else None,
+        **mean.fields(),
         "step_s_median": statistics.median(steps_s) if steps_s else None,
         "tiers": result.tiers,
         "lanes": result.lanes,

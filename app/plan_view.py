@@ -118,7 +118,7 @@ def _page(
         return
     _figures(page, forecast)
     if forecast.get("tiers"):
-        page.head("memory", "of its budget")
+        page.head("memory", "planned at most, of its budget")
     for name, tier in (forecast.get("tiers") or {}).items():
         _tier(page, name, tier)
     _lanes(page, forecast)
@@ -164,7 +164,7 @@ def _figures(page: Page, forecast: dict[str, Any]) -> None:
         (percent_text(forecast.get("mfu")), "MFU"),
         (percent_text(forecast.get("hfu")), "HFU"),
     ]
-    page.line([])
+    page.head("planned")
     least = max(len(text) for figure in figures for text in figure) + 1
     each = max(2, min(len(figures), page.width // least))
     for start in range(0, len(figures), each):

@@ -16,12 +16,10 @@ from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from penstock.engine.events import LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
+from penstock.app.speed import speed_text
+from penstock.engine.events import WARMUP_STEPS, LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
 from penstock.storage.units import bytes_text, duration_text, of_text, seconds_text
 from penstock.storage.untrusted import printable
-
-WARMUP_STEPS = 2
-"""Steps of a process that compile and fill caches: no ETA is drawn from them."""
 
 _ETA_WINDOW = 20
 _ITEM_CELLS = 29
@@ -142,13 +140,15 @@ class Display:
         """The lines of later steps show it."""
         self._validation = f"  validation {metrics.loss:.4f}"
 
-    def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None) -> None:
-        """Show a finished step and the lane that was busiest in it; of the last one the summary tells."""
+    def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None, mean: float | None) -> None:
+        """Show a finished step, the lane that was busiest in it, and the run's mean tokens/s up to it.
+
+        Of the last one the summary tells.
+        """
         eta = duration_text(self._eta.update(metrics))
         lane = f"{busiest[0]} {busiest[1]:.0%}" if busiest else "n/a"
-        line = (
-            f"loss {metrics.loss:.4f}{self._validation}  {metrics.tokens_per_s:,.0f} tok/s  ETA {eta}  busiest {lane}"
-        )
+        speed = speed_text(mean, metrics.tokens_per_s)
+        line = f"loss {metrics.loss:.4f}{self._validation}  {speed}  ETA {eta}  busiest {lane}"
         if self._progress is not None:
             self._line = line
             self._progress.update(self._task, completed=metrics.step)
@@ -205,14 +205,16 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
     if (measured := summary.get("validation_loss")) is not None:
         losses += f", validation loss {_number(measured['last'])}"
         losses += f" (best {_number(measured['best'])} after step {measured['best_step']:,})"
-    speed, step_s = summary["tokens_per_s"], summary["step_s_median"]
-    parts = [f"{_number(speed, ',.0f')} tokens/s, median step {seconds_text(step_s)}"]
-    parts.append(f"{_number(summary['model_tflops_per_s'], '.3g')} TFLOP/s of the model")
+    speed, step_s = summary["mean_tokens_per_s"], summary["mean_step_s"]
+    parts = [f"mean {_number(speed, ',.0f')} tokens/s, {seconds_text(step_s)} a step"]
+    parts.append(f"{_number(summary['mean_model_tflops_per_s'], '.3g')} TFLOP/s of the model")
     if wall_s > 0 and summary["lanes"]:
         lane, figures = max(summary["lanes"].items(), key=lambda lane: lane[1]["busy_s"])
         parts.append(f"{lane} busy {figures['busy_s'] / wall_s:.0%}")
     tiers = summary["tiers"].items()
-    parts.append("at most " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers))
+    parts.append(
+        "held at most: " + ", ".join(f"{name} {of_text(t['peak_bytes'], t['budget_bytes'])}" for name, t in tiers)
+    )
     for drive in summary["drives"]:
         used = "" if drive["percentage_used"] is None else f", endurance used {drive['percentage_used']:.0f}%"
         parts.append(f"{bytes_text(drive['bytes_written'])} written to {short_path(drive['path'])}{used}")

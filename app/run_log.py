@@ -31,6 +31,7 @@ from penstock.app.run_files import (
     whole_lines,
 )
 from penstock.app.rundir import State, spans_text
+from penstock.app.speed import MeanSpeed
 from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics
 from penstock.storage.disk import disk_error, prepare_file, publish
 from penstock.storage.temperature import disk_temperature
@@ -61,7 +62,13 @@ class _Message(NamedTuple):
     step: int
 
 
-_Item = StepMetrics | ValidationMetrics | list[Span] | _Message
+class _Step(NamedTuple):
+    metrics: StepMetrics
+    mean: dict[str, float | None]
+    """Fields of its line: the run's mean speed up to it."""
+
+
+_Item = _Step | ValidationMetrics | list[Span] | _Message
 
 
 class RunLog:
@@ -90,6 +97,8 @@ class RunLog:
         """The last word on each item of the checklist, and when it came by perf_counter; replaced, never changed."""
         self._dropped = False
         """Whether the lines of steps that are done again have gone."""
+        self._mean: MeanSpeed | None = None
+        """Of the run up to its last step; None before the first one of this process."""
         self._offset_s, self._offset_id = continue_spans(path)
         self._write_status()
         self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
@@ -123,11 +132,16 @@ class RunLog:
             with contextlib.suppress(OSError):
                 self._disks[str(folder)] = device_of(folder).disks
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Hand over one step. Raises like `check`."""
+    def step(self, metrics: StepMetrics) -> MeanSpeed:
+        """Hand over one step; the run's mean speed up to it. Raises like `check`."""
         self.check()
+        if self._mean is None:
+            lines = JsonLines(self._path / "metrics.jsonl").steps()
+            self._mean = MeanSpeed.of(line for line in lines if line["step"] < metrics.step)
+        self._mean.add(metrics)
         self._status["step"] = metrics.step
-        self._queue.put(metrics)
+        self._queue.put(_Step(metrics, self._mean.fields()))
+        return self._mean
 
     def validation(self, metrics: ValidationMetrics) -> None:
         self._queue.put(metrics)
@@ -221,15 +235,15 @@ class RunLog:
 
     def _write(self, item: _Item) -> None:
         file: TextIO | None
-        if isinstance(item, StepMetrics | ValidationMetrics):
-            name = "metrics.jsonl" if isinstance(item, StepMetrics) else "validation.jsonl"
+        if isinstance(item, _Step | ValidationMetrics):
+            name, told = ("metrics.jsonl", item.metrics) if isinstance(item, _Step) else ("validation.jsonl", item)
             if not self._dropped:
                 self._dropped = True
                 # A validation is of the step before the one that this process begins with.
-                self._drop_steps("metrics.jsonl", item.step + (name == "validation.jsonl"))
-                self._drop_steps("validation.jsonl", item.step)
+                self._drop_steps("metrics.jsonl", told.step + (name == "validation.jsonl"))
+                self._drop_steps("validation.jsonl", told.step)
             file = self._file(name)
-            file.write(json_text(_finite(dataclasses.asdict(item))))
+            file.write(json_text(_finite(dataclasses.asdict(told) | (item.mean if isinstance(item, _Step) else {}))))
         elif isinstance(item, _Message):
             file = self._file("log.jsonl", cut=True)
             file.write(json_text(item._asdict()))

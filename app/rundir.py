@@ -331,8 +331,8 @@ class RunInfo(NamedTuple):
     """Why it failed, or of a crashed one what can be told of its end, or why its status cannot be read."""
     heartbeat: float | None = None
     """Unix seconds of the last word of its process."""
-    tokens_per_s: float | None = None
-    """Of the last step."""
+    mean_tokens_per_s: float | None = None
+    """Of the run, without warm-up steps and pauses, as its last step recorded it."""
     metrics: dict[str, Any] | None = None
     """The last line of metrics.jsonl."""
 
@@ -355,7 +355,7 @@ def read_info(path: Path) -> RunInfo:
         loss=number((metrics or {}).get("loss")),
         error=error,
         heartbeat=number(status.get("heartbeat")),
-        tokens_per_s=number((metrics or {}).get("tokens_per_s")),
+        mean_tokens_per_s=number((metrics or {}).get("mean_tokens_per_s")),
         metrics=metrics,
     )
 

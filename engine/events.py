@@ -8,9 +8,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 Want = Literal["run", "pause", "stop"]
 """What is wanted of a run at its next step boundary."""
 
+WARMUP_STEPS = 2
+"""Steps of a process that compile and fill caches: no mean and no time to the end counts them."""
+
 
 class Span(NamedTuple):
-    """One finished op. Times are seconds since the run's process started training."""
+    """One finished op. Times are seconds since the run's process started training, pauses left out."""
 
     lane: str
     op: str
@@ -84,7 +87,11 @@ class StepMetrics:
     tokens: int
     """Trained tokens: those that carry a loss, padding and document ends excluded."""
     step_s: float
+    """From the step's start to its loss and gradient norm being known; validations and pauses are in no step."""
     tokens_per_s: float
+    """Of this step: `tokens` / `step_s`."""
+    warmup: bool = False
+    """Whether it is one of the first WARMUP_STEPS of its process."""
     model_flops: int = 0
     """Floating-point operations that the step's tokens need, forward and backward (engine.forecast.flops)."""
     nvme_read_bytes: dict[str, int] = field(default_factory=dict)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from penstock.engine import validation
 from penstock.engine.config import Recipe, parse_bytes
-from penstock.engine.events import Observer, StepMetrics
+from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
 from penstock.engine.machine.device import memory_use
 from penstock.engine.opening import open_session
@@ -44,9 +43,6 @@ class TrainResult:
     tokens: int
     first_loss: float | None
     last_loss: float | None
-    tokens_per_s: float | None
-    """Over all steps of this process but the first, which compiles; over that one if it is the only one."""
-    step_s_median: float | None
     tiers: dict[str, dict[str, int]]
     """gpu, ram, nvme -> budget_bytes, peak_bytes."""
     lanes: dict[str, dict[str, float]]
@@ -156,6 +152,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
                 metrics = train_step(session)
             live.tell()
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
+            metrics.warmup = len(steps) < WARMUP_STEPS
             observer.on_step(metrics)
             steps.append(metrics)
             if len(steps) == 1:
@@ -172,15 +169,12 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             _validate(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
-    timed = steps[1:] or steps
     return TrainResult(
         steps=session.step,
         steps_done=len(steps),
         tokens=sum(m.tokens for m in steps),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
-        tokens_per_s=sum(m.tokens for m in timed) / sum(m.step_s for m in timed) if timed else None,
-        step_s_median=statistics.median(m.step_s for m in steps) if steps else None,
         tiers={},
         lanes=live.lanes,
         drives=[],
@@ -205,11 +199,12 @@ def _goes_on(session: Session, observer: Observer) -> bool:
         session.finish()
         _report_checkpoints(session, observer)
         observer.on_pause(True)
-        while (want := observer.wanted()) == "pause":
-            for name in observer.checkpoint_requests():
-                session.checkpoint_now(name)
-            _report_checkpoints(session, observer)
-            time.sleep(POLL_S)
+        with session.executor.clock_stopped():
+            while (want := observer.wanted()) == "pause":
+                for name in observer.checkpoint_requests():
+                    session.checkpoint_now(name)
+                _report_checkpoints(session, observer)
+                time.sleep(POLL_S)
         if want == "run":
             observer.on_pause(False)
     return want == "run"

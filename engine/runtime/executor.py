@@ -12,8 +12,9 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -127,14 +128,17 @@ class Executor:
         """Issued ops of each stream, oldest first."""
         self._free_events: list[torch.cuda.Event] = []
         self.epoch = time.perf_counter()
-        """perf_counter at which the spans' clock reads 0."""
+        """perf_counter at which the spans' clock reads 0; later by all the time for which it stood still."""
+        self._stopped_at: float | None = None
+        """perf_counter at which the clock was stopped; None while it runs."""
+        self._base_s = 0.0
+        """When `_base_event` was passed, by the spans' clock."""
         self._cuda = device.type == "cuda"
         self._streams: dict[str, torch.cuda.Stream] = {}
         if self._cuda:
             self._streams = {lane: torch.cuda.Stream(device) for lane in GPU_LANES}
             torch.cuda.synchronize(device)
             self._base_event, self.epoch = self._clock_origin()
-            self._base_s = 0.0
         contexts = {lane: contextvars.copy_context() for lane in LANES}
         self._threads = [
             threading.Thread(target=contexts[lane].run, args=(self._run, lane), name=lane, daemon=True)
@@ -165,7 +169,29 @@ class Executor:
     # ------------------------------------------------------------------ the main thread's side
 
     def attach(self, perform: Perform) -> None:
+        """What carries out ops from now on; the spans' clock begins here, whatever was prepared until now."""
         self._perform = perform
+        with self._lock:
+            self._leave_out(self.epoch)
+
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """While entered, the spans' clock stands still. No op may be under way, and none may be submitted."""
+        with self._lock:
+            assert not self._tickets, "ops are under way"
+            since_s = self._stopped_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leave_out(since_s)
+                self._stopped_at = None
+
+    def _leave_out(self, since_s: float) -> None:
+        """Take the time from `since_s`, by perf_counter, until now out of the spans' clock."""
+        seconds = time.perf_counter() - since_s
+        self.epoch += seconds
+        self._base_s -= seconds
 
     def call(self, lane: str, work: Callable[[], T]) -> T:
         """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there; its result.
@@ -245,7 +271,7 @@ class Executor:
             for issued in self._on_gpu.values():
                 if issued and issued[0].first.query() and not issued[0].last.query():
                     found.append(_under_way(issued[0].op, self._gpu_time(issued[0].first)))
-            return time.perf_counter() - self.epoch, found
+            return (self._stopped_at or time.perf_counter()) - self.epoch, found
 
     def close(self) -> None:
         """End the lanes; ops in progress finish, queued ones are dropped.

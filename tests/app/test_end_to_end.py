@@ -58,7 +58,7 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
             "step 10 of 30  loss ",
             "step 20 of 30  loss ",
             "trained to step 30, ",
-            f"{summary['tokens_per_s']:,.0f} tokens/s, ",
+            f"mean {summary['mean_tokens_per_s']:,.0f} tokens/s, ",
             "exported to whole/export",
             "sample, 8 tokens by transformers behind the prompt: 'def ",
             "look closer: penstock watch whole; ",

@@ -61,7 +61,7 @@ def test_report_reads_a_run_and_refuses_steps_it_lacks(tmp_path: Path) -> None:
     spans = [*lines, clip(2, 3.0)]
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(item) + "\n" for item in spans))
     report = lanes_report(tmp_path, None, as_json=False)
-    assert "steps 2 to 2: 2.000 s each" in report
+    assert "steps 2 to 2: n/a a step, n/a tok/s; shares are of 2.00 s" in report
     assert "2.00 GB/s" in report
     assert json.loads(lanes_report(tmp_path, "2:2", as_json=True))["exposed_io"] == pytest.approx(0.25)
     with pytest.raises(UserError, match="hold steps 2 to 2 whole"):

@@ -42,7 +42,7 @@ BOTH = (
     "✓ fits on gh200-480: 120b-gh200",
     "mistral, 123 B parameters, 88 layers; 262,144 tokens a step, context 32,768",
     "NVIDIA GH200 480GB; the machine's figures: data sheets of NVIDIA GH200 and Samsung PM1743, not measured",
-    "11m11s 390 15d13h 30.1% 37.2%",
+    "planned 11m11s 390 15d13h 30.1% 37.2%",
     "a step tokens/s 2,000 steps MFU HFU",
     "gpu 80% 72.0 of 90.0 GiB",
     "█ kept activations 30.0 GiB ▓ K/V window 12.0 GiB ▒ weight slots 11.0 GiB ░ 3 more 19.0 GiB",

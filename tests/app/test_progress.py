@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 import penstock.app.progress
-from penstock.app.progress import WARMUP_STEPS, Display, Eta, StepLanes, plan_line, summary_lines
+from penstock.app.progress import Display, Eta, StepLanes, plan_line, summary_lines
+from penstock.app.speed import WARMUP_STEPS
 from penstock.engine.events import Preparing, Span, StepMetrics, ValidationMetrics
 
 
@@ -91,24 +92,24 @@ def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch)
         display.prepare(item)
     for step in range(1, 91):
         now += 550.0 if step == 4 else 10.0
-        display.step(metrics(step, 1.0), ("compute", 1.0) if step == 1 else None)
+        display.step(metrics(step, 1.0), ("compute", 1.0) if step == 1 else None, 1200.0 if step > 2 else None)
         if step == 40:
             display.validation(ValidationMetrics(step=40, loss=2.25, tokens=10, seconds=1.0, time=0.0))
     display.close()
     assert out.getvalue().splitlines() == [
         "[a] message with [brackets]",
         "  pinning 350 GB                 130.5 s",
-        "step 1 of 90  loss 2.5000  1,234 tok/s  ETA n/a  busiest compute 100%",
-        "step 7 of 90  loss 2.5000  1,234 tok/s  ETA 1m23s  busiest n/a",  # after 600 s of silence
-        "step 30 of 90  loss 2.5000  1,234 tok/s  ETA 1m00s  busiest n/a",
-        "step 60 of 90  loss 2.5000  validation 2.2500  1,234 tok/s  ETA 30s  busiest n/a",
+        "step 1 of 90  loss 2.5000  1,234 tok/s last step  ETA n/a  busiest compute 100%",
+        "step 7 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m23s  busiest n/a",  # 600 s of silence
+        "step 30 of 90  loss 2.5000  1,200 tok/s mean, 1,234 last step  ETA 1m00s  busiest n/a",
+        "step 60 of 90  loss 2.5000  validation 2.2500  1,200 tok/s mean, 1,234 last step  ETA 30s  busiest n/a",
     ]
 
 
 def test_progress_bar_on_a_terminal() -> None:
     console, out = screen(terminal=True)
     display = Display(console, total_steps=5, step=2)
-    display.step(metrics(3, 1.0), ("compute", 1.0))
+    display.step(metrics(3, 1.0), ("compute", 1.0), None)
     display.message("a message")
     display.close()
     assert "step 3/5" in out.getvalue()
@@ -176,9 +177,9 @@ def test_summary_shows_every_figure() -> None:
         "first_loss": 8.3,
         "last_loss": 4.1,
         "validation_loss": {"last": 4.5, "best": 4.4, "best_step": 1200},
-        "tokens_per_s": 3456.7,
-        "model_tflops_per_s": 0.1234,
-        "step_s_median": 1.25,
+        "mean_tokens_per_s": 3456.7,
+        "mean_model_tflops_per_s": 0.1234,
+        "mean_step_s": 1.25,
         "tiers": {"gpu": {"budget_bytes": 2**30, "peak_bytes": 2**29}, "nvme": {"budget_bytes": 0, "peak_bytes": 0}},
         "lanes": {"h2d": {"busy_s": 5.0, "bytes": 2**31}, "compute": {"busy_s": 15.0, "bytes": 0}},
         "drives": [drive],
@@ -186,13 +187,15 @@ def test_summary_shows_every_figure() -> None:
     assert summary_lines(summary, [4.0, 5.0], wall_s=20.0) == [
         "trained to step 1,500, 1,000,000 tokens: loss 8.3000 -> 4.1000 (mean of the last 2: 4.5000), "
         "validation loss 4.5000 (best 4.4000 after step 1,200)",
-        "3,457 tokens/s, median step 1.25 s; 0.123 TFLOP/s of the model; compute busy 75%; "
-        "at most gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
+        "mean 3,457 tokens/s, 1.25 s a step; 0.123 TFLOP/s of the model; compute busy 75%; "
+        "held at most: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
     ]
-    unknown = dict.fromkeys(("first_loss", "validation_loss", "tokens_per_s", "step_s_median", "model_tflops_per_s"))
+    unknown = dict.fromkeys(
+        ("first_loss", "validation_loss", "mean_tokens_per_s", "mean_step_s", "mean_model_tflops_per_s")
+    )
     summary |= {**unknown, "last_loss": float("nan"), "lanes": {}, "drives": [drive | {"percentage_used": None}]}
     assert summary_lines(summary, [], wall_s=0.0) == [
         "trained to step 1,500, 1,000,000 tokens: loss n/a -> n/a",
-        "n/a tokens/s, median step n/a; n/a TFLOP/s of the model; "
-        "at most gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
+        "mean n/a tokens/s, n/a a step; n/a TFLOP/s of the model; "
+        "held at most: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run",
     ]

@@ -20,6 +20,7 @@ FIELDS: dict[str, Any] = {
     "tokens": 7,
     "step_s": 0.25,
     "tokens_per_s": 28.0,
+    "warmup": False,
     "model_flops": 10**15,
     "nvme_read_bytes": {"/mnt/a/run": 4096},
     "nvme_written_bytes": {"/mnt/a/run": 8192},
@@ -27,6 +28,9 @@ FIELDS: dict[str, Any] = {
     "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
 }
 """Of a step, as the log has them too."""
+
+MEAN = {"mean_tokens_per_s": 28.0, "mean_step_s": 0.25, "mean_model_tflops_per_s": 4000.0}
+"""Of the run, if all its steps are like that."""
 
 
 def metrics(step: int, loss: float = 1.0) -> StepMetrics:
@@ -60,8 +64,8 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     log.close("finished")
     log.close("failed")
     assert json_lines(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "loss": 1.0} | FIELDS,
-        {"step": 2, "loss": None} | FIELDS,
+        {"step": 1, "loss": 1.0} | FIELDS | MEAN,
+        {"step": 2, "loss": None} | FIELDS | MEAN,
     ]
     first, second = json_lines(tmp_path / "spans.jsonl")
     assert first == span(1, 0.0, 0.5)._asdict() | {"id": 7, "waited": [3, 5]}

@@ -108,7 +108,7 @@ def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
     assert [info.name for info in found] == ["a", "b", "c"]
     assert [info.state for info in found] == ["unknown", "unknown", "stopped"]
     assert found[2][3:6] == (1, 4, 3.5)
-    assert found[2].tokens_per_s == 28.0
+    assert found[2].mean_tokens_per_s == 28.0
     assert found[2].heartbeat == pytest.approx(time.time(), abs=5)
     assert found[2].metrics is not None
     assert found[2].metrics["lr"] == 1e-3
@@ -124,9 +124,9 @@ def test_runs_are_listed_whatever_their_state(tmp_path: Path) -> None:
 )
 def test_a_foreign_status_breaks_nothing(tmp_path: Path, status: dict[str, object]) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status))
-    (tmp_path / "metrics.jsonl").write_text('[1]\n{"loss": "NaN", "tokens_per_s": true}\n"x"\n')
+    (tmp_path / "metrics.jsonl").write_text('[1]\n{"loss": "NaN", "mean_tokens_per_s": true}\n"x"\n')
     info = read_info(tmp_path)
-    assert (info.step, info.total_steps, info.loss, info.tokens_per_s, info.heartbeat) == (0, 0, None, None, None)
+    assert (info.step, info.total_steps, info.loss, info.mean_tokens_per_s, info.heartbeat) == (0, 0, None, None, None)
 
 
 @pytest.mark.parametrize(

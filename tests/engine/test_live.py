@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
 import penstock.engine.progress
+import penstock.engine.runtime.executor
 import penstock.engine.train
 from penstock.engine.events import LaneTotals, Progress, StepMetrics, Want
 from penstock.engine.progress import Live
@@ -75,6 +77,28 @@ def test_a_pause_changes_no_bit(tmp_path: Path, tier: int) -> None:
     assert made == {"looked-1": 1, "looked-2": 2, "looked-5": 5, "good-000005": 5}
 
 
+def test_a_pause_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand seconds pass in each look of a paused run: no step is longer for it, and no window of spans."""
+    slept_s = 0.0
+
+    def perf_counter() -> float:
+        return time.perf_counter() + slept_s
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept_s
+        slept_s += 1000.0
+
+    clocks = {"perf_counter": perf_counter, "monotonic": time.monotonic, "time": time.time}
+    monkeypatch.setattr(penstock.engine.train, "time", SimpleNamespace(sleep=sleep, **clocks))
+    monkeypatch.setattr(penstock.engine.runtime.executor, "time", SimpleNamespace(**clocks))
+    observer = Pausing(at=(2, 4))
+    run(tmp_path, observer)
+    assert slept_s == 4000.0
+    assert max(m.step_s for m in observer.metrics) < 1000.0
+    assert max(span.end_s for span in observer.spans) < 1000.0
+    assert [m.warmup for m in observer.metrics] == [True, True, False, False, False, False]
+
+
 def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path) -> None:
     observer = Pausing(at=(3,), then="stop")
     result = run(tmp_path, observer)
@@ -85,7 +109,7 @@ def test_a_paused_run_has_committed_its_step_and_stops_when_asked(tmp_path: Path
 
 def test_a_stop_before_the_first_step_is_honoured(tmp_path: Path) -> None:
     result = run(tmp_path, tiny.Silent(stop_after=0))
-    assert (result.stopped, result.steps, result.steps_done, result.tokens_per_s) == (True, 0, 0, None)
+    assert (result.stopped, result.steps, result.steps_done) == (True, 0, 0)
 
 
 def test_every_span_is_told_once_with_what_it_waited_for(tmp_path: Path) -> None:

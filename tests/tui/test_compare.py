@@ -28,7 +28,7 @@ def test_figures_and_differing_fields_of_real_runs(root: Path) -> None:
     assert figures["steps"] == ["12", "8"]
     assert figures["state"] == ["finished", "finished"]
     assert figures["tokens"][0] == f"{sum(runs[0].metrics.column('tokens')):,.0f}"
-    assert all(" s" in text for text in figures["step, median"])
+    assert all(" s" in text for text in figures["step, mean"])
     assert all("KiB" in text or "MiB" in text for text in figures["gpu peak"])
     different = {row[0]: row[1:] for row in config_rows(runs, all_fields=False)}
     assert different == {"train.lr": ["0.01", "0.003"], "train.steps": ["12", "8"]}

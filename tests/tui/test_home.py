@@ -65,7 +65,8 @@ async def test_the_detail_tells_plan_and_outcome(app: PenstockApp, pilot: Pilot[
     await select(pilot, "first")
     text = str(app.screen.query_one("#about", Static).render())
     assert "planned" in text
-    assert "took" in text
+    summary = json.loads((app.root / "runs/first/summary.json").read_text())
+    assert f"mean {summary['mean_step_s']:.3g} s a step, {summary['mean_tokens_per_s']:,.0f} tok/s" in text
     await select(pilot, "tiny.py", "recipes")
     text = str(app.screen.query_one("#about", Static).render())
     assert "3 layers" in text

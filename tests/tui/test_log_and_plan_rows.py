@@ -58,10 +58,11 @@ def test_plan_beside_real() -> None:
     real = StepFigures(3.0, 333.3, None, "nvme_read", {"compute": 0.6, "h2d": 0.5})
     rows = plan_rows(planned, real, ("compute", "h2d"), 36, 20, ASCII)
     assert [line.rstrip() for line in plain(rows).splitlines()] == [
-        "                plan     real",
+        "             planned      mean",
         "step          2.00 s   3.00 s  +50%",
         "tokens/s         500      333  -33%",
         "MFU            31.0%      n/a",
+        "             planned last step",
         "bound by    compute  nvme_read",
         "compute          90%      60% #### |",
         "h2d              50%      50% ##|",

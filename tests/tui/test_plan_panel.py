@@ -55,7 +55,10 @@ def test_states() -> None:
 
 
 def test_one_row_for_narrow_terminals() -> None:
-    assert one_row(PlanState("done", fitting())) == "✓ fits gh200-480 11m11s a step 390 tok/s nvme_read-bound 15d13h"
+    assert (
+        one_row(PlanState("done", fitting()))
+        == "✓ fits gh200-480 planned 11m11s a step 390 tok/s nvme_read-bound 15d13h"
+    )
     assert "✗ no plan no room" in one_row(PlanState("done", error="no\nroom"))
     assert "1 shorter chunks" in one_row(PlanState("done", refused()))
 

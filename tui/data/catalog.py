@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.app import shipped
-from penstock.app.progress import WARMUP_STEPS
 from penstock.app.run_files import number, read_object, read_tail
 from penstock.app.rundir import ATTENDED_STATES, read_info
+from penstock.app.speed import WARMUP_STEPS
 from penstock.storage.units import params_text
 from penstock.storage.untrusted import parse_object, printable, read_regular
 from penstock.tui.data.fields import get, text
@@ -25,7 +25,7 @@ _NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
 _RECIPE_BYTES = 1 << 20
 _SAVED = "a saved recipe"
 """Title of a JSON file, which has no docstring."""
-_PLAN_BYTES = 64 << 20
+MOST_PLAN_BYTES = 64 << 20
 _RECENT = 20
 """Steps from which the time that is left is estimated."""
 
@@ -58,6 +58,7 @@ class RunEntry:
     total_steps: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
+    """The run's mean."""
     left_s: float | None = None
     changed: float = 0.0
     """Unix seconds of its last sign of life."""
@@ -206,7 +207,7 @@ def _read_run_entry(folder: Path) -> RunEntry:
         step,
         total,
         losses[-1] if losses else None,
-        info.tokens_per_s,
+        info.mean_tokens_per_s,
         left if live else None,
         changed,
         info.error,
@@ -222,7 +223,7 @@ def matches(words: str, *texts: str) -> bool:
 
 def plan_lines(folder: Path) -> list[str]:
     """What a run's plan promised, in a few lines; [] without a plan."""
-    plan = read_object(folder / "plan.json", _PLAN_BYTES)
+    plan = read_object(folder / "plan.json", MOST_PLAN_BYTES)
     step_s, tokens_per_s = (number(get(plan, name)) for name in ("step_s", "tokens_per_s"))
     params, layers = (number(get(plan, "model", name)) for name in ("params", "layers"))
     found = []
@@ -236,11 +237,11 @@ def plan_lines(folder: Path) -> list[str]:
 def summary_lines(folder: Path) -> list[str]:
     """What a run has done, in a few lines; [] without a summary."""
     summary = read_object(folder / "summary.json")
-    step_s, tokens_per_s = (number(get(summary, name)) for name in ("step_s_median", "tokens_per_s"))
+    step_s, tokens_per_s = (number(get(summary, name)) for name in ("mean_step_s", "mean_tokens_per_s"))
     tokens, first, last = (number(get(summary, name)) for name in ("tokens", "first_loss", "last_loss"))
     found = []
     if step_s is not None and tokens_per_s is not None:
-        found.append(f"took {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s")
+        found.append(f"mean {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s")
     if tokens is not None and first is not None and last is not None:
         found.append(f"{tokens:,.0f} tokens, loss {first:.4f} to {last:.4f}")
     return found

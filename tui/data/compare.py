@@ -13,6 +13,7 @@ from penstock.app.run_files import read_object
 from penstock.app.rundir import read_info
 from penstock.storage.sealed import KEY
 from penstock.storage.units import bytes_text, duration_text
+from penstock.tui.data.catalog import MOST_PLAN_BYTES
 from penstock.tui.data.fields import number
 from penstock.tui.data.metrics import MetricsLog, MetricsReader
 
@@ -29,6 +30,8 @@ class ComparedRun:
     """Dotted key -> value; {} where recipe.json cannot be read."""
     state: str = "unknown"
     peaks: dict[str, Any] = field(default_factory=dict)
+    planned: float | None = None
+    """Tokens/s of its plan; None where it has none."""
 
     def __post_init__(self) -> None:
         self._metrics = MetricsReader(self.path)
@@ -39,16 +42,21 @@ class ComparedRun:
 
     def poll(self) -> bool:
         """Read what is new; whether there was anything."""
-        before = (self.state, bool(self.recipe), bool(self.peaks))
+        before = self._known()
         added = self._metrics.read()
         while self._metrics.tail.behind:
             added |= self._metrics.read()
         self.recipe = self.recipe or _flat(read_object(self.path / "recipe.json") or {})
         self.recipe.pop(KEY, None)
+        if self.planned is None:
+            self.planned = number(read_object(self.path / "plan.json", MOST_PLAN_BYTES), "tokens_per_s")
         tiers = (read_object(self.path / "summary.json") or {}).get("tiers")
         self.peaks = tiers if isinstance(tiers, dict) else self.peaks
         self.state = str(read_info(self.path).state) if self.path.is_dir() else "vanished"
-        return added or before != (self.state, bool(self.recipe), bool(self.peaks))
+        return added or before != self._known()
+
+    def _known(self) -> tuple[object, ...]:
+        return self.state, bool(self.recipe), bool(self.peaks), self.planned
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -87,8 +95,10 @@ def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
         "loss, averaged": [_last(run, "ema", ".4f") for run in runs],
         "loss, least": [_over(run, "loss", np.nanmin, ".4f") for run in runs],
         "validation, last": [_validation(run) for run in runs],
-        "tokens/s, median": [_over(run, "tokens_per_s", np.nanmedian, ",.0f") for run in runs],
-        "step, median": [_over(run, "step_s", np.nanmedian, ".3g", " s") for run in runs],
+        "tokens/s, mean": [_last(run, "mean_tokens_per_s", ",.0f") for run in runs],
+        "tokens/s, last step": [_last(run, "tokens_per_s", ",.0f") for run in runs],
+        "tokens/s, planned": ["n/a" if run.planned is None else f"{run.planned:,.0f}" for run in runs],
+        "step, mean": [_last(run, "mean_step_s", ".3g", " s") for run in runs],
         "gradient norm, last": [_last(run, "grad_norm", ".3g") for run in runs],
         "written to NVMe": [bytes_text(sum(run.metrics.written_bytes.values()) or None) for run in runs],
     }
@@ -97,15 +107,15 @@ def figure_rows(runs: list[ComparedRun]) -> list[list[str]]:
     return [[name, *texts] for name, texts in figures.items() if set(texts) != {"n/a"}]
 
 
-def _last(run: ComparedRun, name: str, form: str) -> str:
+def _last(run: ComparedRun, name: str, form: str, unit: str = "") -> str:
     value = run.metrics.last(name)
-    return "n/a" if value is None else format(value, form)
+    return "n/a" if value is None else format(value, form) + unit
 
 
-def _over(run: ComparedRun, name: str, function: Any, form: str, unit: str = "") -> str:
+def _over(run: ComparedRun, name: str, function: Any, form: str) -> str:
     values = run.metrics.column(name)
     values = values[np.isfinite(values)]
-    return format(float(function(values)), form) + unit if len(values) else "n/a"
+    return format(float(function(values)), form) if len(values) else "n/a"
 
 
 def _validation(run: ComparedRun) -> str:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.app.progress import WARMUP_STEPS
+from penstock.app.speed import WARMUP_STEPS
 from penstock.tui.data.fields import get, number
 from penstock.tui.data.tail import JsonTail
 
 Floats = NDArray[np.float64]
 
-READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "time", "model_flops")
+MEAN = ("mean_tokens_per_s", "mean_step_s", "mean_model_tflops_per_s")
+"""The run's mean speed up to the row, as the run's process counted it (app/speed.py)."""
+READ = ("loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", *MEAN, "time", "model_flops")
 """Columns that a line has under the same name; NaN where it has not."""
 DERIVED = ("step", "ema", "total_tokens", "total_s", "read_bytes", "written_bytes")
 """`ema`: the averaged loss. `total_*`: trained tokens and seconds up to the row. Bytes: of all drives."""

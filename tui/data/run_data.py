@@ -170,13 +170,13 @@ class RunData:
 
     @property
     def mfu(self) -> float | None:
-        """Of the last steps; None where the GPU's peak is not known."""
+        """Of the run's mean speed; None where the GPU's peak is not known."""
         planned, flops = number(self.plan, "mfu"), number(self.plan, "model_flops")
         step_s = number(self.plan, "step_s")
-        done, took_s = self.metrics.recent_mean("model_flops"), self.metrics.recent_mean("step_s")
-        if not (planned and flops and step_s and done and took_s):
+        mean = self.metrics.last("mean_model_tflops_per_s")
+        if not (planned and flops and step_s and mean):
             return None
-        return done / took_s / (flops / step_s / planned)
+        return mean * 1e12 / (flops / step_s / planned)
 
     @property
     def share_read(self) -> float:

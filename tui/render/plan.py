@@ -48,7 +48,7 @@ def summary_row(state: PlanState, machine: str, width: int, glyphs: Glyphs) -> R
     else:
         row: Row = [verdict(forecast, glyphs), (f" {machine_name(forecast)}", "text")]
         if forecast["fits"]:
-            figures = f"  {seconds_text(forecast['step_s'])} a step  {forecast['tokens_per_s']:,.0f} tok/s"
+            figures = f"  planned {seconds_text(forecast['step_s'])} a step  {forecast['tokens_per_s']:,.0f} tok/s"
             row += [(figures, "accent bold"), (f"  {forecast['bound_by']}-bound", "text")]
             row.append((f"  {duration_text(forecast['run']['seconds'])}", "text"))
         elif known := fixes(forecast):

@@ -1,4 +1,4 @@
-"""The planned step beside the real one: seconds, speed, share of each lane."""
+"""The planned step beside the run's: seconds and speed of the mean, share of each lane in the last step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = 10
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One step, planned or real; None where unknown."""
+    """What was planned of a step, or what came of it; None where unknown."""
 
     step_s: float | None = None
     tokens_per_s: float | None = None
@@ -30,14 +30,14 @@ class StepFigures:
 def plan_rows(
     planned: StepFigures, real: StepFigures, lanes: Sequence[str], width: int, height: int, glyphs: Glyphs
 ) -> list[Row]:
-    """A row a figure: planned, real, and by how much they differ."""
-    head: Row = [(" " * _LABEL, "dim"), ("plan".rjust(_CELL), "predicted"), ("real".rjust(_CELL), "title")]
-    rows = [exactly(head, width)]
+    """A row a figure: planned, mean of the run, and by how much they differ; then the lanes of the last step."""
+    rows = [_head("mean", width)]
     rows.append(_row("step", planned.step_s, real.step_s, " s", width))
     rows.append(_row("tokens/s", planned.tokens_per_s, real.tokens_per_s, "", width))
     if planned.mfu is not None or real.mfu is not None:
         cells: Row = [("MFU".ljust(_LABEL), "dim"), (percent_text(planned.mfu).rjust(_CELL), "predicted")]
         rows.append(exactly([*cells, (percent_text(real.mfu).rjust(_CELL), "text")], width))
+    rows.append(_head("last step", width))
     bound: Row = [("bound by".ljust(_LABEL + 2 * (_CELL - _NAME - 1)), "dim")]
     for name in (planned.bound_by, real.bound_by):
         bound.append(((name or "n/a")[:_NAME].rjust(_NAME + 1), f"lane.{name}" if name else "dim"))
@@ -49,6 +49,11 @@ def plan_rows(
         row += _two_bars(before, now, width - _LABEL - 2 * _CELL - 1, lane, glyphs)
         rows.append(exactly(row, width))
     return rows[:height]
+
+
+def _head(real: str, width: int) -> Row:
+    cells: Row = [("planned".rjust(_LABEL + _CELL), "predicted"), (real.rjust(_CELL + 1), "title")]
+    return exactly(cells, width)
 
 
 def _row(label: str, planned: float | None, real: float | None, unit: str, width: int) -> Row:

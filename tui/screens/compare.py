@@ -115,7 +115,7 @@ class CompareScreen(PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.query_one("#speed").border_title = "tokens/s"
+        self.query_one("#speed").border_title = "tokens/s of each step"
         self.query_one("#figures-pane").border_title = "figures"
         self._draw_titles()
         self.query_one("#figures-pane").focus()

@@ -406,6 +406,7 @@ def _launch_text(state: PlanState) -> str:
         return f"{where}\n\nIT DOES NOT FIT HERE: {forecast['refusal']['message']}\nThe run will refuse to start."
     run = duration_text((forecast.get("run") or {}).get("seconds"))
     return (
-        f"{where}\n\nIt fits: {seconds_text(forecast['step_s'])} a step, {forecast['tokens_per_s']:,.0f} tokens/s, "
-        f"{forecast['steps']:,} steps in {run}, bound by {forecast['bound_by']}."
+        f"{where}\n\nIt fits: planned {seconds_text(forecast['step_s'])} a step, "
+        f"{forecast['tokens_per_s']:,.0f} tokens/s, {forecast['steps']:,} steps in {run}, "
+        f"bound by {forecast['bound_by']}."
     )

@@ -42,7 +42,7 @@ STATE_TOKENS = {
     "unknown": "dim",
 }
 RESUMABLE = ("stopped", "failed", "crashed", "paused")
-_RUN_COLUMNS = {"": 1, "run": 12, "state": 9, "step": 13, "loss": 7, "tok/s": 7, "left": 6, "last sign": 9}
+_RUN_COLUMNS = {"": 1, "run": 12, "state": 9, "step": 13, "loss": 7, "mean tok/s": 10, "left": 6, "last sign": 9}
 """Widths; a run's name takes what is left, and the last columns go where its least is not left."""
 _RECIPE_COLUMNS = {"recipe": 22, "what it is": 48, "GPU": 24}
 _PADDING = 2

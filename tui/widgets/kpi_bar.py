@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.app.rows import Row, exactly
-from penstock.storage.units import count_text, duration_text, figure
+from penstock.app.speed import speed_text
+from penstock.storage.units import count_text, duration_text
 from penstock.tui.data.alerts import Alert, alerts
 from penstock.tui.data.run_data import Prepared, RunData
 from penstock.tui.render.kpi import Figure, kpi_row
@@ -27,8 +28,9 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
         short = "n/a" if loss is None else f"{loss:.4f}"
         long = short if ema is None else f"{short} (ema {ema:.3f})"
         found.append(Figure(long, short, token="bold" if loss is not None else "bad", label="loss"))
-        speed = metrics.last("tokens_per_s")
-        found.append(Figure(f"{figure(speed, 4)} tok/s", token="text"))
+        mean, last_step = metrics.last("mean_tokens_per_s"), metrics.last("tokens_per_s")
+        short = speed_text(mean, None if mean is not None else last_step)
+        found.append(Figure(speed_text(mean, last_step), short, token="text"))
     if data.is_live and not data.metrics.rows:
         return found  # before the first step there is nothing to say of speed
     if data.is_live:

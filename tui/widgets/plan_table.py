@@ -1,4 +1,4 @@
-"""The plan pane: the step that was planned beside the last one."""
+"""The plan pane: the step that was planned beside the run's mean, and the lanes of the last one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def planned_step(data: RunData) -> StepFigures:
 
 
 def real_step(data: RunData) -> StepFigures:
-    """The mean of the last steps; lanes of the last one."""
+    """The run's mean; lanes of the last step."""
     metrics, view = data.metrics, data.spans.view
     steps = view.steps()
     shares = {}
@@ -29,9 +29,7 @@ def real_step(data: RunData) -> StepFigures:
         last = steps[-1]
         shares = {lane: view.busy_s(lane, last.start_s, last.end_s) / (last.end_s - last.start_s) for lane in LANES}
         bound_by = max(shares, key=lambda lane: shares[lane])
-    step_s, tokens = metrics.recent_mean("step_s"), metrics.recent_mean("tokens")
-    speed = tokens / step_s if tokens and step_s else None
-    return StepFigures(step_s, speed, data.mfu, bound_by, shares)
+    return StepFigures(metrics.last("mean_step_s"), metrics.last("mean_tokens_per_s"), data.mfu, bound_by, shares)
 
 
 class PlanTable(RunPane, can_focus=True):

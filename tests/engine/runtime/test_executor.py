@@ -87,6 +87,28 @@ def test_every_op_comes_after_what_it_depends_on(
     assert made < 2 * on_gpu, "events are used again"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_spans_clock_leaves_out_what_it_stood_still_for(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    moved_s = 0.0
+    real = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + moved_s)
+    with streams_on_cpu():
+        executor = Executor(None, torch.device(device))
+        moved_s += 500.0  # the preparations
+        executor.attach(Recorder().perform)
+        for first in (0, 2):
+            executor.submit([an_op(first, "compute"), an_op(first + 1, "nvme_read")])
+            executor.drain()
+            with executor.clock_stopped():
+                before_s, _ = executor.under_way()
+                moved_s += 500.0
+                assert executor.under_way() == (before_s, [])
+        spans, (now_s, _) = executor.take_spans(), executor.under_way()
+        executor.close()
+    assert len(spans) == 4
+    assert all(-1e-4 <= span.start_s <= span.end_s <= now_s < 100.0 for span in spans)
+
+
 def test_a_host_that_wakes_late_does_not_move_the_spans_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The spans' origin is read on both clocks; a host that lost its core in between took it for later than it was."""
     synchronize = EventOnCpu.synchronize
