@@ -32,7 +32,12 @@ _FRAME_S = 0.5
 _FRAMES = 24
 
 RECIPE = "quickstart"
-SETTINGS = ("model.num_layers=12", "data.sequence_length=256", "train.chunk_tokens=128", "budgets.gpu=128MiB")
+SETTINGS: tuple[str, ...] = (
+    "model.num_layers=12",
+    "data.sequence_length=256",
+    "train.chunk_tokens=128",
+    "budgets.gpu=128MiB",
+)
 SETTINGS += ("budgets.ram=192MiB", "budgets.nvme=4GiB", "after.sample_prompt=none")
 """Of all the runs."""
 
