@@ -28,6 +28,7 @@ from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype, resolve_device, why_no_cuda
+from penstock.engine.machine.platforms import remarks
 from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.machine.profile import Machine
@@ -282,12 +283,15 @@ def choose_kernels(spec: ModelSpec, plan: Plan, device: torch.device, dtype: tor
 def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoader, device: torch.device) -> None:
     corpus = data.corpus.info
     if device.type == "cpu":
-        broken = torch.version.cuda is not None and not torch.cuda.is_available()  # for a GPU, and none is found
+        for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+        broken = for_gpus and not torch.cuda.is_available()
         reason = f" ({why_no_cuda()})" if broken else ""
         observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory", detail=not broken)
     observer.on_message(
         f"model: {spec.model_type}, {spec.num_params:,} parameters, {len(spec.attention)} layers, {device}"
     )
+    for remark in remarks(device):
+        observer.on_message(remark)
     split = f", {loader.num_split_documents:,} longer than the context and split" if loader.num_split_documents else ""
     observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
 

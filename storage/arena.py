@@ -128,7 +128,8 @@ class HostArena:
                     if code != 0:
                         raise BudgetError(
                             f"cannot pin {total:,} bytes of RAM (cudaHostRegister error {code} after {offset:,} "
-                            "bytes); raise the memlock limit (ulimit -l) or lower budgets.ram"
+                            "bytes); raise the memlock limit (ulimit -l) or lower budgets.ram: WSL2, for one, pins "
+                            "about half of its RAM"
                         )
                     self._registered.append(base + offset)
         except BaseException:

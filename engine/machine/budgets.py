@@ -14,11 +14,13 @@ from penstock.engine.machine.limits import (
     GPU_RESERVE,
     GPU_TIER_SHARE,
     RAM_RESERVE,
+    UNIFIED_RESERVE,
     free_disk,
     free_memory,
     reserve_bytes,
     total_memory,
 )
+from penstock.engine.machine.platforms import WSL_PINNED_SHARE, gpu_memory, is_wsl, shares_memory
 from penstock.engine.machine.profile import Machine
 from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text
@@ -91,8 +93,9 @@ def run_budgets(
     }
     total = total_memory(root)
     _require("ram", ram, total, "this machine")
-    if device.type == "cpu":
+    if _is_shared(device):
         _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")
+        _require_together(gpu, ram, total)
     if nvme is None and new:
         nvme = _free_on(drives)
         why["nvme"] = "free on the drives, less a reserve"
@@ -144,6 +147,24 @@ def _require(tier: str, given: int | None, size: int, where: str) -> None:
         )
 
 
+def _require_together(gpu: int | None, ram: int | None, size: int) -> None:
+    """One memory holds both tiers."""
+    if gpu is not None and ram is not None and gpu + ram > size:
+        raise UserError(
+            f"budgets.gpu and budgets.ram: {gpu:,} and {ram:,} bytes, but here both tiers share the {size:,} of this "
+            "machine's memory; lower them, or leave one out to give it the rest"
+        )
+
+
+def _is_shared(device: torch.device) -> bool:
+    """Whether the gpu tier is in the machine's own memory."""
+    if device.type != "cuda":
+        return True
+    import torch
+
+    return shares_memory(torch.cuda.get_device_properties(device))
+
+
 def _free_on(drives: Sequence[Path]) -> int:
     """Free bytes on the drives together when each takes the same share."""
     places = []
@@ -179,7 +200,8 @@ def free_budgets(
     """
     memory = free_memory(root)
     left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
-    ram_reserve = reserve_bytes(RAM_RESERVE, memory.total_bytes, left)
+    no_own = device.type == "cuda" and _is_shared(device)
+    ram_reserve = reserve_bytes(UNIFIED_RESERVE if no_own else RAM_RESERVE, memory.total_bytes, left)
     ram_free = left - ram_reserve
     planned = f", of which {words(others)}" if left < memory.free_bytes else ""
     ram_why = (
@@ -191,7 +213,7 @@ def free_budgets(
         return Budgets(*tiers, None, {"gpu": shared, "ram": shared})
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = gpu_memory(device, root)
     free += torch.cuda.memory_reserved(device)
     gpu = gpu_name(device) if others else ""
     left = max(0, free - sum(other.gpu_bytes.get(gpu, 0) for other in others))
@@ -202,10 +224,13 @@ def free_budgets(
         f"{bytes_text(free)} free, {planned}{bytes_text(total - free)} of {bytes_text(total)} taken by other processes "
         f"and by CUDA, less {bytes_text(gpu_reserve)} for what CUDA loads later"
     )
-    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+    if no_own:
         tiers = split_shared(min(ram_free, gpu_free), gpu_bytes, ram_bytes)
         shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
         return Budgets(*tiers, None, {"gpu": shared, "ram": shared})
+    if is_wsl(root) and (most := int(total_memory(root) * WSL_PINNED_SHARE)) < ram_free:
+        ram_free = most
+        ram_why += f"; no more than {bytes_text(most)}, about what WSL2 can pin"
     return Budgets(
         gpu_free if gpu_bytes is None else gpu_bytes,
         ram_free if ram_bytes is None else ram_bytes,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.engine.config import TrainConfig
+from penstock.engine.machine.platforms import gpu_memory
 from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text
 
@@ -51,12 +52,14 @@ def resolve_device(config: TrainConfig) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         return f"this torch ({torch.__version__}) is built without CUDA, install one that is built with it"
     try:
         torch.cuda.init()
     except Exception as error:  # torch raises several types here
         return str(error).partition("\n")[0].rstrip(".")
+    if torch.version.hip is not None:
+        return "the driver shows no GPU (rocminfo; HIP_VISIBLE_DEVICES)"
     return "the driver shows no GPU (nvidia-smi -L; CUDA_VISIBLE_DEVICES)"
 
 
@@ -130,14 +133,15 @@ def configure(device: torch.device, gpu_budget_bytes: int, *, deterministic: boo
 
 
 def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: int) -> None:
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = gpu_memory(device)
     others = total - free - torch.cuda.memory_reserved(device)
     if budget_bytes > total - others:
         raise UserError(
             f"budgets.gpu: {budget_bytes:,} bytes, but {others:,} of the GPU's {total:,} are taken by other processes "
             "and by CUDA itself; lower budgets.gpu, or end what else runs on this GPU (nvidia-smi)"
         )
-    if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOC_CONF):
+    given = any("expandable_segments" in os.environ.get(name, "") for name in _ALLOC_CONF)
+    if not given and torch.version.hip is None:  # which torch has for NVIDIA's driver alone
         setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch >= 2.10
         (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     limit = max(budget_bytes, LEAST_LIMIT_BYTES) / total

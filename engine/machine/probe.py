@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.machine.budgets import split_shared
 from penstock.engine.machine.device import resolve_device
 from penstock.engine.machine.limits import free_memory, total_memory
+from penstock.engine.machine.platforms import gpu_memory, shares_memory, usable_cpus
 from penstock.engine.machine.probe_compute import (
     CPU_SIZES,
     GPU_SIZES,
@@ -70,7 +70,7 @@ def probe(
     left = max(0.3 * seconds, deadline - time.monotonic())
     storage = probe_drives(folders, left, block_bytes=block_bytes, most_bytes=most_bytes, say=say)
     gpu, gpu_bytes, ram_bytes = _memories(device)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     date = datetime.now(UTC).date().isoformat()
     return Machine(
         name=gpu or f"{cores} cores without a GPU",
@@ -108,7 +108,7 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
 def _require_memory(device: torch.device, sizes: Sizes) -> None:
     needs = [("RAM", sizes.ram_bytes, free_memory().free_bytes)]
     if device.type == "cuda":
-        needs.append(("GPU memory", sizes.gpu_bytes, torch.cuda.mem_get_info(device)[0]))
+        needs.append(("GPU memory", sizes.gpu_bytes, gpu_memory(device)[0]))
     for what, need, free in needs:
         if free < need + _SPARE_BYTES:
             raise UserError(
@@ -123,6 +123,6 @@ def _memories(device: torch.device) -> tuple[str | None, int, int]:
     if device.type != "cuda":
         return None, *split_shared(ram)
     properties = torch.cuda.get_device_properties(device)
-    if getattr(properties, "is_integrated", False):
+    if shares_memory(properties):
         return properties.name, *split_shared(ram)
     return properties.name, properties.total_memory, ram

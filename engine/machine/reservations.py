@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.machine.budgets import Reserved, gpu_name, words
 from penstock.engine.machine.limits import free_memory
+from penstock.engine.machine.platforms import shares_memory
 from penstock.storage.disk import held
 from penstock.storage.errors import BudgetError
 from penstock.storage.units import bytes_text
@@ -168,7 +169,7 @@ class Reservation:
             return True
         import torch
 
-        return bool(getattr(torch.cuda.get_device_properties(self._device), "is_integrated", False))
+        return shares_memory(torch.cuda.get_device_properties(self._device))
 
     def _write(self, ram: int | None, gpu: int) -> None:
         """Make the record say this; `ram` None leaves that as it is."""

@@ -15,6 +15,7 @@ import torch
 
 from penstock.engine.machine.affinity import Placement
 from penstock.engine.machine.device import DeviceSettings, configure
+from penstock.engine.machine.platforms import usable_cpus
 from penstock.engine.runtime.executor import Executor
 
 IN_FLIGHT = {"nvme_read": 3, "nvme_write": 3}
@@ -53,6 +54,8 @@ class Lanes:
         """
         settings = configure(device, gpu_budget_bytes, deterministic=deterministic)
         try:
+            if (cpus := usable_cpus()) < torch.get_num_threads():  # of a container that sees more CPUs than it may use
+                settings.call(torch.set_num_threads, torch.get_num_threads(), cpus)
             settings.call(sys.setswitchinterval, sys.getswitchinterval(), SWITCH_INTERVAL_S)
             if compiled:
                 _set_up_compilation(settings, device)

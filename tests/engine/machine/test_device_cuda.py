@@ -116,7 +116,7 @@ def test_the_probe_asks_for_gpu_memory_and_finds_both_tiers(card: Card) -> None:
     card.is_integrated = True  # one memory: each tier has a part of what the machine has
     assert probe._memories(CUDA)[0] == card.name
     assert sum(probe._memories(CUDA)[1:]) == pytest.approx(ram, rel=0.01)
-    card.total_memory = 2 * GIB  # nothing is left
+    card.is_integrated, card.total_memory = False, 2 * GIB  # nothing is left
     with pytest.raises(UserError, match="bytes of GPU memory and -"):
         probe._require_memory(CUDA, probe_compute.CPU_SIZES)
 

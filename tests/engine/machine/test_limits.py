@@ -238,7 +238,7 @@ def test_budgets_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, int
     free = free_budgets(torch.device("cuda", 0), root=machine(tmp_path))
     ram, gpu = 20 * GIB - int(2.56 * GIB), 11 * GIB - 768 * 2**20
     if integrated:
-        assert free.gpu + free.ram == min(ram, gpu)
+        assert free.gpu + free.ram == 16 * GIB  # the host's 20 free, whatever its cache holds, less a reserve
     else:
         assert (free.gpu, free.ram) == (gpu, ram)
         assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]

@@ -1,0 +1,128 @@
+"""Machines on which memory, cores or the GPU are not what they seem: WSL2, unified memory, containers, AMD's GPUs.
+
+What of this was ever tried stands in docs/where-it-runs.md. Files of the kernel are read below a `root` that tests
+choose; a GPU is judged by the properties that its driver tells.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.machine.limits import free_memory, memory_groups
+from penstock.storage.untrusted import one_line
+
+if TYPE_CHECKING:
+    import torch
+
+WSL_PINNED_SHARE = 0.5
+"""Of its RAM that WSL2 can pin: Windows lets a GPU share about half of its memory, and WSL2 has no more to give."""
+
+_UNIFIED = re.compile(r"\b(GB10|Orin|Thor)\b")
+"""GPUs without memory of their own, by name, should a driver not call them integrated."""
+
+
+def is_wsl(root: Path = Path("/")) -> bool:
+    """Whether the kernel is that of the Windows Subsystem for Linux, which Microsoft builds."""
+    for name in ("proc/sys/kernel/osrelease", "proc/version"):
+        try:
+            text = (root / name).read_text(errors="replace").lower()
+        except OSError:
+            continue
+        if "microsoft" in text:
+            return True
+    return False
+
+
+def shares_memory(properties: Any) -> bool:
+    """Whether a GPU has no memory of its own: what it takes, the host lacks. `properties`: torch's of the device."""
+    integrated = bool(getattr(properties, "is_integrated", False))
+    return integrated or _UNIFIED.search(str(getattr(properties, "name", ""))) is not None
+
+
+def gpu_memory(device: torch.device, root: Path = Path("/")) -> tuple[int, int]:
+    """(free, total) bytes of a GPU's memory, what torch's allocator holds and does not use not among the free.
+
+    Where it is the host's, the driver calls memory taken that holds file cache, which the kernel gives back on demand:
+    the host's own word on what is free counts there, up to the total.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    if shares_memory(torch.cuda.get_device_properties(device)):
+        free = min(max(free, free_memory(root).free_bytes), total)
+    return free, total
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the control groups of this process leave it; None where they set no limit.
+
+    A container with such a quota still sees all CPUs of its host, and threads for all of them stand still together
+    for most of each period.
+    """
+    quotas = []
+    for folder, version in _cpu_groups(root):
+        words = _words(folder / ("cpu.max" if version == 2 else "cpu.cfs_quota_us"))
+        period = words[1:] if version == 2 else _words(folder / "cpu.cfs_period_us")
+        if words[:1] and words[0].isdigit() and period and period[0].isdigit() and int(period[0]):
+            quotas.append(int(words[0]) / int(period[0]))
+    return min(quotas, default=None)
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs that threads of this process can keep busy: those that it may run on, no more than its quota."""
+    own, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    return own if quota is None else max(1, min(own, math.ceil(quota)))
+
+
+def remarks(device: torch.device, root: Path = Path("/")) -> list[str]:
+    """What a run on this platform should say of it."""
+    import torch
+
+    found = []
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if torch.version.hip is not None:
+            found.append(
+                f"{name} is an AMD GPU (ROCm {torch.version.hip}), on which Penstock was never tried; kernels are "
+                "compared with a float32 reference before they are used"
+            )
+        if is_wsl(root):
+            found.append("WSL2 pins about half of its RAM: the RAM tier takes no more, unless budgets.ram says so")
+        if shares_memory(torch.cuda.get_device_properties(device)):
+            found.append(f"{one_line(name, 80)} has no memory of its own: both tiers share the machine's")
+    cpus, own = usable_cpus(root), len(os.sched_getaffinity(0))
+    if cpus < own:
+        found.append(f"a control group gives this process the time of {cpus} CPUs, and it sees {own}: {cpus} are used")
+    return found
+
+
+def _cpu_groups(root: Path) -> list[tuple[Path, int]]:
+    """(folder, version) of the control groups that share out this process's CPU time, its own first."""
+    found = [(group.folder, 2) for group in memory_groups(root) if group.version == 2]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, own = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            for name in ("cpu", "cpu,cpuacct"):
+                top = (root / "sys/fs/cgroup" / name).resolve()
+                inside = top.joinpath(own.lstrip("/")).resolve()
+                folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
+                while folder.is_relative_to(top):
+                    found.append((folder, 1))
+                    folder = folder.parent
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(errors="replace").splitlines() if line]
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    lines = _lines(path)
+    return lines[0].split() if lines else []
