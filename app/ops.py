@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.actions import ACTIONS, Action
 
@@ -30,3 +32,28 @@ def op_name(op: str) -> str:
     """Today's name of an op; of one that is unknown the name that it bears."""
     found = action_of(op)
     return op if found is None else found.name
+
+
+PARTS = ("forward", "backward", "update", "validation")
+"""The parts of a step, in the order of a legend."""
+
+
+@lru_cache(maxsize=4096)
+def part_of(op: str) -> str:
+    """The part of a step whose work an op is, one of PARTS; empty where its name does not tell."""
+    found = action_of(op)
+    return "" if found is None else found.part
+
+
+@lru_cache(maxsize=4096)
+def route_of(op: str) -> tuple[str, str] | None:
+    """From which tier to which (`nvme`, `ram`, `gpu`) an op moves bytes; None for what moves none."""
+    found = action_of(op)
+    return None if found is None else found.route
+
+
+@lru_cache(maxsize=4096)
+def cargo_of(op: str) -> str:
+    """What an op moves, for people: `weights`; empty for what moves nothing."""
+    found = action_of(op)
+    return "" if found is None else found.cargo

@@ -39,6 +39,14 @@ class Glyphs:
     ellipsis: str
     up: str
     down: str
+    left: str
+    right: str
+    """Heads of arrows."""
+    shaft: str
+    shaft_still: str
+    """The line of an arrow, and of one that carries nothing."""
+    corners: str
+    """Of a box: top left and right, bottom left and right."""
 
 
 UNICODE = Glyphs(
@@ -58,6 +66,11 @@ UNICODE = Glyphs(
     ellipsis="…",
     up="▲",
     down="▼",
+    left="◄",
+    right="►",
+    shaft="━",
+    shaft_still="╌",
+    corners="╭╮╰╯",
 )
 
 ASCII = Glyphs(
@@ -77,6 +90,11 @@ ASCII = Glyphs(
     ellipsis="~",
     up="^",
     down="v",
+    left="<",
+    right=">",
+    shaft="=",
+    shaft_still="-",
+    corners="++++",
 )
 
 

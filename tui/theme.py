@@ -33,6 +33,10 @@ _COLOURS = {
     "lane.optimizer": ("#f0e442", "#7a7000"),
     "lane.nvme_write": ("#d55e00", "#b34a00"),
     "lane.other": ("#9aa5b1", "#66717e"),
+    "part.forward": ("#a8cff5", "#2f6fb0"),
+    "part.backward": ("#f2b8a6", "#a34a2c"),
+    "part.update": ("#cfe07a", "#5f6c00"),
+    "part.validation": ("#c9bdf2", "#6a55b0"),
     "stall": ("#ff6b5e", "#b3261e"),
     "tier.gpu": ("#e69f00", "#a86f00"),
     "tier.ram": ("#009e73", "#00795a"),
@@ -91,15 +95,16 @@ THEMES: tuple[Theme, ...] = (
 def style(token: str, dark: bool) -> Style:
     """The style of a token; `token reverse` and `token bold` add to it; an unknown token is plain text.
 
-    `box.LANE` is a label on the lane's colour.
+    `box.LANE` is a label on the lane's colour, `box.TOKEN` on another token's.
     """
     name, *extras = token.split()
     colours = _colours(dark)
     if name == "selected":
         return Style(color=colours["title"], bgcolor="#2b3947" if dark else "#d5e3ee")
     if name.startswith("box."):
-        lane = colours.get(f"lane.{name.removeprefix('box.')}", colours["lane.other"])
-        return Style(color="#101418" if dark else "#ffffff", bgcolor=lane)
+        on = name.removeprefix("box.")
+        colour = colours.get(f"lane.{on}") or colours.get(on, colours["lane.other"])
+        return Style(color="#101418" if dark else "#ffffff", bgcolor=colour, bold="bold" in extras or None)
     bold = name in _BOLD or "bold" in extras
     return Style(color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None)
 

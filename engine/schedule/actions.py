@@ -82,6 +82,16 @@ class Work:
 
 
 Phase = Literal["", "forward", "recompute", "backward", "evaluate", "update"]
+StepPart = Literal["", "forward", "backward", "update", "validation"]
+"""What people call the parts of a step."""
+_PART_OF: dict[Phase, StepPart] = {
+    "forward": "forward",
+    "recompute": "backward",
+    "backward": "backward",
+    "evaluate": "validation",
+    "update": "update",
+}
+Tier = Literal["nvme", "ram", "gpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,41 @@ class Action:
     """Which activation a copy, a spill or an unspill is about: x, dy, saved, kv or dkv."""
     move: Move | None = None
 
+    @property
+    def part(self) -> StepPart:
+        """The part of a step whose work it is; empty where that depends on the op, as weights are read for several."""
+        if self.phase or self.kind in (DY, DKV):
+            return _PART_OF.get(self.phase, "backward")
+        touched = {*self.reads, *self.writes, *self.adds}
+        if touched & _OF_UPDATE or r.NVME_WEIGHTS in self.writes:
+            return "update"
+        return "backward" if touched & _GRADIENTS else ""
+
+    @property
+    def route(self) -> tuple[Tier, Tier] | None:
+        """From which tier to which it moves bytes; None for what moves none."""
+        if self.lane not in _MOVES or not self.cargo:
+            return None
+        if self.lane == "nvme_write":
+            return "ram", "nvme"
+        if self.lane == "d2h":
+            return "gpu", "ram"
+        target: Tier = "gpu" if any(space.startswith("gpu.") for space in self.writes) else "ram"
+        return "nvme" if self.lane == "nvme_read" else "ram", target
+
+    @property
+    def cargo(self) -> str:
+        """What it moves, for people; empty for what moves nothing."""
+        if self.move is not None:
+            return _CARGO[self.move.kind]
+        if self.kind and (self.reads or self.adds):  # else it only removes a file
+            return "activation gradients" if self.kind in (DY, DKV) else "activations"
+        return _CARGO["state"] if r.NVME_STATE in self.writes else ""
+
+
+_GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.NVME_GRADIENT}
+_OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}
+_CARGO = {"weights": "weights", "state": "optimizer state", "gradient": "gradients"}
 
 ACTIONS: dict[str, Action] = {}
 """Name -> action."""

@@ -68,7 +68,9 @@ def text_of(lane_view: LaneView) -> list[str]:
 
 
 def lane_line(lane_view: LaneView, lane: str) -> str:
-    return next(line for line in text_of(lane_view) if line.startswith(lane))
+    """A lane's row up to its busy share; its history follows."""
+    line = next(line for line in text_of(lane_view) if line.startswith(lane))
+    return line[: line.rindex("%") + 1]
 
 
 def store_of(num_steps: int) -> SpanStore:
@@ -87,14 +89,14 @@ async def test_live_follows_the_clock_by_whole_cells() -> None:
         for clock in (7.0, 7.5, 7.51, 7.6, 8.0):
             lane_view.update_live(clock, now, True)
             text = text_of(lane_view)
-            assert "last step 2.00 s" in text[0]
+            assert "last step 3, 2.00 s" in text[0]
             assert "live, 2.00 s in view" in text[0]
             start, end = lane_view.window
             assert end - start == pytest.approx(2.0)
             assert end >= clock - LAG_S
             assert end - (clock - LAG_S) <= 2.0 / 40
             ends.append(end)
-        cell = 2.0 / (80 - 11 - 5)
+        cell = 2.0 / (80 - 11 - 5 - 9)
         moved = [(b - a) / cell for a, b in itertools.pairwise(ends)]
         assert moved == pytest.approx([round(m) for m in moved], abs=1e-6)
         assert lane_line(lane_view, "compute").endswith(" 80%")  # of 5 to 7 s: 5 to 5.8 before clip, 6.2 to 7 under way
@@ -242,7 +244,7 @@ async def test_mouse_selects_zooms_and_drags() -> None:
         await pilot._post_mouse_events([MouseScrollUp], lane_view, offset=(40, y))
         start, end = lane_view.window
         assert end - start == pytest.approx((before[1] - before[0]) / 2)
-        at = (40 - 11 + 0.5) / (80 - 11 - 5)
+        at = (40 - 11 + 0.5) / (80 - 11 - 5 - 9)
         assert start + at * (end - start) == pytest.approx(before[0] + at * (before[1] - before[0]))
         await pilot.mouse_down(lane_view, offset=(40, y))
         await pilot.hover(lane_view, offset=(50, y))

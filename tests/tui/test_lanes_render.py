@@ -11,6 +11,7 @@ from samples import sampled
 
 from penstock.app.lanes import LANES
 from penstock.app.rows import ASCII, UNICODE, Glyphs, plain
+from penstock.tui.data.parts import UPDATE, parts_of
 from penstock.tui.data.spans import Busy, SpanStore, SpanView, StepWindow
 from penstock.tui.render.lanes import LaneScene, UnderWay, lanes_rows, layout
 
@@ -58,18 +59,18 @@ def test_whole_frame_as_text() -> None:
     scene = LaneScene(view=view, start_s=0, end_s=4, steps=view.steps(), title="lanes  last step 4.00 s", status="held")
     assert plain(lanes_rows(64, 9, scene, UNICODE)).splitlines() == [
         "lanes  last step 4.00 s  bound by compute 62%               held",
+        "phase      ▏U          ▏forward                ▏backward        ",
         "nvme_read  ▏L0                                               12%",
         "h2d              ▏L0                                         12%",
         "compute    ╌╌╌╌╌╌╌╌╌╌╌╌▏layer_forward L0 ╌╌╌╌╌╌▏head head    62%",
         "d2h                                      ▏L0                 12%",
         "optimizer                                                ▂█   3%",
         "nvme_write                                                    0%",
-        "         s │0                      │2                           ",
-        " " * 64,
+        "         s │0                      │2                       busy",
     ]
     rated = plain(lanes_rows(100, 9, scene, UNICODE)).splitlines()
-    assert rated[1].endswith(" 12%   1.0 GB/s")
-    assert rated[2].endswith(" 12%   200 MB/s")
+    assert rated[2].endswith(" 12%   1.0 GB/s")
+    assert rated[3].endswith(" 12%   200 MB/s")
 
 
 def test_ops_of_a_zoomed_view_carry_their_names() -> None:
@@ -82,6 +83,35 @@ def test_ops_of_a_zoomed_view_carry_their_names() -> None:
     assert "▏layer_forwar" not in narrow.replace("▏layer_forward", "")
     tokens = {token for row in lanes_rows(116, 9, scene, UNICODE) for text, token in row if "layer" in text}
     assert tokens == {"box.compute"}
+
+
+def test_parts_of_a_step_stand_above_the_lanes_and_in_them() -> None:
+    """The update lies beside forward; weights belong to the part that computes with them, by the run's own order."""
+    view = view_of(
+        span("optimizer", 0, 2, op="update", id=0, step=1),
+        span("h2d", 0, 1, op="load_weights", bytes=9, id=1, step=2),
+        span("compute", 1, 4, op="layer_forward", id=2, step=2),
+        span("h2d", 2, 3, op="load_weights", bytes=9, id=3, step=2),
+        span("compute", 4, 8, op="layer_backward", id=4, step=2),
+        span("d2h", 5, 6, op="store_x", bytes=9, id=5, step=2),
+        span("optimizer", 8, 8.1, op="clip", id=6, step=2),
+    )
+    scene = LaneScene(view=view, start_s=0, end_s=8)
+    rows = lanes_rows(11 + 80 + 5, 9, scene, UNICODE)
+    assert plain(rows[1:2])[11:91] == "▏update   ▏F+U      ▏forward            ▏backward".ljust(80)
+    assert [token for _, token in rows[1][1:4]] == ["box.part.update", "box.part.forward", "box.part.backward"]
+    assert parts_of(view, view.rows_between(0, 8)).tolist() == [UPDATE, 0, 0, 1, 1, 1]
+    assert plain(lanes_rows(7 + 24 + 5, 9, scene, ASCII)[1:2])[7:31] == "|U |F |F    |backward   "
+    many = [span("compute", i / 8, (i + 1) / 8, op=f"layer_{'forward' if i < 80 else 'backward'}") for i in range(160)]
+    many += [span("d2h", i / 8, (i + 0.5) / 8, op="store_gradient", bytes=9) for i in range(100, 160)]
+    scene = LaneScene(view=view_of(*many), start_s=0, end_s=20, history={"d2h": [1.0, 4.0, 2.0, float("nan")]})
+    place = layout(80, 9, scene)
+    lines = {line[:11].strip(): line[11:] for line in plain(lanes_rows(80, 9, scene, UNICODE)).splitlines()}
+    middle = place.num_cells // 2
+    assert (lines["compute"][0], lines["compute"][middle]) == ("F", "B")
+    assert lines["d2h"].strip("▄▃ ")[0] == "B"
+    assert lines["d2h"].endswith("▃▇▄ ")
+    assert lines["s"].endswith("per step")
 
 
 def test_overlapping_ops_lie_in_tracks_where_there_is_room_and_have_no_names_elsewhere() -> None:

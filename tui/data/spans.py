@@ -145,6 +145,8 @@ class SpanView:
     busy: tuple[Busy, ...]
     complete_from_s: float
     """No span that was dropped for room ends after this time; 0 where none was."""
+    _total_bytes: Floats
+    """Of each op's number, of all spans that ever were."""
     _waited: list[tuple[int, ...] | None]
     _offset: int
 
@@ -200,6 +202,19 @@ class SpanView:
         moved = np.bincount(self.lane[rows], weights=self.bytes[rows], minlength=len(self.lanes))
         return {lane: int(count) for lane, count in zip(self.lanes, moved, strict=True)}
 
+    def bytes_by_op(self, start_s: float, end_s: float) -> dict[str, int]:
+        """Op -> payload of those that ended in a window."""
+        rows = np.flatnonzero((self.end_s > start_s) & (self.end_s <= end_s))
+        moved = np.bincount(self.op[rows], weights=self.bytes[rows])
+        return {self.ops[number]: int(moved[number]) for number in np.flatnonzero(moved).tolist()}
+
+    @property
+    def moved_bytes(self) -> dict[str, float]:
+        """Op -> payload of all spans that ever were added."""
+        return {
+            self.ops[number]: float(self._total_bytes[number]) for number in np.flatnonzero(self._total_bytes).tolist()
+        }
+
     def rows_between(self, start_s: float, end_s: float) -> Ints:
         """Rows of all lanes under way in a window, in order of their start."""
         rows = np.flatnonzero((self.end_s > start_s) & (self.start_s < end_s))
@@ -225,6 +240,12 @@ class SpanView:
         ended = self.op == self.ops.index(VALIDATION_END)
         ends = self.end_s[ended & (self.end_s > window.start_s) & (self.end_s < window.end_s)]
         return float(ends.max()) - window.start_s if len(ends) else 0.0
+
+    def figures(self, step: StepWindow) -> dict[str, float]:
+        """Lane -> bytes a second of a step; of a lane that moves nothing the share of it in which it was busy."""
+        length_s = step.end_s - step.start_s
+        moved = self.bytes_by_lane(step.start_s, step.end_s)
+        return {lane: (moved[lane] or self.busy_s(lane, step.start_s, step.end_s)) / length_s for lane in self.lanes}
 
     def steps(self) -> list[StepWindow]:
         """The steps held whole, in order of time. Steps done again after a crash come twice."""
@@ -307,6 +328,7 @@ class SpanStore:
         self._length = 0
         self._busy: list[Busy] = [IDLE] * len(LANES)
         self._complete_from_s = 0.0
+        self._total_bytes = np.zeros(0)
         self.view = self._snapshot()
         """What is held now; it stays as it is while more is added."""
 
@@ -338,7 +360,15 @@ class SpanStore:
             column[at:end] = value
         self._waited.extend(waited)
         self._length = end
+        self._count_bytes(at, end)
         self._merge(at, end)
+
+    def _count_bytes(self, at: int, end: int) -> None:
+        added = np.bincount(self._columns["op"][at:end], weights=self._columns["bytes"][at:end])
+        total = np.zeros(max(len(added), len(self._total_bytes)))
+        total[: len(self._total_bytes)] = self._total_bytes
+        total[: len(added)] += added
+        self._total_bytes = total
 
     def _compact(self, keep: int) -> None:
         """Move the last `keep` rows to fresh columns: whoever reads the old ones still can."""
@@ -368,6 +398,7 @@ class SpanStore:
             blocks=self._blocks.names,
             busy=tuple(self._busy),
             complete_from_s=max(self._complete_from_s, float(left_out.max(initial=0.0))),
+            _total_bytes=self._total_bytes,
             _waited=self._waited,
             _offset=first,
             **{name: column[first : self._length] for name, column in self._columns.items()},

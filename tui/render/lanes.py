@@ -18,6 +18,7 @@ from penstock.app.rows import Glyphs, Row, exactly
 from penstock.storage.units import rate_text
 from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
 from penstock.tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
+from penstock.tui.render.lane_parts import InView, has_parts, history
 from penstock.tui.render.ticks import fit, linear_ticks, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
@@ -76,6 +77,8 @@ class LaneScene:
     """The selected span's row of the view."""
     cursor_s: float | None = None
     title: str = ""
+    history: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Lane -> a figure of each of the last steps, whose course stands behind the lane; none: there is no room kept."""
     status: str = ""
     """Of the first row, at its right."""
     info: Row = field(default_factory=list)
@@ -90,6 +93,7 @@ class Layout:
     num_cells: int
     """Columns of the timeline itself."""
     share_cells: int
+    history_cells: int
     now_cells: int
     lanes: tuple[str, ...]
     """From the top."""
@@ -99,12 +103,14 @@ class Layout:
     """Whether each lane has one more row for the forecast."""
     path_row: bool
     title_row: bool
+    band_row: bool
+    """Whether the parts of the steps stand above the lanes."""
     axis_row: bool
     info_row: bool
 
     def lane_at(self, y: int) -> str | None:
         """The lane that row `y` belongs to."""
-        end = int(self.title_row)
+        end = self.title_row + self.band_row
         for lane, bar_rows in zip(self.lanes, self.bar_rows, strict=True):
             begin, end = end, end + bar_rows + self.predicted_row
             if begin <= y < end:
@@ -118,13 +124,19 @@ class Layout:
 
 
 def layout(width: int, height: int, scene: LaneScene) -> Layout:
-    """Where things go: titles and axes first fall away, then the lanes least busy, then the timeline's margins."""
+    """Where things go: titles and axes first fall away, then the lanes least busy, then the timeline's margins.
+
+    Words on what is pointed at have the axis's place where there is room for one of the two.
+    """
     lanes = list(scene.view.lanes)
     title = height >= 3
-    axis = height >= len(lanes) + 2
-    path = scene.critical is not None and height >= len(lanes) + 3
-    info = height >= len(lanes) + 3 + path
-    room = height - title - axis - path - info
+    band = height >= len(lanes) + 2 and has_parts(scene.view)
+    pointed = scene.row is not None or scene.cursor_s is not None
+    left = height - len(lanes) - title - band
+    path = scene.critical is not None and left >= 2
+    info = left >= 2 + path or (left >= 1 and pointed)
+    axis = left >= 1 + path + info
+    room = height - title - band - axis - path - info
     if room < len(lanes):
         busiest = sorted(lanes, key=lambda lane: -scene.view.busy_s(lane, scene.start_s, scene.end_s))
         kept = {*busiest[: max(1, room)]}
@@ -140,17 +152,20 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
     tall = set(sorted(lanes, key=_priority)[:left])
     if width >= 100:
         share = max(share, 11) if each > 1 else share + 11
-    now = _NOW_CELLS if width >= 130 and scene.now is not None else 0
+    now = _NOW_CELLS if width >= 150 and scene.now is not None else 0
+    history = (9 if width < 110 else 13 if width < 170 else 25) if scene.history and width >= 70 else 0
     return Layout(
         label_cells=label,
-        num_cells=max(1, width - label - share - now),
+        num_cells=max(1, width - label - share - history - now),
         share_cells=share,
+        history_cells=history,
         now_cells=now,
         lanes=tuple(lanes),
         bar_rows=tuple(each + (lane in tall) for lane in lanes),
         predicted_row=predicted,
         path_row=path,
         title_row=title,
+        band_row=band,
         axis_row=axis,
         info_row=info,
     )
@@ -168,10 +183,15 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
     bound = max(shares, key=lambda lane: shares[lane])
     moved = scene.view.bytes_by_lane(scene.start_s, known) if place.share_cells >= 11 else {}
     in_window = _rows_with_boxes(scene, BOX_CELLS * float(edges[1] - edges[0]))
+    in_view = InView(scene.view, edges, wanted=has_parts(scene.view))
     moving = sum(np.diff(busy[lane].until(edges)) for lane in place.lanes)
     rows: list[Row] = []
     if place.title_row:
         rows.append(_title(width, scene, bound, shares))
+    if place.band_row:
+        canvas = Canvas(1, place.num_cells)
+        in_view.draw_band(canvas, glyphs)
+        rows.append([(fit("phase", place.label_cells, ""), "dim"), *canvas.row(0)])
     for lane, bar_rows in zip(place.lanes, place.bar_rows, strict=True):
         canvas = Canvas(bar_rows, place.num_cells)
         token = lane_token(lane)
@@ -181,6 +201,7 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
             stalled = (coverage < _IDLE_SHARE) & (moving / np.diff(edges) >= _IDLE_SHARE) & (edges[1:] <= known)
             canvas.put(bar_rows - 1, stalled, "╌" if glyphs.braille else "_", "stall")
         _draw_bars(canvas, coverage, token, glyphs)
+        in_view.draw_marks(canvas, lane, coverage)
         mine = in_window[scene.view.lane[in_window] == scene.view.lanes.index(lane)]
         draw_boxes(canvas, scene.view, mine, edges, lane, _critical_cells(scene, lane, edges, coverage), glyphs)
         _draw_selection(canvas, scene, lane, edges)
@@ -194,6 +215,7 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
                     (fit(label[0] if first else "", place.label_cells, glyphs.ellipsis), label[1] if first else "text"),
                     *canvas.row(y),
                     *exactly(margin[y] if y < len(margin) else [], place.share_cells),
+                    (history(scene.history, lane, place.history_cells, glyphs) if first else "", "raw"),
                     *(_now(place, scene, lane, glyphs) if first else []),
                 ]
             )
@@ -415,4 +437,12 @@ def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row
     return [
         (fit(unit.rjust(place.label_cells - 1) if place.label_cells else "", place.label_cells, ""), "axis"),
         *canvas.row(0),
+        (_heads(place), "axis"),
     ]
+
+
+def _heads(place: Layout) -> str:
+    """What the columns behind the timeline are."""
+    rates = "while busy".rjust(11) if place.share_cells >= 16 and not place.predicted_row else ""
+    share = ("busy".rjust(min(5, place.share_cells)) + rates).ljust(place.share_cells)
+    return share + "per step".rjust(place.history_cells) if place.history_cells else share

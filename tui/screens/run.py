@@ -19,6 +19,7 @@ from penstock.storage.errors import UserError
 from penstock.tui.data.blocks import BlockPlace
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.chart import next_kind
+from penstock.tui.render.pipeline import height_for
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.widgets.block_map import BlockMap
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
@@ -27,6 +28,7 @@ from penstock.tui.widgets.lane_view import LaneView
 from penstock.tui.widgets.lines import LineWidget
 from penstock.tui.widgets.log_pane import LogPane
 from penstock.tui.widgets.loss_chart import LossChart
+from penstock.tui.widgets.pipeline import PipelineBar
 from penstock.tui.widgets.plan_table import PlanTable
 from penstock.tui.widgets.tier_gauges import TierGauges
 
@@ -68,10 +70,10 @@ PANES = {
         lambda data: LaneView(data.spans),
         False,
         lambda room: room.height >= 14,
-        lambda room: 9 if room.height < 34 else 11,
+        lambda room: 11 if room.height < 34 else 12 if room.height < 44 else 19,
     ),
     "tiers": Pane(
-        TierGauges, True, lambda room: room.wide or room.stacked, lambda room: min(12, max(6, room.height // 3))
+        TierGauges, True, lambda room: room.wide or room.stacked, lambda room: min(10, max(6, room.height // 3))
     ),
     "blocks": Pane(
         lambda data: BlockMap(),
@@ -82,8 +84,8 @@ PANES = {
     "log": Pane(
         LogPane,
         False,
-        lambda room: room.height >= 22,
-        lambda room: 5 if room.height < 30 else 9 if room.height < 48 else 14,
+        lambda room: room.height >= 28,
+        lambda room: 5 if room.height < 34 else 7 if room.height < 48 else 12,
         news=frozenset({"log"}),
     ),
     "plan": Pane(
@@ -147,6 +149,7 @@ class RunScreen(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         yield KpiBar(self.data, id="kpi")
         yield AlertBar(self.data, id="alerts")
+        yield PipelineBar(self.data, id="pipeline")
         with Container(id="body"):
             with Vertical(id="main"):
                 yield from self._made(side=False)
@@ -194,13 +197,17 @@ class RunScreen(LaneKeys, PenstockScreen):
             widget.display = shown[name]
             widget.styles.height = "1fr" if name == self.maximised else pane.height(room)
         self._draws_blocks = shown["blocks"]
+        pipeline = self.query_one("#pipeline", PipelineBar)
+        rows = height_for(*room)
+        pipeline.display = rows > 0 and self.maximised is None
+        pipeline.styles.height = rows or 1
         side = self.query_one("#side")
         main = self.query_one("#main")
         side.display = any(shown[name] for name, pane in PANES.items() if pane.side)
         main.display = any(shown[name] for name, pane in PANES.items() if not pane.side)
         alone = not main.display or not room.wide
         self.query_one("#body").styles.layout = "horizontal" if room.wide else "vertical"
-        side.styles.width = "1fr" if alone else max(38, min(72, room.width // 3))
+        side.styles.width = "1fr" if alone else max(38, min(60, room.width // 3))
         side.styles.height = "auto" if room.stacked and main.display else "1fr"
         self.query_one("#alerts", AlertBar).most = 1 if room.height < 30 else AlertBar.MOST
         self.query_one(Footer).display = room.height >= 8
@@ -229,6 +236,8 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.query_one("#alerts", AlertBar).update()
         if changed & {"metrics", "checkpoints"} or (not data.metrics.rows and "status" in changed):
             self._redraw("loss")
+        if changed & {"status", "metrics", "plan", "spans", "tick"}:
+            self.query_one("#pipeline", PipelineBar).update()
         if changed & {"metrics", "plan", "spans", "tick"} and (data.is_live or changed != {"tick"}):
             self._redraw("tiers")
         for name, pane in PANES.items():

@@ -28,6 +28,8 @@ PAN = 0.25
 """A key's way, as a share of what is in view."""
 _MARGIN = 0.02
 """How far before and behind a step one can look, as a share of it."""
+_HISTORY_STEPS = 24
+"""Steps whose rates stand behind the lanes, at most."""
 _NO_STEP_S = 5.0
 """Seconds in view before a step has ended."""
 
@@ -81,6 +83,8 @@ class LaneView(LineWidget, can_focus=True):
         self._drag: tuple[int, float, float] | None = None
         self._edge: tuple[int, float, list[UnderWay]] | None = None
         self._info: tuple[Span, Row] | None = None
+        self._history: dict[StepWindow, dict[str, float]] = {}
+        """Of steps that were on show."""
 
     # ------------------------------------------------------------------ what is shown
 
@@ -218,10 +222,17 @@ class LaneView(LineWidget, can_focus=True):
             lane=self.lane if self.has_focus or self.selected is not None else None,
             row=row,
             cursor_s=self._cursor_s,
+            history=self._figures(view, steps[-_HISTORY_STEPS:]) if self._step is None else {},
             title=self._title(step),
             status=self._status(end_s - start_s),
             info=self._info_row(view, row),
         )
+
+    def _figures(self, view: SpanView, steps: list[StepWindow]) -> dict[str, list[float]]:
+        """Lane -> its rate in each of these steps, or its busy share where it moves nothing."""
+        self._history = {step: self._history.get(step) or view.figures(step) for step in steps}
+        found = self._history.values()
+        return {lane: [figures.get(lane, 0.0) for figures in found] for lane in view.lanes} if found else {}
 
     def _place_window(self, view: SpanView, steps: list[StepWindow], width: int, height: int) -> None:
         """Where the mode puts the window now."""
@@ -242,6 +253,7 @@ class LaneView(LineWidget, can_focus=True):
             end_s=known_s,
             now=self._now(view),
             predicted=self._predicted_view(),
+            history={"": ()} if steps and self._step is None else {},
         )
         place = layout(width, height, scene)
         cell_s = length / place.num_cells
@@ -294,7 +306,7 @@ class LaneView(LineWidget, can_focus=True):
     def _title(self, step: StepWindow | None) -> str:
         if step is None:
             return "lanes"
-        which = f"step {step.step}" if self._step is not None else "last step"
+        which = f"step {step.step}" if self._step is not None else f"last step {step.step},"
         validating_s = self.view.validating_s(step)
         validating = f", {seconds_text(validating_s)} of it validating" if validating_s else ""
         return f"lanes  {which} {seconds_text(step.end_s - step.start_s)}{validating}"

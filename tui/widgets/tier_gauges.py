@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.app.lanes import DRIVE
 from penstock.app.rows import Row, exactly
 from penstock.storage.units import bytes_text, figure, rate_text
 from penstock.tui.data.fields import number, objects, text
+from penstock.tui.data.flow import rate_window
 from penstock.tui.data.run_data import RunData
 from penstock.tui.data.tiers import tiers
 from penstock.tui.render.bars import tier_rows
 from penstock.tui.render.ticks import fit
 from penstock.tui.widgets.lines import RunPane
 
-RATE_S = 5.0
-"""Drive rates are those of the last so many seconds."""
 _HOT_C = 70.0
 
 
@@ -25,19 +25,6 @@ class Drive(NamedTuple):
     written_bytes: float
     endurance_bytes: float | None
     temperature_c: float | None
-
-
-def drive_rates(data: RunData) -> tuple[float, float] | None:
-    """Bytes a second read from and written to the NVMe tier lately; None while nothing has been measured."""
-    view, clock_s = data.spans.view, data.clock_s
-    if clock_s is None or not view.num_spans:
-        return None
-    end_s = clock_s if data.state == "running" else view.last_end_s
-    start_s = max(end_s - RATE_S, view.first_start_s)
-    if end_s <= start_s:
-        return None
-    moved = view.bytes_by_lane(start_s, end_s)
-    return moved.get("nvme_read", 0) / (end_s - start_s), moved.get("nvme_write", 0) / (end_s - start_s)
 
 
 def drives(data: RunData) -> list[Drive]:
@@ -75,12 +62,17 @@ class TierGauges(RunPane, can_focus=True):
 
     def _drive_rows(self, width: int) -> list[Row]:
         glyphs = self.glyphs
-        rates = drive_rates(self._data)
         rows: list[Row] = []
-        if rates is not None:
-            read, written = map(rate_text, rates)
+        window = rate_window(self._data)
+        if window is not None:
+            moved = self._data.spans.view.bytes_by_lane(window.start_s, window.end_s)
+            seconds = window.end_s - window.start_s
+            read, written = (rate_text(moved.get(lane, 0) / seconds) for lane in DRIVE)
             row: Row = [("read ", "dim"), (read.ljust(11), "lane.nvme_read")]
-            rows.append(exactly([*row, ("write ", "dim"), (written, "lane.nvme_write")], width))
+            row += [("write ", "dim"), (written, "lane.nvme_write")]
+            if 22 + len(written) + len(window.words) <= width:
+                row.append((f"  {window.words}", "dim"))
+            rows.append(exactly(row, width))
         found = drives(self._data)
         for drive in found:
             parts: Row = []

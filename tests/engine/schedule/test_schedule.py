@@ -266,3 +266,23 @@ def test_what_is_measured_as_another_is_of_the_table_and_on_its_lane() -> None:
     for action in a.ACTIONS.values():
         if action.measured_as is not None:
             assert a.ACTIONS[action.measured_as].lane == action.lane
+
+
+def test_every_action_says_which_way_it_moves_what_and_for_which_part() -> None:
+    """What moves bytes goes over its lane's link, and says what it carries; what computes belongs to a part."""
+    links = {"h2d": {("ram", "gpu")}, "d2h": {("gpu", "ram")}, "nvme_write": {("ram", "nvme")}}
+    links["nvme_read"] = {("nvme", "ram"), ("nvme", "gpu")}
+    for action in a.ACTIONS.values():
+        moves = action.lane in links and action is not a.COMMIT and action not in a.DISCARD.values()
+        assert (action.route is not None) == moves == bool(action.cargo), action
+        assert not moves or action.route in links[action.lane], action
+        assert action.part or action.lane != "compute", action
+    assert a.READ_WEIGHTS_WHOLE.route == ("nvme", "gpu")
+    carried = (a.READ_WEIGHTS, a.READ_STATE, a.STORE_GRADIENT, a.CHECKPOINT_STAGED, a.LOAD[a.DY], a.SPILL[a.KV])
+    assert [action.cargo for action in carried] == [
+        "weights", "optimizer state", "gradients", "optimizer state", "activation gradients", "activations"
+    ]  # fmt: skip
+    parts = (a.READ_WEIGHTS, a.READ_STATE, a.STORE_GRADIENT, a.COMMIT, a.LAYER_RECOMPUTE, a.HEAD_EVALUATE, a.UPDATE)
+    assert [action.part for action in parts] == [
+        "", "update", "backward", "update", "backward", "validation", "update"
+    ]  # fmt: skip

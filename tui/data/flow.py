@@ -1,0 +1,231 @@
+"""What flows between the tiers of a run: bytes a second of each direction, what they are, and what is under way now.
+
+Of a run that goes on these are the last seconds; of any other its last whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.app.ops import cargo_of, part_of, route_of
+from penstock.storage.units import seconds_text
+from penstock.tui.data.fields import get, objects, text
+from penstock.tui.data.run_data import RunData
+from penstock.tui.data.spans import SpanView, printable
+from penstock.tui.data.tiers import Tier, tiers
+
+RATE_S = 5.0
+"""Live rates are those of the last so many seconds."""
+_NEWEST_S = 1.0
+"""What ended so lately may stand for what is under way: most ops last much less than one looks."""
+_LOOK_BACK = 512
+"""Of so many spans the newest ones are looked for."""
+_MOST_BLOCKS = 2000
+
+Route = tuple[str, str]
+_UnderWay = dict[Route | str, tuple[str, str]]
+"""By route what moves, by tier what computes there: what, and of which block."""
+READ, LOAD, STORE, WRITE, DIRECT = ROUTES = (
+    ("nvme", "ram"),
+    ("ram", "gpu"),
+    ("gpu", "ram"),
+    ("ram", "nvme"),
+    ("nvme", "gpu"),
+)
+"""From tier to tier; the last one is a GPU that reads the drive itself."""
+_CARGOES = ("weights", "gradients", "optimizer state", "activations", "activation gradients")
+"""What matters most to whoever looks for the first time, first."""
+_KINDS = {"weights": "weights", "state": "optimizer state", "gradient": "gradients"}
+
+
+class Window(NamedTuple):
+    """The time over which rates are told."""
+
+    start_s: float
+    end_s: float
+    live: bool
+    step: int | None
+    """The last whole step; None while there was none."""
+
+    @property
+    def words(self) -> str:
+        """For people: `last 5 s`, `last step 84, 1.91 s`."""
+        if self.live:
+            return f"last {RATE_S:g} s"
+        length = seconds_text(self.end_s - self.start_s)
+        return f"last step {self.step}, {length}" if self.step is not None else f"all of {length}"
+
+
+def rate_window(data: RunData) -> Window | None:
+    """The time over which rates of a run are told; None while nothing has been measured."""
+    view, clock_s = data.spans.view, data.clock_s
+    if clock_s is None or not view.num_spans:
+        return None
+    steps = view.steps()
+    last = steps[-1] if steps else None
+    if data.state == "running":
+        start_s = max(clock_s - RATE_S, view.first_start_s)
+        window = Window(start_s, clock_s, True, last.step if last else None)
+    elif last is not None:
+        window = Window(last.start_s, last.end_s, False, last.step)
+    else:
+        window = Window(view.first_start_s, view.last_end_s, False, None)
+    return window if window.end_s > window.start_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two tiers."""
+
+    bytes_per_s: float = 0.0
+    cargo: tuple[tuple[str, float], ...] = ()
+    """What it carried, in this window or since the last step began, and its bytes a second in the window."""
+    now: tuple[str, str] = ("", "")
+    """What is on the way, and of which block: `weights`, `layers.3`; empty where nothing is, or nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A tier as a stop on the way."""
+
+    name: str
+    tier: Tier | None
+    holds: tuple[str, ...] = ()
+    """What has its home here, by the plan."""
+    doing: str = ""
+    """What computes here now: `backward layers.3`."""
+    note: str = ""
+    """What has to be said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The whole way, from the drive to the GPU and back."""
+
+    nodes: dict[str, Node]
+    links: dict[Route, Link] = field(default_factory=dict)
+    when: str = ""
+    """What the rates are of, for people."""
+    live: bool = False
+
+
+def flow(data: RunData) -> Flow:
+    """What flows in a run now, or flowed in its last step."""
+    window = rate_window(data)
+    under_way = _under_way(data) if data.state == "running" else {}
+    nodes = _nodes(data, under_way)
+    if window is None:
+        return Flow(nodes, dict.fromkeys(ROUTES, Link()), "no step yet" if data.is_live else "no step was recorded")
+    return Flow(nodes, _links(data.spans.view, window, under_way), _when(data, window), window.live)
+
+
+def _when(data: RunData, window: Window) -> str:
+    if data.state in ("paused", "stale"):
+        return f"{data.state}: {window.words}"
+    return window.words
+
+
+def _links(view: SpanView, window: Window, under_way: _UnderWay) -> dict[Route, Link]:
+    seconds = window.end_s - window.start_s
+    moved = view.bytes_by_op(window.start_s, window.end_s)
+    steps = view.steps()
+    since_s = min(window.start_s, steps[-1].start_s) if steps else window.start_s
+    named = view.bytes_by_op(since_s, window.end_s) if since_s < window.start_s else moved
+    links = {}
+    for route in ROUTES:
+        names = {cargo_of(op) for op, count in named.items() if count > 0 and route_of(op) == route}
+        rates = dict.fromkeys((cargo for cargo in _CARGOES if cargo in names), 0.0)
+        for op, count in moved.items():
+            if count > 0 and route_of(op) == route:
+                rates[cargo_of(op)] += count / seconds
+        links[route] = Link(sum(rates.values()), tuple(rates.items()), under_way.get(route, ("", "")))
+    return links
+
+
+def _nodes(data: RunData, under_way: _UnderWay) -> dict[str, Node]:
+    known = {tier.name: tier for tier in tiers(data)}
+    homes: dict[str, dict[str, None]] = {name: {} for name in ("nvme", "ram", "gpu")}
+    for block in objects(data.plan, "blocks")[:_MOST_BLOCKS]:
+        for kind, word in _KINDS.items():
+            homes.get(text(block, kind) or "", {})[word] = None
+    machine = get(data.plan, "machine")
+    no_gpu = isinstance(machine, dict) and "gpu" in machine and machine["gpu"] is None
+    return {
+        "nvme": Node("NVMe", known.get("nvme"), tuple(homes["nvme"])),
+        "ram": Node("RAM", known.get("ram"), tuple(homes["ram"]), " ".join(under_way.get("ram", ())).rstrip()),
+        "gpu": Node(
+            "GPU",
+            known.get("gpu"),
+            tuple(homes["gpu"]),
+            " ".join(under_way.get("gpu", ())).rstrip(),
+            "in ordinary memory" if no_gpu else "",
+        ),
+    }
+
+
+def _under_way(data: RunData) -> _UnderWay:
+    """Of what the run said last, or of what ended just now."""
+    found: _UnderWay = {}
+    for lane, op, block in [*_said(data.now), *_newest(data.spans.view, data.clock_s)]:
+        of_block = "" if block == "all" else block
+        if (route := route_of(op)) is not None:
+            found.setdefault(route, (cargo_of(op), of_block))
+        elif lane in ("compute", "optimizer") and part_of(op):
+            found.setdefault("gpu" if lane == "compute" else "ram", (part_of(op), of_block))
+    return found
+
+
+def _said(now: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Lane, op and block of what is under way."""
+    for lane in now:
+        for op in objects(now, lane)[:8]:
+            yield lane, text(op, "op") or "", printable(text(op, "block") or "")
+
+
+def _newest(view: SpanView, clock_s: float | None) -> Iterator[tuple[str, str, str]]:
+    if clock_s is None:
+        return
+    first = max(0, view.num_spans - _LOOK_BACK)
+    rows = np.flatnonzero(view.end_s[first:] >= clock_s - _NEWEST_S) + first
+    seen = set()
+    for row in rows[::-1].tolist():
+        key = view.lane[row], view.op[row]
+        if key not in seen:
+            seen.add(key)
+            yield view.lanes[key[0]], view.ops[key[1]], view.blocks[view.block[row]]
+
+
+class Marks:
+    """How far marks have come on each way: as many cells as bytes have moved, so that what stands still looks still."""
+
+    SPACING = 6
+    """Cells from mark to mark."""
+    _CELLS_PER_S = 4.0
+    """Of the fastest way."""
+
+    def __init__(self) -> None:
+        self._at: dict[Route, float] = dict.fromkeys(ROUTES, 0.0)
+        self._seen: dict[Route, float] | None = None
+
+    @property
+    def offsets(self) -> dict[Route, int]:
+        """Cells by which the marks of each way have moved on, below SPACING."""
+        return {route: int(at) for route, at in self._at.items()}
+
+    def move(self, view: SpanView, now: Flow, *, behind: bool) -> None:
+        """Look again; `behind`: what is read now is the past."""
+        moved = dict.fromkeys(ROUTES, 0.0)
+        for op, count in view.moved_bytes.items():
+            if (route := route_of(op)) in moved:
+                moved[route] += count
+        before, self._seen = self._seen, moved
+        fastest = max(link.bytes_per_s for link in now.links.values())
+        if before is None or behind or not now.live or fastest <= 0:
+            return
+        for route in ROUTES:
+            cells = max(0, moved[route] - before[route]) / fastest * self._CELLS_PER_S
+            self._at[route] = (self._at[route] + min(cells, self.SPACING - 1)) % self.SPACING
