@@ -42,7 +42,9 @@ def forecast(
     """
     plan = found.plan
     documents = None if batch is None else [m.documents for m in batch]
-    if simulation is None:
+    if simulation is None and calibration is None and documents is None and num_ops(plan) > WHOLE_OPS:
+        simulation = found.best.simulation
+    elif simulation is None:
         simulation = predict(plan, machine, calibration, documents)
     validation_s = validation_seconds(task, machine, plan, calibration, documents)
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)

@@ -13,7 +13,7 @@ from penstock.engine.forecast.extrapolate import estimate, num_ops
 from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.planner import make_plan, state_exceeds_disk
 from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions
 from penstock.storage.errors import BudgetError
 
@@ -26,6 +26,8 @@ MOST_CHUNKS = 128
 """Chunks of one micro-batch that an automatic chunk length makes at most, unless shorter ones alone fit."""
 _CHUNKS = tuple(1 << n for n in range(9, 17))
 """Chunk lengths tried where the recipe names none."""
+_FRUGAL_CHUNKS = 2
+"""Shortest chunk lengths, which need least of each tier: where they do not fit, their refusal is what is said."""
 WORTH_A_PASS = 0.01
 """What trying every change must have gained for another pass over them."""
 SWITCH_GAIN = 0.03
@@ -217,11 +219,14 @@ def search(
     if only is not None and (taken := hunt.attempt(*only)) is not None:
         return SearchResult(taken, hunt.tried, hunt.refused)
     fitting: dict[int, Plan] = {}
-    for chunk in lengths:
+    refusals: dict[int, list[BudgetError]] = {}
+    hopeless = state_exceeds_disk(hunt.problem(lengths[0]))
+    for chunk in lengths[:_FRUGAL_CHUNKS] if hopeless else lengths:
         problem = hunt.problem(chunk)
         values = _options(problem)
         first = _frugal(problem, values)
         if not isinstance(first, Plan):
+            refusals[chunk] = first
             hunt.refused += [(chunk, PlanOptions(), error) for error in first[:1]]
             continue
         if num_ops(first) <= EXHAUSTIVE_OPS:
@@ -234,7 +239,7 @@ def search(
         start = min(fitting, key=lambda chunk: abs(chunk - middling))
         hunt.descend(hunt.candidate(start, fitting[start]), lengths)
     if not hunt.tried:
-        raise why_not(hunt.problem, lengths) or hunt.refused[0][2]
+        raise _least_lacking([error for chunk in lengths[:_FRUGAL_CHUNKS] for error in refusals[chunk]])
     best = min(hunt.tried, key=rank)
     if known is not None and known[0] in lengths:
         kept = hunt.attempt(*known)
@@ -250,13 +255,13 @@ def _options(problem: PlanInput) -> dict[str, list[Any]]:
 def why_not(problem_at: ProblemAt, chunks: Sequence[int]) -> BudgetError | None:
     """The refusal of the combination that lacks least; None as soon as one fits. The shortest chunks need least."""
     refusals: list[BudgetError] = []
-    for chunk in chunks[:2]:
+    for chunk in chunks[:_FRUGAL_CHUNKS]:
         problem = problem_at(chunk)
         found = _frugal(problem, _options(problem))
         if isinstance(found, Plan):
             return None
         refusals += found
-    return min(refusals, key=_lack)
+    return _least_lacking(refusals)
 
 
 def _frugal(problem: PlanInput, values: dict[str, list[Any]]) -> Plan | list[BudgetError]:
@@ -271,6 +276,10 @@ def _frugal(problem: PlanInput, values: dict[str, list[Any]]) -> Plan | list[Bud
         except BudgetError as error:
             refusals.append(error)
     return refusals
+
+
+def _least_lacking(refusals: Sequence[BudgetError]) -> BudgetError:
+    return min(refusals, key=_lack)
 
 
 def _lack(error: BudgetError) -> tuple[int, int]:

@@ -112,27 +112,28 @@ class Clocks:
         self._free_at = [0.0] * len(LANES)
 
     def run(self, ops: Sequence[Op], costs: Costs, from_s: float = 0.0) -> None:
-        """Carry out `ops`, handed over one by one from `from_s` on. Raises Deadlock."""
+        """Carry out `ops`, numbered one after the other and handed over one by one from `from_s` on. Raises Deadlock."""
+        if not ops:
+            return
         queues, earliest, missing, followers = self._handed_over(ops, from_s)
         lanes_of, all_speeds, free_at = self._lanes, self._speeds, self._free_at
-        ends = [len(queue) for queue in queues]
-        heads, left, began = [0] * len(LANES), [0.0] * len(LANES), [0.0] * len(LANES)
+        nothing = len(ops)
+        heads = [0] * len(LANES)
+        ahead = [queue[0] for queue in queues]
+        """The op that each lane has or comes to next, by its place; `nothing` where there is none."""
+        ready = [math.inf if missing[at] else max(earliest[at], free_at[lane]) for lane, at in enumerate(ahead)]
+        """When an idle lane's next op may start; infinite where that waits for another."""
+        left, began = [0.0] * len(LANES), [0.0] * len(LANES)
         now, mask, todo = 0.0, 0, len(ops)
         while todo:
             coming = math.inf
             for lane in lanes_of[~mask]:
-                if heads[lane] == ends[lane]:
-                    continue
-                at = queues[lane][heads[lane]]
-                if missing[at]:
-                    continue
-                start = earliest[at] if earliest[at] > free_at[lane] else free_at[lane]
-                if start > now:
+                if (start := ready[lane]) > now:
                     if start < coming:
                         coming = start
                     continue
                 mask |= 1 << lane
-                began[lane], left[lane] = now, costs.seconds(ops[at])
+                began[lane], left[lane] = now, costs.seconds(ops[ahead[lane]])
             speeds, under_way = all_speeds[mask], lanes_of[mask]
             pace, first = coming - now, -1
             for lane in under_way:
@@ -140,48 +141,54 @@ class Clocks:
                 if takes <= pace:
                     pace, first = takes, lane
             if pace == math.inf:
-                waiting = [ops[q[h]] for q, h in zip(queues, heads, strict=True) if h < len(q)]
-                stuck = ", ".join(f"{op.action.name} of {op.block}" for op in waiting)
+                stuck = ", ".join(f"{ops[at].action.name} of {ops[at].block}" for at in ahead if at != nothing)
                 raise Deadlock(f"the lanes wait for each other at {stuck}")
             for lane in under_way:
                 left[lane] -= pace * speeds[lane]
             now += pace
             if first < 0:
                 continue
-            at = queues[first][heads[first]]
-            heads[first] += 1
+            at = ahead[first]
             mask &= ~(1 << first)
-            free_at[first] = now + DISPATCH_S
             op = ops[at]
             self.done_at[op.id] = now
             self.times.append((op, began[first], now))
+            heads[first] += 1
+            ahead[first] = following = queues[first][heads[first]]
+            free_at[first] = now + DISPATCH_S
             for follower in followers[at]:
                 missing[follower] -= 1
                 if earliest[follower] < now:
                     earliest[follower] = now
+                if not missing[follower] and follower in ahead:
+                    lane = ahead.index(follower)
+                    ready[lane] = max(earliest[follower], free_at[lane])
+            ready[first] = math.inf if missing[following] else max(earliest[following], free_at[first])
             todo -= 1
 
     def _handed_over(
         self, ops: Sequence[Op], from_s: float
     ) -> tuple[list[list[int]], list[float], list[int], list[list[int]]]:
         """Of ops by their place in `ops`: those of each lane; and of each op when it may start at the earliest, how
-        many others of `ops` it waits for, and which ones wait for it."""
+        many others of `ops` it waits for, and which ones wait for it. Behind all is one that never may start."""
         numbers = {lane: i for i, lane in enumerate(LANES)}
+        base, end = ops[0].id, ops[0].id + len(ops)
+        assert ops[-1].id == end - 1
         queues: list[list[int]] = [[] for _ in LANES]
-        places = {op.id: at for at, op in enumerate(ops)}
-        earliest, missing = [0.0] * len(ops), [0] * len(ops)
+        earliest, missing = [math.inf] * (len(ops) + 1), [0] * (len(ops) + 1)
         followers: list[list[int]] = [[] for _ in ops]
         for at, op in enumerate(ops):
             queues[numbers[op.action.lane]].append(at)
             start = from_s + at * BUILD_S
             for dep in op.deps:
-                place = places.get(dep)
-                if place is not None:
+                if base <= dep < end:
                     missing[at] += 1
-                    followers[place].append(at)
+                    followers[dep - base].append(at)
                 elif (done := self.done_at.get(dep, math.inf)) > start:
                     start = done
             earliest[at] = start
+        for queue in queues:
+            queue.append(len(ops))
         return queues, earliest, missing, followers
 
     def spans(self, start: float) -> list[Span]:

@@ -415,7 +415,7 @@ class _Planner:
         def on_disk(buffer: BufferPlan, item: int) -> int:
             return buffer.num_parts * ChunkFormat(buffer.part_numel * item).file_bytes
 
-        generation = sum(len(p.state_kinds) * on_disk(buffer, FP32) for buffer in buffers.values())
+        generation = generation_bytes(p)
         parts = {
             "state, two generations": 2 * generation,
             "kept generations": p.kept_generations * generation,
@@ -436,6 +436,22 @@ class _Planner:
         if p.last_good and (p.nvme_budget is None or need + generation <= p.nvme_budget):
             parts[LAST_GOOD] = generation
         return parts
+
+
+def generation_bytes(problem: PlanInput) -> int:
+    """Bytes on disk of one generation of the state."""
+    files = [-(-buffer.numel // buffer.part_numel) * _file_bytes(buffer) for buffer in problem.buffers]
+    return len(problem.state_kinds) * sum(files)
+
+
+def _file_bytes(buffer: BufferShape) -> int:
+    return ChunkFormat(buffer.part_numel * FP32).file_bytes
+
+
+def state_exceeds_disk(problem: PlanInput) -> bool:
+    """Whether the generations of the state alone are more than the drives hold, whatever a plan chooses."""
+    generations = 2 + problem.kept_generations
+    return problem.nvme_budget is not None and generations * generation_bytes(problem) > problem.nvme_budget
 
 
 def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
