@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -159,6 +160,56 @@ def plan(
 
         print_plan(forecast, Console())
     if not forecast["fits"]:
+        raise typer.Exit(REFUSED)
+
+
+@cli.command(epilog="Example: penstock fit --machine rtx4090-64 --models Qwen2.5 --contexts 8k,64k")
+def fit(
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Preset or profile of another machine; default this one.")
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Part of a model's name, or a pattern with *; several with commas."),
+    ] = None,
+    contexts: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Contexts, with commas; default 8k,64k,512k,1M, k of 1,024.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Tokens to train on, as 10M, the default, or 3.5B.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Or a .jsonl or text file, whose tokens are estimated.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object with the question, and one for each cell as it comes.")
+    ] = False,
+) -> None:
+    """Say which published models this machine can train: at which contexts, how fast, bound by what, and at what cost.
+
+    Everything is planned as `penstock plan` does it. Exits with 1 where nothing fits.
+    """
+    from penstock.app.fit import ask, cells
+
+    question = ask(machine=machine, models=models, contexts=contexts, tokens=tokens, data=data)
+    fitting = False
+
+    def found() -> Iterator[dict[str, Any]]:
+        nonlocal fitting
+        for cell in cells(question):
+            fitting = fitting or cell["fits"]
+            yield cell
+
+    if as_json:
+        for line in itertools.chain([question.to_json()], found()):
+            print(json.dumps(line), flush=True)
+    else:
+        from rich.console import Console
+
+        from penstock.app.fit_view import print_fit
+
+        print_fit(question.to_json(), found(), Console())
+    if not fitting:
         raise typer.Exit(REFUSED)
 
 

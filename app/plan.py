@@ -80,24 +80,45 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
 
     name = machine or recipe.machine
     if name:
-        from penstock.engine.machine.budgets import machine_budgets
-
         on = find_machine(name)
-        budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
-    else:
-        import torch
+        return on, machine_task(recipe, on)
+    import torch
 
-        from penstock.engine.machine.budgets import run_budgets
-        from penstock.engine.machine.reservations import reserved
+    from penstock.engine.machine.budgets import run_budgets
+    from penstock.engine.machine.reservations import reserved
 
-        where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
-        on = this_machine(where)
-        drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
-        budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
+    where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
+    on = this_machine(where)
+    drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
+    budgets, device = run_budgets(recipe.budgets, where, drives, new=True, others=reserved()), where.type
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     return on, PlanRequest(
         spec=kept_spec(recipe, lambda: _take_apart(recipe)), recipe=recipe, budgets=budgets, device_type=device
     )
+
+
+def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> PlanRequest:
+    """What has to be planned for a machine on which nothing else runs; `spec`: of the model, where it is known."""
+    from penstock.app.model_cache import kept_spec
+    from penstock.engine.forecast.request import PlanRequest
+    from penstock.engine.machine.budgets import machine_budgets
+    from penstock.engine.machine.precision import with_compute_dtype
+
+    budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
+    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
+    if spec is None:
+        spec = kept_spec(recipe, lambda: _take_apart(recipe))
+    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
+
+
+def forecast_or_refusal(task: PlanRequest, on: Machine) -> dict[str, Any]:
+    """The forecast of the best plan, or its refusal, without anything that is found by planning again."""
+    from penstock.engine.forecast.report import forecast, refusal
+
+    try:
+        return forecast(task, on, task.search(on))
+    except BudgetError as error:
+        return refusal(task, on, error)
 
 
 def _take_apart(recipe: Recipe) -> ModelSpec:

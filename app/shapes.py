@@ -5,12 +5,15 @@ A recipe of another model names its fields itself, as `recipes/quickstart.py` do
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.config import ModelConfig
 
 _QWEN25_POSITIONS = 32_768
 """Positions that Qwen2.5 was trained on."""
+_QWEN3_POSITIONS = 32_768
+"""Positions that Qwen3 was trained on; its config.json leaves room for 40,960."""
 
 
 def qwen25(size: str, *, yarn_to: int | None = None) -> ModelConfig:
@@ -20,18 +23,7 @@ def qwen25(size: str, *, yarn_to: int | None = None) -> ModelConfig:
         "14B": (48, 5120, 13824, 40, 8),
         "32B": (64, 5120, 27648, 40, 8),
     }[size]
-    overrides: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    if yarn_to is not None:
-        overrides = {
-            "max_position_embeddings": yarn_to,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": yarn_to / _QWEN25_POSITIONS,
-                "original_max_position_embeddings": _QWEN25_POSITIONS,
-                "rope_theta": 1e6,
-            },
-        }
-    return ModelConfig(
+    model = ModelConfig(
         path=f"models/Qwen2.5-{size}",
         model_type="qwen2",
         num_layers=layers,
@@ -40,16 +32,18 @@ def qwen25(size: str, *, yarn_to: int | None = None) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         vocab_size=152_064,
-        max_position=131_072 if yarn_to is None else None,
-        overrides=overrides,
+        max_position=131_072,
+        overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     )
+    return model if yarn_to is None else stretched(model, yarn_to, trained=_QWEN25_POSITIONS)
 
 
 def llama3(name: str) -> ModelConfig:
-    """Llama-NAME (3.1-8B, 3.3-70B-Instruct), its folder below models/, with the positions of its own scaling."""
-    layers, hidden, intermediate, heads = {
-        "3.1-8B": (32, 4096, 14336, 32),
-        "3.3-70B-Instruct": (80, 8192, 28672, 64),
+    """Llama-NAME (3.1-8B, 3.2-1B, 3.3-70B-Instruct), its folder below models/, with the positions of its scaling."""
+    layers, hidden, intermediate, heads, head_dim, factor = {
+        "3.1-8B": (32, 4096, 14336, 32, 128, 8.0),
+        "3.2-1B": (16, 2048, 8192, 32, 64, 32.0),
+        "3.3-70B-Instruct": (80, 8192, 28672, 64, 128, 8.0),
     }[name]
     return ModelConfig(
         path=f"models/Llama-{name}",
@@ -59,13 +53,14 @@ def llama3(name: str) -> ModelConfig:
         intermediate_size=intermediate,
         num_heads=heads,
         num_kv_heads=8,
-        head_dim=128,
+        head_dim=head_dim,
         vocab_size=128_256,
         max_position=131_072,
+        tie_embeddings=name == "3.2-1B",
         overrides={
             "rope_parameters": {
                 "rope_type": "llama3",
-                "factor": 8.0,
+                "factor": factor,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
@@ -73,3 +68,53 @@ def llama3(name: str) -> ModelConfig:
             }
         },
     )
+
+
+def qwen3(size: str) -> ModelConfig:
+    """Qwen3-SIZE (4B, 30B-A3B: 128 experts of which a token takes eight), its folder below models/."""
+    layers, hidden, intermediate, kv_heads = {"4B": (36, 2560, 9728, 8), "30B-A3B": (48, 2048, 6144, 4)}[size]
+    overrides: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    if size == "30B-A3B":
+        overrides |= {
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return ModelConfig(
+        path=f"models/Qwen3-{size}",
+        model_type="qwen3_moe" if size == "30B-A3B" else "qwen3",
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=32,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        vocab_size=151_936,
+        max_position=40_960,
+        tie_embeddings=size == "4B",
+        overrides=overrides,
+    )
+
+
+def stretched(model: ModelConfig, positions: int, *, trained: int | None = None) -> ModelConfig:
+    """The model with YaRN to `positions`; its own scaling, where it has one, is replaced.
+
+    `trained`: positions that it was trained on before any scaling; None: those that its own scaling names, else
+    `model.max_position`.
+    """
+    rope = model.overrides["rope_parameters"]
+    trained = trained or rope.get("original_max_position_embeddings") or model.max_position
+    assert trained is not None
+    kept = {name: rope[name] for name in ("beta_fast", "beta_slow", "truncate", "rope_theta") if name in rope}
+    yarn = {"rope_type": "yarn", "factor": positions / trained, "original_max_position_embeddings": trained} | kept
+    others = {name: value for name, value in model.overrides.items() if name != "rope_parameters"}
+    overrides = {"max_position_embeddings": positions, **others, "rope_parameters": yarn}
+    return replace(model, max_position=None, overrides=overrides)
+
+
+def positions_of(model_type: str) -> int | None:
+    """Positions that a family was trained on where its config.json gives another number."""
+    return {"qwen2": _QWEN25_POSITIONS, "qwen3": _QWEN3_POSITIONS, "qwen3_moe": _QWEN3_POSITIONS}.get(model_type)

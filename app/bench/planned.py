@@ -7,11 +7,9 @@ drawn by `app/bench/heatmap.py`).
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,9 +20,11 @@ from penstock.app import shipped
 from penstock.app.bench.heatmap import draw
 from penstock.app.bench.process import markdown_row, markdown_table, require_folders, require_matplotlib
 from penstock.app.bench.published import PUBLISHED, Published
+from penstock.app.fit import STEP_TOKENS
 from penstock.app.recipe import load_recipe
+from penstock.app.spread import spread
 from penstock.engine.config import BudgetConfig, DataConfig, Recipe
-from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text, seconds_text
 
 GRID_MODELS = {
@@ -38,7 +38,7 @@ GRID_MODELS = {
 """Row of the heat map -> recipe whose model it is."""
 GRID_CONTEXTS = tuple(1 << power for power in range(12, 21, 2))
 """4k to 1M tokens."""
-GRID_STEP_TOKENS = 262_144
+GRID_STEP_TOKENS = STEP_TOKENS
 """Tokens of a step of the grid, in as many sequences; one sequence where that is longer."""
 
 ForecastFn = Callable[[Recipe, str], dict[str, Any]]
@@ -136,14 +136,10 @@ def batched(recipe: Recipe, context: int, sequences: int) -> Recipe:
 
 def _forecast(recipe: Recipe, machine: str) -> dict[str, Any]:
     """The forecast of a recipe on a preset, or its refusal without looking for what would make it fit."""
-    from penstock.app.plan import recipe_task
-    from penstock.engine.forecast.report import forecast, refusal
+    from penstock.app.plan import forecast_or_refusal, recipe_task
 
     profile, task = recipe_task(recipe, machine)
-    try:
-        return forecast(task, profile, task.search(profile))
-    except BudgetError as error:
-        return refusal(task, profile, error)
+    return forecast_or_refusal(task, profile)
 
 
 def row_of(job: Job, forecast_fn: ForecastFn) -> dict[str, Any]:
@@ -168,11 +164,7 @@ def row_of(job: Job, forecast_fn: ForecastFn) -> dict[str, Any]:
 
 def _forecasts(todo: Sequence[Job], forecast_fn: ForecastFn, processes: int) -> Iterator[dict[str, Any]]:
     """The rows in order, made by so many processes."""
-    if processes == 1:
-        yield from (row_of(job, forecast_fn) for job in todo)
-        return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(partial(row_of, forecast_fn=forecast_fn), todo)
+    return spread(partial(row_of, forecast_fn=forecast_fn), todo, processes)
 
 
 def figures(forecast: Mapping[str, Any]) -> dict[str, Any]:

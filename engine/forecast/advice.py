@@ -13,8 +13,10 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import gib
+from penstock.engine.plan.planner import state_exceeds_disk
 from penstock.storage.errors import BudgetError, UserError
 
+_ROUNDED = "gradients wait in bfloat16, rounded once after their sum"
 _TRIES = 12
 """Budgets that are raised after each other until a plan fits."""
 MIN_GAIN = 1.02
@@ -61,6 +63,35 @@ def fixes(task: PlanRequest, sizes: Mapping[str, int]) -> list[Change]:
     return found + ([] if budgets is None else [budgets])
 
 
+def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], least_context: int) -> list[Change]:
+    """The least change of the recipe that makes a task fit which was refused, and of the machine: at most one of each.
+
+    The quick part of `fixes`: of the recipe, gradients in bfloat16, fewer sequences in a step, and a context shorter by
+    half, a quarter and so on but above `least_context`, in this order; each is tried where its least value fits.
+    """
+    found = [] if state_exceeds_disk(task.problem(task.chunks[0])) else _nearest_in_recipe(task, least_context)
+    budgets = _budgets(task, sizes, refusal)
+    return found + ([] if budgets is None else [budgets])
+
+
+def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
+    """At most one."""
+    train = task.recipe.train
+    if train.gradient_dtype == "float32":
+        rounded = {"train.gradient_dtype": "bfloat16"}
+        if fits(applied(task, rounded)):
+            return [Change(rounded, _ROUNDED)]
+    fewer = [n for n in _halves(train.global_batch_size, train.micro_batch_size) if n % train.micro_batch_size == 0]
+    shorter = _halves(task.recipe.data.sequence_length, max(2, least_context + 1))
+    for name, values, text in (
+        ("train.global_batch_size", fewer, "fewer sequences in a step"),
+        ("data.sequence_length", shorter, "a shorter context"),
+    ):
+        if values and fits(applied(task, {name: values[-1]})):
+            return list(_least(task, name, values, text))
+    return []
+
+
 def _single(task: PlanRequest) -> Iterator[Change]:
     """Changes of one field, of each field the least that fits."""
     recipe, train, storage = task.recipe, task.recipe.train, task.recipe.storage
@@ -69,7 +100,7 @@ def _single(task: PlanRequest) -> Iterator[Change]:
     if train.activation_checkpointing not in ("auto", "full"):
         yield Change({"train.activation_checkpointing": "auto"}, "let the plan decide what is saved for backward")
     if train.gradient_dtype == "float32":
-        yield Change({"train.gradient_dtype": "bfloat16"}, "gradients wait in bfloat16, rounded once after their sum")
+        yield Change({"train.gradient_dtype": "bfloat16"}, _ROUNDED)
     if storage.keep_last > 1:
         yield Change({"storage.keep_last": 1}, "keep the newest generation only")
     if train.chunk_tokens is not None:
@@ -106,11 +137,11 @@ def _least(task: PlanRequest, name: str, values: Iterable[int], text: str) -> It
             return
 
 
-def _budgets(task: PlanRequest, sizes: Mapping[str, int]) -> Change | None:
-    """Budgets that are large enough, each raised to what was missing."""
+def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError | None = None) -> Change | None:
+    """Budgets that are large enough, each raised to what was missing; `refusal`: the task's, where it is known."""
     raised: dict[str, Any] = {}
     for _ in range(_TRIES):
-        refusal = applied(task, raised).refusal()
+        refusal = refusal if refusal is not None and not raised else applied(task, raised).refusal()
         if refusal is None:
             lacking = {name: size for name, size in raised.items() if size > sizes.get(name.partition(".")[2], 0)}
             needs = ", ".join(f"{gib(size)} of {_NAMES[name.partition('.')[2]]}" for name, size in raised.items())

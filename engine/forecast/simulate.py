@@ -112,7 +112,7 @@ class Clocks:
         self._free_at = [0.0] * len(LANES)
 
     def run(self, ops: Sequence[Op], costs: Costs, from_s: float = 0.0) -> None:
-        """Carry out `ops`, numbered one after the other and handed over one by one from `from_s` on. Raises Deadlock."""
+        """Carry out `ops`, of consecutive numbers, handed over one by one from `from_s` on. Raises Deadlock."""
         if not ops:
             return
         queues, earliest, missing, followers = self._handed_over(ops, from_s)

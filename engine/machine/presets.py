@@ -4,7 +4,8 @@ A preset takes the sheets' figures times shares that kernels, links and drives r
 once, below. Sheets: NVIDIA's of every GPU (memory, bandwidth; peaks in machine.peaks), of Grace (LPDDR5X: 384 GB/s at
 480 GB) and of DGX Spark; AMD's of Ryzen (DDR5-5200 with two modules, DDR5-3600 with four; two channels) and of EPYC
 (12 channels of DDR5-4800); PCI-SIG's rates of 16 lanes, 31.5 GB/s (PCIe 4) and 63 GB/s (PCIe 5) each way; Samsung's of
-the drives below.
+the drives below. Power limits are NVIDIA's: of a GeForce "total graphics power", of H100 PCIe and H200 SXM "max thermal
+design power", of GH200 that of the whole module (GPU, CPU and memory), of GB10 "TDP" of the chip, CPU included.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def _preset(
     cores: int,
     numa_nodes: int = 1,
     peak: float | None = None,
+    power_w: float | None = None,
     note: str = "",
 ) -> Machine:
     """A machine from raw figures of data sheets; `peak` FLOP/s where engine.machine.peaks has none for `gpu`.
@@ -133,6 +135,7 @@ def _preset(
         drives_share=DRIVES_SHARE if len(drives) > 1 else 1.0,
         drive_duplex_share=DRIVE_DUPLEX_SHARE,
         optimizer_params_per_s=ram_gb_per_s * GB * MEMORY_SHARE / OPTIMIZER_BYTES,
+        power_w=power_w,
     )
 
 
@@ -152,6 +155,7 @@ PRESETS: dict[str, Machine] = {
             ram=(480 * GIB, 384),
             link_gb_per_s=450,
             cores=72,
+            power_w=1000,
             note="NVLink-C2C carries more than the LPDDR5X behind it; two Samsung PM1743 of 15.36 TB",
         ),
         _preset(
@@ -163,6 +167,7 @@ PRESETS: dict[str, Machine] = {
             link_gb_per_s=PCIE5,
             cores=192,
             numa_nodes=2,
+            power_w=700,
             note="RAM at the rate of the GPU's own socket; PCIe 5; four Samsung PM1743 of 15.36 TB",
         ),
         _preset(
@@ -173,6 +178,7 @@ PRESETS: dict[str, Machine] = {
             ram=(512 * GIB, 307.2),
             link_gb_per_s=PCIE5,
             cores=32,
+            power_w=350,
             note="eight channels of DDR5-4800; two Samsung PM9A3 of 7.68 TB",
         ),
         _preset(
@@ -183,6 +189,7 @@ PRESETS: dict[str, Machine] = {
             ram=(64 * GIB, 83.2),
             link_gb_per_s=PCIE4,
             cores=16,
+            power_w=450,
             note="DDR5-5200, two modules; one Samsung 990 PRO of 4 TB, writing past its cache",
         ),
         _preset(
@@ -193,6 +200,7 @@ PRESETS: dict[str, Machine] = {
             ram=(128 * GIB, 57.6),
             link_gb_per_s=PCIE4,
             cores=16,
+            power_w=450,
             note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
         ),
         _preset(
@@ -203,6 +211,7 @@ PRESETS: dict[str, Machine] = {
             ram=(192 * GIB, 57.6),
             link_gb_per_s=PCIE5,
             cores=16,
+            power_w=575,
             note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
         ),
         _preset(
@@ -213,6 +222,7 @@ PRESETS: dict[str, Machine] = {
             ram=(64 * GIB, 51.2),
             link_gb_per_s=PCIE4,
             cores=16,
+            power_w=350,
             note="DDR4-3200, two channels; one Samsung 990 PRO of 4 TB, writing past its cache",
         ),
         _preset(
@@ -225,6 +235,7 @@ PRESETS: dict[str, Machine] = {
             duplex_share=UNIFIED_DUPLEX_SHARE,
             cores=20,
             peak=1000 * TERA / 2 / 4,
+            power_w=140,
             note="bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for "
             "bfloat16; one memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between "
             "them reads and writes it; one 4 TB NVMe, its rates and endurance not published",

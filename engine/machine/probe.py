@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -31,6 +33,7 @@ from penstock.storage.untrusted import real_path
 
 _SPARE_BYTES = 512 << 20
 """Of RAM and GPU memory, free beside what is measured on."""
+_SMI_S = 20
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -69,7 +72,7 @@ def probe(
     gpu_pass = pass_bytes_per_s(device, sizes, seconds * 0.04) if device.type == "cuda" else ram_pass
     left = max(0.3 * seconds, deadline - time.monotonic())
     storage = probe_drives(folders, left, block_bytes=block_bytes, most_bytes=most_bytes, say=say)
-    gpu, gpu_bytes, ram_bytes = _memories(device)
+    gpu, gpu_bytes, ram_bytes = memories(device)
     cores = usable_cpus()
     date = datetime.now(UTC).date().isoformat()
     return Machine(
@@ -91,6 +94,7 @@ def probe(
         drives_share=storage.drives_share,
         drive_duplex_share=storage.drive_duplex_share,
         optimizer_params_per_s=updates,
+        power_w=power_limit_w(device) if device.type == "cuda" else None,
     )
 
 
@@ -117,8 +121,8 @@ def _require_memory(device: torch.device, sizes: Sizes) -> None:
             )
 
 
-def _memories(device: torch.device) -> tuple[str | None, int, int]:
-    """The GPU's name, its memory and RAM in bytes; where both are one memory, each tier's part of it."""
+def memories(device: torch.device) -> tuple[str | None, int, int]:
+    """The GPU's name, its memory and RAM in bytes; where both are one memory, or there is no GPU, each tier's part."""
     ram = total_memory()
     if device.type != "cuda":
         return None, *split_shared(ram)
@@ -126,3 +130,16 @@ def _memories(device: torch.device) -> tuple[str | None, int, int]:
     if shares_memory(properties):
         return properties.name, *split_shared(ram)
     return properties.name, properties.total_memory, ram
+
+
+def power_limit_w(device: torch.device) -> float | None:
+    """Watts that the driver lets the GPU's board draw, as nvidia-smi says; None where it says none."""
+    names = [f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", "--query-gpu=power.limit"]
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", *names, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=_SMI_S
+        )
+        watts = float(said.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return watts if math.isfinite(watts) and watts > 0 else None

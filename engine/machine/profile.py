@@ -74,6 +74,9 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reads and writes at once move this share of the sum of their rates alone."""
     optimizer_params_per_s: Rate
     """AdamW's parameters updated per second on state in RAM: 30 bytes read or written each."""
+    power_w: Rate | None = None
+    """Watts that the GPU's board draws at most, by its data sheet or the limit that its driver enforces; None where
+    neither is known."""
 
     @property
     def nvme_bytes(self) -> int:

@@ -9,6 +9,7 @@ import pytest
 from recipe_texts import TINY
 from sample_forecast import fitting, refused
 
+from penstock.app import shipped
 from penstock.app.bench import heatmap, planned
 from penstock.app.bench.published import PUBLISHED
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
@@ -74,7 +75,7 @@ def test_a_missing_recipe_is_named() -> None:
 
 
 def test_published_figures_name_recipes_and_presets_that_exist() -> None:
-    names = set(planned.load_recipes(planned.RECIPES))
+    names = set(planned.load_recipes(shipped.FOLDER))
     assert set(planned.GRID_MODELS.values()) <= names
     for figure in PUBLISHED:
         assert figure.recipe in names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Card:
     capability: tuple[int, int] = (8, 9)
     is_integrated: bool = False
     total_memory: int = 24 * GIB
+    uuid: str = "a0b1"
     reserved: int = GIB
     fractions: list[tuple[float, torch.device]] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
@@ -111,14 +113,26 @@ def test_peaks_are_the_allocators(card: Card) -> None:
 
 def test_the_probe_asks_for_gpu_memory_and_finds_both_tiers(card: Card) -> None:
     probe._require_memory(CUDA, probe_compute.CPU_SIZES)
-    name, gpu, ram = probe._memories(CUDA)
+    name, gpu, ram = probe.memories(CUDA)
     assert (name, gpu) == (card.name, 24 * GIB)
     card.is_integrated = True  # one memory: each tier has a part of what the machine has
-    assert probe._memories(CUDA)[0] == card.name
-    assert sum(probe._memories(CUDA)[1:]) == pytest.approx(ram, rel=0.01)
+    assert probe.memories(CUDA)[0] == card.name
+    assert sum(probe.memories(CUDA)[1:]) == pytest.approx(ram, rel=0.01)
     card.is_integrated, card.total_memory = False, 2 * GIB  # nothing is left
     with pytest.raises(UserError, match="bytes of GPU memory and -"):
         probe._require_memory(CUDA, probe_compute.CPU_SIZES)
+
+
+def test_the_boards_power_limit_is_what_nvidia_smi_says(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probe.power_limit_w(CUDA) is None  # there is none
+    smi = tmp_path / "nvidia-smi"
+    for said, watts in (("450.00", 450.0), ("[N/A]", None), ("nan", None)):
+        smi.write_text(f'#!/bin/sh\ncase "$*" in *--id=GPU-*power.limit*) echo "{said}";; esac\n')
+        smi.chmod(0o755)
+        assert probe.power_limit_w(CUDA) == watts
 
 
 def test_a_machine_never_probed_is_planned_by_its_gpus_name(card: Card) -> None:

@@ -1,0 +1,40 @@
+"""The same work on many things, by processes of ours that end with this one."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+_PR_SET_PDEATHSIG = 1
+
+
+def spread(work: Callable[[T], R], todo: Sequence[T], processes: int) -> Iterator[R]:
+    """The results in order, each as soon as it and those before it are there. What `work` raises is raised.
+
+    With more than one of the `processes`, all that is handed to and fro must be picklable.
+    """
+    processes = min(processes, len(todo))
+    if processes <= 1:
+        yield from map(work, todo)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(os.getpid(),))
+    try:
+        yield from pool.map(work, todo)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(parent: int) -> None:
+    """A worker's first act: it ends with its parent, and Ctrl-C is its parent's to hear."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
