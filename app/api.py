@@ -27,14 +27,19 @@ def train(
 
     `overrides`: texts as `--set` takes them, as `train.lr=1e-4`; relative paths are taken from the current folder.
     `from_scratch`: random weights of the recipe's shape, no model folder. Raises UserError for what cannot be trained;
-    nothing is left behind then.
+    a run that fails before its first step has ended leaves nothing behind.
     """
     from penstock.app.launch import require_inputs, run_training
 
     resolved = resolved_recipe(recipe, overrides, from_scratch=from_scratch)
     require_inputs(resolved)
     with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
-        run_training(run, resume=False)
+        try:
+            run_training(run, resume=False)
+        except Exception:
+            if not run.has_begun:
+                run.discard()
+            raise
         return run.path
 
 

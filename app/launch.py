@@ -245,14 +245,19 @@ def require_weights(recipe: Recipe) -> None:
 
 
 def require_data(recipe: Recipe) -> None:
-    """Raise UserError when the recipe names no text to read, or text that is not there."""
+    """Raise UserError when the recipe names no text to read, or text that is not there or cannot be read.
+
+    Of its files none is read further than to the first text.
+    """
+    from penstock.engine.data.corpus import require_readable
+
     data = recipe.data
     if data.lacks_path:
         reason = f"the recipe names no text for data.source={data.source}"
     elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():
         reason = f"{data.path} does not exist"
     else:
-        return
+        return require_readable(data)
     raise UserError(
         f"data.path: {reason}; name your text with --set data.path=..., or train on random tokens, for a speed trial, "
         "with --set data.source=random"

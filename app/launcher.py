@@ -7,6 +7,7 @@ A started run has a session of its own, so that neither Ctrl-C nor a closed term
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -29,6 +30,9 @@ START_S = 30.0
 
 _SAID_BYTES = 1 << 16
 """Of what a process says that ends at once, no more is shown."""
+
+_words: dict[Path, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
+"""Run directory -> the process started there and its output, which can be read when the run has left nothing."""
 
 _children: list[subprocess.Popen[bytes]] = []
 """Started processes, which are asked for their end now and then so that none stays a zombie."""
@@ -59,12 +63,25 @@ def start(recipe: Recipe, root: Path) -> Path:
     try:
         _spawn(["train", str(path / "recipe.json"), "--run-dir", str(path)], path, root)
     except UserError:
-        if {item.name for item in path.iterdir()} <= LEFT_BY_LAUNCHER:
+        if path.exists() and {item.name for item in path.iterdir()} <= LEFT_BY_LAUNCHER:
             for item in path.iterdir():
                 remove_own(item)
             path.rmdir()
         raise
     return path
+
+
+def last_words(run_path: Path) -> str | None:
+    """What a run that this process has started said at last, where it failed and left no directory behind.
+
+    None for any other, and while its process has not ended.
+    """
+    process, output = _words.get(run_path.resolve(), (None, None))
+    if process is None or output is None or run_path.exists() or process.poll() is None:
+        return None
+    said = _read_words(output, max(0, output.seek(0, os.SEEK_END) - _SAID_BYTES))
+    errors = re.split(r"^error: ", said, flags=re.MULTILINE)
+    return errors[-1] if len(errors) > 1 else f"{said.rpartition(chr(10))[2]}\n{said}"
 
 
 def resume(run_path: Path) -> None:
@@ -96,7 +113,8 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
     try:
         with open(open_append(log), "ab") as output:
             begin = output.seek(0, os.SEEK_END)
-            process = _begin(arguments, folder, output)
+            process, said = _begin(arguments, folder, output), open_read(log)
+            _words[run_path] = process, said
     except OSError as error:
         if isinstance(error, RefusedFileError):
             raise disk_error(error, log, "writing the run's output") from None
@@ -107,19 +125,20 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
         if process.poll() is not None:
             if process.returncode == 0:
                 return
-            said = _said(log, begin)
-            raise UserError(said.removeprefix("error: ") or f"{run_path}: ended at once with code {process.returncode}")
+            words = _read_words(said, begin)
+            raise UserError(
+                words.removeprefix("error: ") or f"{run_path}: ended at once with code {process.returncode}"
+            )
         time.sleep(0.02)
 
 
-def _said(log: Path, begin: int) -> str:
-    """What a process that ended at once wrote to its log, from byte `begin` on."""
+def _read_words(output: BinaryIO, begin: int) -> str:
+    """What a process has written to its output, from byte `begin` on."""
     try:
-        with open_read(log) as file:
-            file.seek(begin)
-            return file.read(_SAID_BYTES).decode(errors="replace").strip()
+        output.seek(begin)
+        return output.read(_SAID_BYTES).decode(errors="replace").strip()
     except OSError as error:
-        return f"error: {log}: cannot be read: {error.strerror}"
+        return f"error: its output cannot be read: {error.strerror}"
 
 
 def _begin(arguments: list[str], folder: Path | None, output: BinaryIO | int) -> subprocess.Popen[bytes]:

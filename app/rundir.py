@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import stat
 import time
@@ -31,8 +32,9 @@ from penstock.app.run_files import (
     remove_own,
     whole,
 )
-from penstock.engine.config import Recipe
+from penstock.engine.config import Recipe, drive_folders, state_folder
 from penstock.engine.events import Span
+from penstock.storage import sealed
 from penstock.storage.disk import atomic_write, disk_error, prepare_file, publish, require_writable
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import open_regular, printable, read_regular, shell
@@ -195,11 +197,29 @@ def require_own(run_path: Path) -> None:
             )
 
 
+class _Before(NamedTuple):
+    """What a new run found in the place of its directory."""
+
+    made: list[Path]
+    """Folders that it made, or a launcher for it, the innermost first."""
+    files: dict[str, bytes | None]
+    """Files that were somebody's own, and what is put back where the run writes a file of that name."""
+
+    @classmethod
+    def look(cls, path: Path, made: list[Path], content: list[str]) -> _Before:
+        recipe = path / "recipe.json"
+        if made or sealed.KEY in (read_object(recipe) or {}):  # a launcher's, or of a run that never began
+            return cls([folder.resolve() for folder in made] or [path.resolve()], {})
+        own = {name: None for name in content if name != "run.lock"}
+        return cls([], own | ({"recipe.json": recipe.read_bytes()} if "recipe.json" in content else {}))
+
+
 class RunDir:
     """A locked run directory. Use as a context manager; leaving it releases the lock."""
 
-    def __init__(self, path: Path, recipe: Recipe, lock: RunLock) -> None:
+    def __init__(self, path: Path, recipe: Recipe, lock: RunLock, before: _Before | None = None) -> None:
         self.path = path
+        self._before = before or _Before([], {})
         self.recipe = recipe
         """Of this process: one that is put in its place is the run's own after `save_recipe`."""
         self._lock = lock
@@ -212,6 +232,7 @@ class RunDir:
         or anything else, is in use, or cannot be written.
         """
         path = fresh_path(root, recipe.name) if path is None else path
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             content = sorted(item.name for item in path.iterdir())
@@ -231,6 +252,7 @@ class RunDir:
                     f"run directory {path}: already holds a run; go on with `{shell('penstock', 'resume', path)}`, "
                     "or choose another --run-dir"
                 )
+            before = _Before.look(path, made, content)
             for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
                 remove_own(path / name)
             atomic_write(path / "recipe.json", to_run_json(recipe))
@@ -239,7 +261,34 @@ class RunDir:
             if isinstance(error, OSError):
                 raise disk_error(error, path, "replacing a run that never began") from None
             raise
-        return cls(path.resolve(), recipe, lock)
+        return cls(path.resolve(), recipe, lock, before)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has ended a step."""
+        return os.path.lexists(self.path / "metrics.jsonl")
+
+    def discard(self) -> None:
+        """Remove all of a new run, on its drives too, and release its lock; a folder that was there before stays.
+
+        No process may be working on it any more. What cannot be removed stays.
+        """
+        from penstock.storage.tidy import remove_store  # loads tensorstore
+
+        with contextlib.suppress(UserError):
+            folders = [folder for folder in drive_folders(self.path, self.recipe.storage) if folder.exists()]
+            remove_store(state_folder(self.path), folders)
+        for name in OWN_FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for name in OWN_FILES:
+                if name not in self._before.files:
+                    (self.path / name).unlink(missing_ok=True)
+                elif (content := self._before.files[name]) is not None:
+                    atomic_write(self.path / name, content)
+            for folder in self._before.made:
+                folder.rmdir()
+        self._lock.release()
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False) -> RunDir:

@@ -81,6 +81,8 @@ class Session:
         self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
+        self.steps_told = 0
+        """Steps that have ended in this process, and the observer knows of."""
         self._next: StepData | None = None
         self._records: dict[int, dict[str, Any]] = {}
         """What the generations of the steps since the last commit would record."""

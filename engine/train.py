@@ -103,6 +103,8 @@ def train(
                 result = _run(session, observer)
         except DivergedError as error:
             session.executor.close()  # a commit on its way ends first
+            if not (resume or session.steps_told):
+                raise
             raise DivergedError(
                 f"{error}. {session.way_back()}, with a lower train.lr or more train.warmup_steps"
             ) from error
@@ -111,6 +113,8 @@ def train(
             if reason is None:
                 raise
             session.executor.close()  # a commit on its way ends first
+            if not (resume or session.steps_told):
+                raise UserError(str(reason)) from error
             store, step = session.store, session.store.meta["step"]
             raise UserError(
                 f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {step}) is intact: mend this, then "
@@ -154,6 +158,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             metrics.time, metrics.tier_bytes = time.time(), live.tier_bytes()
             metrics.warmup = len(steps) < WARMUP_STEPS
             observer.on_step(metrics)
+            session.steps_told += 1
             steps.append(metrics)
             if len(steps) == 1:
                 # Everything long-lived exists now. From here on garbage is looked for once a step (Session.prefetch).

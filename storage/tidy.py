@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from penstock.storage import drives, manifest
+from penstock.storage import drives, manifest, ownership
 from penstock.storage.arrays import Array, remove_arrays, sweep_strays
 from penstock.storage.checkpoints import sweep_incomplete
 from penstock.storage.disk import sweep_temporaries
@@ -24,6 +25,24 @@ def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:
     sweep_incomplete(root, [drive.folder for drive in drive_set])
     if len(drive_set) > 1:
         tidy(root, drive_set, arrays, arrays)
+
+
+def remove_store(root: Path, folders: Iterable[Path]) -> None:
+    """Remove a closed store, whose manifest is in `root`, from its drives' `folders`, and those that are empty then.
+
+    A folder that is another store's, or nobody's, stays as it is. UserError where one does not say whose it is.
+    """
+    for folder in folders:
+        identity = drives.read_identity(folder)
+        if identity is None or not ownership.is_same(Path(identity.root), root):
+            continue
+        remove_arrays(folder)
+        for name in (SCRATCH, CHECKPOINTS):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def tidy(root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Collection[Array]) -> None:

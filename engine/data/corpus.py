@@ -72,6 +72,7 @@ _Text = tuple[TextTokenizer, TokenCorpus]
 _preparing = threading.Lock()
 _ahead: dict[Path, tuple[DataConfig, _Text]] = {}
 _is_ahead, _cancelled = threading.Event(), threading.Event()
+_threads: list[threading.Thread] = []
 
 
 def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
@@ -102,12 +103,15 @@ def prepare_text_ahead(config: DataConfig, folder: Path) -> None:
                 _is_ahead.clear()
 
     _cancelled.clear()
-    threading.Thread(target=work, name="tokenize").start()
+    _threads.append(thread := threading.Thread(target=work, name="tokenize"))
+    thread.start()
 
 
 def cancel_text_ahead() -> None:
-    """Let the thread of `prepare_text_ahead` end with the text that it has read."""
+    """Let the thread of `prepare_text_ahead` end with the text that it has read, and wait for it."""
     _cancelled.set()
+    while _threads:
+        _threads.pop().join()
 
 
 def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
@@ -165,6 +169,18 @@ def require_text(config: DataConfig) -> None:
         for piece in _require_text(config):
             if piece.text.strip():
                 return
+
+
+def require_readable(config: DataConfig) -> None:
+    """`require_text`, and raise UserError as well for a tokenizer that is not there and a file that none may read."""
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
+        raise UserError(
+            f"data.tokenizer: {config.tokenizer} does not exist; name a tokenizer's folder or tokenizer.json"
+        )
+    for file in source_files(config):
+        if not os.access(file, os.R_OK):
+            raise UserError(f"data.path: {file} may not be read by this user; let it be read, or move it away")
+    require_text(config)
 
 
 def _require_text(config: DataConfig) -> Iterator[Piece]:

@@ -253,6 +253,8 @@ class RunData:
     def _find_state(self) -> None:
         if not self.exists:
             self.state = "gone"
+            if (words := _last_words(self.path)) is not None:
+                self.state, self._why_gone = "failed", words
             return
         state = state_of(self.path, self.status, self.clock())
         if state != "crashed":
@@ -347,6 +349,9 @@ class RunData:
             self._wrong[name] = wrong
 
     def _say_problems(self) -> None:
+        if not self.exists and self.state == "failed":
+            self.problems = ["it failed before its first step had ended, and has left nothing behind"]
+            return
         if not self.exists:
             self.problems = [f"{printable(str(self.path))} is gone; what is shown was read before"]
             return
@@ -358,6 +363,13 @@ class RunData:
         elif not self.status and "status" not in self._wrong:
             problems.append("no status.json yet: no process has begun to work on the run")
         self.problems = problems
+
+
+def _last_words(path: Path) -> str | None:
+    """What a run said that was started from here, failed at once and has left nothing."""
+    from penstock.app.launcher import last_words
+
+    return last_words(path)
 
 
 def read_predicted(run_path: Path) -> SpanStore:

@@ -1,0 +1,168 @@
+"""A run that fails before its first step has ended leaves nothing, and what can be seen early is refused early."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_run
+import pytest
+from cli_process import FAKE, REPOSITORY, refusal, wait_until
+from nvme_state import make
+
+from penstock.app import launcher
+from penstock.app.launch import require_inputs
+from penstock.app.recipe import to_json
+from penstock.app.rundir import RunDir
+from penstock.engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock.storage.errors import UserError
+from penstock.tui.data.alerts import alerts
+from penstock.tui.data.run_data import RunData
+
+RECIPE = Recipe(name="tiny", data=DataConfig(source="random"), train=TrainConfig(steps=4))
+
+
+@pytest.fixture
+def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A stand-in for the engine trains in this process, in a folder with the recipe tiny.json."""
+    monkeypatch.setitem(sys.modules, "penstock.engine.train", SimpleNamespace(train=fake_run.train))
+    monkeypatch.setenv("FAKE_STEP_S", "0.001")
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.json").write_text(to_json(RECIPE))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("given", [[], ["--run-dir", "new/out"]])
+def test_nothing_is_left_of_a_failed_start(
+    trains: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    trains.setenv("FAKE_FAIL_AT", "1:user")
+    assert "loss is NaN" in refusal(capsys, "train", "tiny.json", *given)
+    assert [path.name for path in Path().iterdir()] == ["tiny.json"]
+
+
+def test_a_bug_before_the_first_step_leaves_its_traceback_alone(trains: pytest.MonkeyPatch) -> None:
+    from penstock.app.cli import main
+
+    trains.setenv("FAKE_FAIL_AT", "1:bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train", "tiny.json"])
+    assert [path.name for path in Path().iterdir()] == ["tiny.json"]
+
+
+def test_a_folder_that_was_there_stays_as_it_was(
+    trains: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trains.setenv("FAKE_FAIL_AT", "1:user")
+    Path("empty").mkdir()
+    refusal(capsys, "train", "tiny.json", "--run-dir", "empty")
+    assert list(Path("empty").iterdir()) == []
+    own = Path("own")
+    own.mkdir()
+    (own / "recipe.json").write_text(to_json(RECIPE))
+    (own / "output.log").write_text("mine")
+    refusal(capsys, "train", "own/recipe.json", "--run-dir", "own")
+    assert {path.name: path.read_text() for path in own.iterdir()} == {
+        "recipe.json": to_json(RECIPE),
+        "output.log": "mine",
+    }
+
+
+def test_a_run_that_has_begun_or_is_resumed_stays(
+    trains: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trains.setenv("FAKE_FAIL_AT", "2:user")
+    refusal(capsys, "train", "tiny.json", "--run-dir", "out")
+    assert json.loads(Path("out/status.json").read_text())["state"] == "failed"
+    refusal(capsys, "resume", "out")  # in its first step
+    assert Path("out/metrics.jsonl").exists()
+    Path("out/metrics.jsonl").unlink()
+    trains.setenv("FAKE_FAIL_AT", "2:user")
+    refusal(capsys, "resume", "out")
+    assert Path("out/recipe.json").exists()
+
+
+def test_a_discarded_run_leaves_its_drives_as_well(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    recipe = Recipe(name="x", storage=StorageConfig(nvme=[str(drive) for drive in drives]))
+    with RunDir.create(recipe, tmp_path / "out") as run:
+        make(run.path / "state", 0, drives=[drive / "out" for drive in drives]).close()
+        with closing(make(tmp_path / "other", 1, drives=[drives[0] / "other"])) as other:
+            run.discard()
+            assert other.verify() > 0
+    assert not (tmp_path / "out").exists()
+    assert [path.name for drive in drives for path in drive.iterdir()] == ["other"]
+
+
+def test_a_start_from_the_terminal_application_leaves_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "CLI", FAKE)
+    monkeypatch.setenv("FAKE_FAIL_AT", "1:user")
+    monkeypatch.setenv("FAKE_PREPARE_S", "0.5")
+    path = launcher.start(RECIPE, tmp_path)
+    data = RunData(path)
+    wait_until(lambda: data.poll() is not None and data.state == "failed" and not data.exists)
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert data.error == "loss is NaN in step 3, chunk 1"
+    assert [alert.text for alert in alerts(data)] == [
+        "loss is NaN in step 3, chunk 1",
+        "it failed before its first step had ended, and has left nothing behind",
+    ]
+    assert launcher.last_words(tmp_path / "runs" / "never") is None
+
+
+BAD_DATA: dict[str, tuple[list[str], str]] = {
+    "no text in the first line": (["data.source=jsonl", "data.path=none.jsonl"], "no `text` field that is a string"),
+    "no JSON": (["data.source=jsonl", "data.path=torn.jsonl"], "not a JSON object"),
+    "missing": (["data.source=jsonl", "data.path=nowhere"], "nowhere does not exist"),
+    "empty folder": (["data.source=text", "data.path=folder"], "the corpus is empty"),
+    "no text at all": (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
+    "no tokenizer": (["data.tokenizer=nowhere"], "nowhere does not exist"),
+}
+
+TRAINS_WITHOUT_TORCH = """
+import contextlib, io, json, sys
+from penstock.app.cli import main
+told = []
+for settings in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        code = main(["train", "tiny.json", *(word for text in settings for word in ("--set", text))])
+    told.append([code, error.getvalue(), "torch" in sys.modules])
+print(json.dumps(told))
+"""
+
+
+def test_data_that_is_not_there_is_refused_before_pytorch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "tiny.json").write_text(to_json(Recipe(name="tiny")))
+    (tmp_path / "none.jsonl").write_text('{"content": "x"}\n{"text": "x"}\n')
+    (tmp_path / "torn.jsonl").write_text('{"text": \n')
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9 " * 100)
+    (tmp_path / "folder").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    printed = subprocess.run(
+        [sys.executable, "-c", TRAINS_WITHOUT_TORCH, json.dumps([settings for settings, _ in BAD_DATA.values()])],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told: list[list[Any]] = json.loads(printed.stdout)
+    for (name, (_, words)), (code, error, torch) in zip(BAD_DATA.items(), told, strict=True):
+        assert (code, words in error, torch) == (2, True, False), (name, error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b.txt")  # root may read everything
+    with pytest.raises(UserError, match=r"b\.txt may not be read by this user"):
+        require_inputs(Recipe(name="x", data=DataConfig(source="text", path=str(tmp_path))))
