@@ -18,6 +18,8 @@ from pathlib import Path
 
 from penstock.app.run_files import number, read_object, remove_own, whole
 from penstock.app.rundir import RunDir, is_live, read_status, require_own
+from penstock.engine.events import STEP_MARK as STEP_MARK
+from penstock.engine.events import step_name
 from penstock.storage.disk import atomic_write, disk_error
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import is_real_folder, printable
@@ -75,16 +77,17 @@ class CheckpointRequests:
         return True
 
 
-def make_checkpoint(run_path: Path, name: str) -> int:
-    """Make checkpoint `name` of a run, running or not; the step that it holds.
+def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
+    """Make checkpoint `name` of a run, running or not; what it is called (see `step_name`), and the step that it holds.
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
     from penstock.storage.checkpoints import LAST_GOOD, checkpoint_folder, checkpoint_names
     from penstock.storage.retention import AUTOMATIC
 
-    checkpoint_folder(run_path / "state", name)
-    if AUTOMATIC.fullmatch(name) or LAST_GOOD.fullmatch(name) or name == "last-good":
+    some = step_name(name, 999_999)
+    checkpoint_folder(run_path / "state", some)
+    if AUTOMATIC.fullmatch(some) or LAST_GOOD.fullmatch(some) or name == "last-good":
         raise UserError(
             f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, good-N and last-good for "
             "storage.keep_good; choose another"
@@ -92,7 +95,8 @@ def make_checkpoint(run_path: Path, name: str) -> int:
     if name in checkpoint_names(run_path / "state"):
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
     if is_live(run_path):
-        return _ask(run_path, name)
+        step = _ask(run_path, name)
+        return step_name(name, step), step
     from penstock.engine.config import drive_folders, state_folder
     from penstock.storage.manifest import step_of
     from penstock.storage.nvme import NvmeStore
@@ -100,8 +104,9 @@ def make_checkpoint(run_path: Path, name: str) -> int:
     with RunDir.open(run_path) as run:
         drives = drive_folders(run.path, run.recipe.storage)
         with closing(NvmeStore.open(state_folder(run.path), drives=drives)) as store:
-            store.checkpoint(name)
-            return step_of(store.meta) or 0
+            step = step_of(store.meta) or 0
+            store.checkpoint(step_name(name, step))
+            return step_name(name, step), step
 
 
 def make_for_export(run_path: Path) -> str:
@@ -147,8 +152,23 @@ def _ask(run_path: Path, name: str) -> int:
     if step is None or not (failure is None or isinstance(failure, str)):
         raise UserError(f"{answer}: is no answer of a run; list the run's checkpoints, and ask again")
     if failure is not None:
-        raise UserError(f"checkpoint {name} was not made: {failure}")
+        raise UserError(f"checkpoint {step_name(name, step)} was not made: {failure}")
     return step
+
+
+def export_folder(run_path: Path, step: int | None) -> Path:
+    """Where a run's model goes if nobody says where: a folder below the run's that is not there, or empty."""
+    plain = run_path / "export"
+    stem = f"export-step-{step}" if step is not None else "export"
+    numbered = (run_path / f"{stem}-{number}" for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([plain, run_path / stem], numbered) if _is_free(folder))
+
+
+def _is_free(folder: Path) -> bool:
+    try:
+        return not os.path.lexists(folder) or (is_real_folder(folder) and not any(folder.iterdir()))
+    except OSError:
+        return False
 
 
 def checkpoint_named(run_path: Path, name: str | None) -> str | None:

@@ -254,7 +254,13 @@ def stop(run: RunArgument) -> None:
 @cli.command(epilog="Example: penstock checkpoint runs/quickstart-20260101-120000 before-annealing")
 def checkpoint(
     run: RunArgument,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name to give; none lists checkpoints.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Name to give, in which {step} becomes the step that is kept; none lists checkpoints.",
+        ),
+    ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the checkpoint instead.")] = False,
 ) -> None:
     """Keep a run's state under a name, in seconds: of the next step if it is running, else of its last generation."""
@@ -269,7 +275,8 @@ def checkpoint(
         delete_checkpoint_of(path, name)
         typer.echo(f"checkpoint {name} deleted")
     else:
-        typer.echo(f"checkpoint {name}: step {make_checkpoint(path, name):,}")
+        made, kept = make_checkpoint(path, name)
+        typer.echo(f"checkpoint {made}: step {kept:,}")
 
 
 @cli.command(epilog="Example: penstock scrub runs/quickstart-20260101-120000")

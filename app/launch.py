@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from penstock.app import control
-from penstock.app.checkpoints import CheckpointRequests
+from penstock.app.checkpoints import CheckpointRequests, export_folder
 from penstock.app.loading import loading
 from penstock.app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from penstock.app.run_files import JsonLines, json_text, number, whole
@@ -28,7 +28,7 @@ from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
 from penstock.app.speed import MeanSpeed
 from penstock.engine.config import Recipe, drive_folders
-from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want, step_name
 from penstock.engine.preparing import Checklist
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError, used_up
@@ -187,9 +187,9 @@ class _RunObserver:
         if untold is not None:
             self.tell(untold, "warning")
         if error is None:
-            self.tell(f"checkpoint {name}: step {step}")
+            self.tell(f"checkpoint {step_name(name, step)}: step {step}")
         else:
-            self.tell(f"no checkpoint {name}: {error}", "warning")
+            self.tell(f"no checkpoint {step_name(name, step)}: {error}", "warning")
 
     def wanted(self) -> Want:
         return "stop" if self.signals.requested.is_set() else control.wanted(self._run.path)
@@ -328,7 +328,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         display.message(go_on)
         return
     if recipe.after.export:
-        folder = run.path / "export"
+        folder = export_folder(run.path, result.steps)
         export_run(run.path, recipe, folder)
         display.message(f"exported to {short_path(folder)}")
         if recipe.after.sample_prompt is not None:

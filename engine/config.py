@@ -340,7 +340,7 @@ class AfterConfig:
     """What happens once the last step is committed."""
 
     export: bool = False
-    """Write a Hugging Face folder to export/ in the run directory."""
+    """Write a Hugging Face folder to export/ in the run directory; where one is there, to export-step-N/."""
     sample_prompt: str | None = None
     """Text that plain transformers continues from the exported folder; none prints no sample."""
     sample_tokens: int = 60
@@ -409,8 +409,38 @@ RENAMED = (
     Renamed("storage.chunk_bytes", "storage.part_bytes"),
 )
 
+_TRAINED = ("model", "data", "train")
+"""Sections that decide what is trained on what."""
+_SHORT = 60
+"""Characters of a value that a sentence has room for."""
 _LATER = {"validation_documents": None, "validate_every": None, "validation_sequences": None, "optimizer": "adamw"}
 """Fields that did not always exist, and what leaves them out of the digest, so that runs from before keep theirs."""
+
+
+def given_fields(recipe: Recipe) -> dict[str, Any]:
+    """Dotted field -> value of what decides what is trained on what, where it is not the default."""
+    default = Recipe(name=recipe.name)
+    found: dict[str, Any] = {}
+    for section in _TRAINED:
+        values, usual = (dataclasses.asdict(getattr(one, section)) for one in (recipe, default))
+        found |= {f"{section}.{name}": value for name, value in values.items() if value != usual[name]}
+    return found
+
+
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two recipes' `given_fields`, in words; empty where nothing does."""
+    usual = {
+        f"{section}.{name}": value
+        for section in _TRAINED
+        for name, value in dataclasses.asdict(getattr(Recipe(name="x"), section)).items()
+    }
+    changed = []
+    for key in sorted({*before, *now}):
+        was, now_is = (json.dumps(values.get(key, usual.get(key))) for values in (before, now))
+        if was != now_is:
+            short = all(len(text) <= _SHORT for text in (was, now_is))
+            changed.append(f"{key} was {was} and is {now_is}" if short else f"{key} is another")
+    return ", ".join(changed)
 
 
 def config_digest(recipe: Recipe) -> str:
@@ -418,7 +448,7 @@ def config_digest(recipe: Recipe) -> str:
 
     Fields and values go by the names that they had first, so that runs from before keep theirs.
     """
-    trees = {section: dataclasses.asdict(getattr(recipe, section)) for section in ("model", "data", "train")}
+    trees = {section: dataclasses.asdict(getattr(recipe, section)) for section in _TRAINED}
     for tree, (name, default) in itertools.product(trees.values(), _LATER.items()):
         if tree.get(name, ...) == default:
             del tree[name]

@@ -8,6 +8,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 Want = Literal["run", "pause", "stop"]
 """What is wanted of a run at its next step boundary."""
 
+STEP_MARK = "{step}"
+"""In the name of a checkpoint that is asked for: becomes the step that is kept, which nobody knows before."""
+
 WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no mean and no time to the end counts them."""
 
@@ -135,6 +138,11 @@ class Preparing(NamedTuple):
     """How much of it is done, 0 to 1; None where that is not known."""
 
 
+def step_name(name: str, step: int) -> str:
+    """What a checkpoint asked for as `name` is called when it holds `step`."""
+    return name.replace(STEP_MARK, str(step))
+
+
 class Observer(Protocol):
     """Receives the events of a run; must never block for long.
 
@@ -167,7 +175,7 @@ class Observer(Protocol):
         ...
 
     def on_checkpoint(self, name: str, step: int, error: str | None) -> None:
-        """A checkpoint that was asked for exists, or could not be made for the reason in `error`."""
+        """A checkpoint that was asked for as `name` exists, or could not be made for the reason in `error`."""
 
     def wanted(self) -> Want:
         """Asked after each step: go on, commit and wait until asked otherwise, or commit and return."""

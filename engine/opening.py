@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.select import attention_report
-from penstock.engine.config import Recipe, StorageConfig, drive_folders, parse_bytes, state_folder
+from penstock.engine.config import Recipe, StorageConfig, changed_fields, drive_folders, parse_bytes, state_folder
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.data.prepare import Data, make_loader, make_validation, prepare_data
 from penstock.engine.events import Observer
@@ -136,10 +136,7 @@ def open_session(
                     store.restore(checkpoint)
                     require_record(store)
             if store.meta["recipe"] != identity["recipe"]:
-                observer.on_message(
-                    f"generation {store.generation} was trained with another model, data or train section of the "
-                    "recipe; going on with the present one"
-                )
+                observer.on_message(_changed(store, identity))
             recorded = _recorded(store, task)
         else:
             with checklist.step("writing the first generation"):
@@ -199,6 +196,16 @@ def open_session(
     if session.settings.message is not None:
         observer.on_message(session.settings.message)
     return session
+
+
+def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:
+    """What is to be said of a generation that was trained with another recipe."""
+    before = store.meta.get("fields")
+    if not isinstance(before, dict):
+        changed = "its model, data or train section is another"
+    else:
+        changed = changed_fields(before, identity["fields"])
+    return f"since generation {store.generation} the recipe has changed: {changed}; going on with the present one"
 
 
 def _readers(

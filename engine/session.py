@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import transformers
 
-from penstock.engine.config import Recipe, config_digest
+from penstock.engine.config import Recipe, config_digest, given_fields
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from penstock.engine.events import step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.reservations import Reservation
@@ -89,7 +90,7 @@ class Session:
         self._requested: dict[int, list[str]] = {}
         """Step -> names of checkpoints to make of its generation."""
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
-        """(name, step, why not) of checkpoints asked for, as they are made."""
+        """(name asked for, step, why not) of checkpoints asked for, as they are made."""
         self._watch = LossWatch(recipe.storage.keep_good, store.meta.get("loss_mean"))
         self._loss_was_good = True
         self.notes: list[str] = []
@@ -224,7 +225,7 @@ class Session:
         for old in [other for other in list(self._records) if other <= step]:
             del self._records[old]
         for name in self._requested.pop(step, []):
-            self.checkpoints.append((name, step, self._retention.checkpoint(name)))
+            self.checkpoints.append((name, step, self._retention.checkpoint(step_name(name, step))))
         self._retention.after_commit(step)
 
     def observe(self, step: int, loss: float) -> None:
@@ -262,7 +263,7 @@ class Session:
     def checkpoint_now(self, name: str) -> None:
         """Make a checkpoint of the committed generation of this step; only between `finish` and the next step."""
         assert not self.builder.uncommitted, "the step is not committed"
-        self.checkpoints.append((name, self.step, self._retention.checkpoint(name)))
+        self.checkpoints.append((name, self.step, self._retention.checkpoint(step_name(name, self.step))))
 
     def finish(self) -> None:
         """Apply the gradient that still waits, commit the generation, and wait for all of it.
@@ -295,6 +296,7 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     """
     return {
         "recipe": config_digest(recipe),
+        "fields": given_fields(recipe),
         "rng": {"train.seed": recipe.train.seed, "data.seed": recipe.data.seed},
         "versions": {
             "torch": torch.__version__,

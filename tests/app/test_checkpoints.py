@@ -8,7 +8,7 @@ import pytest
 from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
 from recipe_texts import recipe_text
 
-from penstock.app.checkpoints import checkpoint_steps, committed_step
+from penstock.app.checkpoints import checkpoint_steps, committed_step, export_folder
 from penstock.app.cli import main
 from penstock.app.rundir import read_info, read_recipe
 from penstock.storage.checkpoints import list_checkpoints
@@ -77,8 +77,11 @@ def last_step(run: Path) -> int:
 
 def test_checkpoints_of_a_stopped_run(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = stopped / "run"
+    assert main(["checkpoint", str(run), "at-{step}"]) == 0
+    assert capsys.readouterr().out == f"checkpoint at-{last_step(run)}: step {last_step(run):,}\n"
+    assert main(["checkpoint", str(run), f"at-{last_step(run)}", "--delete"]) == 0
     assert main(["checkpoint", str(run), "late"]) == 0
-    assert capsys.readouterr().out == f"checkpoint late: step {last_step(run):,}\n"
+    assert "checkpoint late: step" in capsys.readouterr().out
     live, late = list_checkpoints(run / "state")
     assert (live.name, late.name) == ("live", "late")
     assert 0 < live.meta["step"] < late.meta["step"] == last_step(run)
@@ -100,7 +103,7 @@ def test_steps_of_damaged_manifests_are_unknown(tmp_path: Path) -> None:
     assert (checkpoint_steps(tmp_path), committed_step(tmp_path)) == ([("d", 3)], 3)
 
 
-@pytest.mark.parametrize("name", ["step-000010", "a/b", "..", ".hidden", "", "nul\0"])
+@pytest.mark.parametrize("name", ["step-000010", "step-{step}", "at-{number}", "a/b", "..", ".hidden", "", "nul\0"])
 def test_bad_names_are_refused(stopped: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     refusal(capsys, "checkpoint", str(stopped / "run"), name)
     assert [info.name for info in list_checkpoints(stopped / "run" / "state")] == ["live"]
@@ -155,3 +158,13 @@ def test_a_resume_goes_back_and_changes_budgets_and_drives(
     assert main(["scrub", "run"]) == 0
     assert main(["lanes", "run", "--steps", f"{at + 2}:{at + 3}"]) == 0
     assert "exposed I/O" in capsys.readouterr().out
+
+
+def test_a_free_folder_for_an_export_is_found(tmp_path: Path) -> None:
+    assert export_folder(tmp_path, 20) == tmp_path / "export"
+    for name in ("export", "export-step-20", "export-step-20-2"):
+        (tmp_path / name).mkdir()
+        assert export_folder(tmp_path, 20) == tmp_path / name, "an empty one will do"
+        (tmp_path / name / "config.json").touch()
+    assert export_folder(tmp_path, 20) == tmp_path / "export-step-20-3"
+    assert export_folder(tmp_path, 22) == tmp_path / "export-step-22"

@@ -214,6 +214,16 @@ def test_a_stopped_process_is_stale_takes_requests_and_goes_on(cli: Cli) -> None
     assert steps(run) == list(range(1, 31))
 
 
+def test_a_run_that_goes_on_exports_beside_what_it_has_exported(cli: Cli) -> None:
+    cli.run("train", "tiny.py", "--run-dir", "out", "--set", "after.export=true", "--set", "train.steps=2")
+    longer = cli.run("resume", "out", "--set", "train.steps=4")
+    assert "exported to out/export-step-4" in longer.stdout
+    assert [(cli.folder / "out" / name / "config.json").read_text() for name in ("export", "export-step-4")] == [
+        "2",
+        "4",
+    ]
+
+
 def test_exports_and_checkpoints_asked_for_at_once_are_all_answered(cli: Cli) -> None:
     run, process = cli.begin(1000, FAKE_STEP_S="0.5")
     exports = [cli.start("export", "out", f"export{number}") for number in range(3)]

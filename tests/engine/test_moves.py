@@ -101,13 +101,13 @@ def test_generations_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
 
 
 def test_back_to_a_checkpoint_and_on_ends_in_the_same_bits(tmp_path: Path) -> None:
-    observer = tiny.Silent(asks={2: "before"})
+    observer = tiny.Silent(asks={2: "before-{step}"})
     rarely = tiny.storage(checkpoint_every=100)
     tiny.train_run(tmp_path, observer, storage=rarely)
-    assert observer.checkpoints == [("before", 2, None)]
+    assert observer.checkpoints == [("before-{step}", 2, None)]
     expected = tiny.digest_of(tmp_path)
     again = tiny.Silent()
-    tiny.train_run(tmp_path, again, resume=True, checkpoint="before", storage=rarely)
+    tiny.train_run(tmp_path, again, resume=True, checkpoint="before-2", storage=rarely)
     assert [m.step for m in again.metrics] == [3, 4, 5, 6]
     assert [m.loss for m in again.metrics] == [m.loss for m in observer.metrics[2:]]
     assert tiny.digest_of(tmp_path) == expected
@@ -137,9 +137,15 @@ def test_going_on_with_another_recipe_is_said(tmp_path: Path) -> None:
     tiny.train_run(tmp_path, tiny.Silent(stop_after=1))
     same, other = tiny.Silent(stop_after=1), tiny.Silent(stop_after=1)
     tiny.train_run(tmp_path, same, resume=True, budgets=tiny.BudgetConfig(gpu="500MiB", ram="500MiB"))
-    assert not any("another model, data or train" in text for text in same.messages)
+    assert not any("recipe has changed" in text for text in same.messages)
     tiny.train_run(tmp_path, other, resume=True, train=tiny.training(steps=6, lr=1e-3))
-    assert any("another model, data or train" in text for text in other.messages)
+    lr = tiny.training(steps=6).lr
+    said = f"since generation 3 the recipe has changed: train.lr was {lr} and is 0.001; going on with the present one"
+    assert said in other.messages
+    longer = tiny.Silent(stop_after=1)
+    tiny.train_run(tmp_path, longer, resume=True, train=tiny.training(steps=9, lr=1e-3))
+    (told,) = [text for text in longer.messages if "has changed" in text]
+    assert "has changed: train.steps was 6 and is 9; going on" in told
 
 
 def test_the_manifest_says_where_a_generation_comes_from(tmp_path: Path) -> None:

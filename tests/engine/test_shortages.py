@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,13 @@ def test_a_step_in_which_something_is_used_up(tmp_path: Path, straight: str, nam
                 cause()
         return perform(self, op)
 
+    observer = tiny.Silent()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runtime, "perform", short)
-        with pytest.raises(UserError, match=rf"in op \w+ of block .*: {message}.*Generation \d+ \(step \d\) is intact"):
-            trained(tmp_path, resume=False)
+        with pytest.raises(UserError, match=rf"in op \w+ of block .*: {message}") as caught:
+            tiny.train_run(tmp_path, observer)
+    intact = re.search(r"Generation \d+ \(step \d\) is intact: mend this, then resume", str(caught.value))
+    assert (intact is not None) == bool(observer.metrics), "a run without a step has nothing to resume from"
     assert trained(tmp_path, resume=True) == straight
 
 

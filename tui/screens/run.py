@@ -15,6 +15,7 @@ from textual.binding import Binding
 from textual.containers import Container, Vertical
 from textual.widgets import Footer, Input
 
+from penstock.app.checkpoints import STEP_MARK, export_folder
 from penstock.storage.errors import UserError
 from penstock.tui.data.blocks import BlockPlace
 from penstock.tui.data.run_data import RunData
@@ -365,9 +366,9 @@ class RunScreen(LaneKeys, PenstockScreen):
     @_asking
     async def action_save_checkpoint(self) -> None:
         live = self.data.is_live
-        step = self.data.step + 1 if live else self.data.committed_step or self.data.step
-        text = "The state at the end of this step is kept under a name." if live else "The committed state gets a name."
-        name = await self.penstock.ask_text("Save a checkpoint", text, f"at-step-{step}")
+        text = "The state at the end of this step is kept" if live else "The committed state is kept"
+        text += f" under a name, in which {STEP_MARK} becomes its step."
+        name = await self.penstock.ask_text("Save a checkpoint", text, f"at-step-{STEP_MARK}")
         if name is not None:
             self.notify("the run keeps it at the end of its step" if live else "saving", title=f"Checkpoint {name}")
             await self._command(["checkpoint", "--", str(self.data.path), name])
@@ -387,7 +388,7 @@ class RunScreen(LaneKeys, PenstockScreen):
     @_asking
     async def action_export(self) -> None:
         text = "A folder to write in Hugging Face's format; it must not exist yet, or be empty."
-        out = await self.penstock.ask_text("Export", text, str(self.data.path / "export"))
+        out = await self.penstock.ask_text("Export", text, str(export_folder(self.data.path, self.data.step)))
         if out is not None and (path := self.penstock.target(out)) is not None:
             self.notify(f"writing {path}", title="Export")
             await self._command(["export", "--", str(self.data.path), str(path)])
