@@ -64,18 +64,18 @@ def test_what_a_recipe_prints_is_no_output_of_the_command(tmp_path: Path, capsys
 def test_a_mistake_of_ours_gives_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import penstock.app.rundir
+    from penstock.app import cli
     from penstock.app.cli import main
 
     def raises(error: Exception) -> None:
         raise error
 
     for ours in (RecursionError(), OverflowError(), UnicodeError(), FileNotFoundError(2, "gone", "x"), OSError(5, "?")):
-        monkeypatch.setattr(penstock.app.rundir, "list_runs", lambda error=ours: raises(error))
+        monkeypatch.setattr(cli, "list_runs", lambda error=ours: raises(error))
         with pytest.raises(type(ours)):
             main(["runs"])
     for theirs in (MemoryError(), PermissionError(13, "not yours", "x"), OSError(28, "full", "x")):
-        monkeypatch.setattr(penstock.app.rundir, "list_runs", lambda error=theirs: raises(error))
+        monkeypatch.setattr(cli, "list_runs", lambda error=theirs: raises(error))
         assert main(["runs"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
