@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.app import shipped
-from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections
+from penstock.app.field_synonyms import hint
+from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, unquoted
 from penstock.engine.config import RENAMED, Renamed
 from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
@@ -72,7 +73,7 @@ def _from_dict(tree: Mapping[str, Any]) -> Recipe:
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in hints(Recipe):
-            raise UserError(f"unknown field '{name}'; {nearest(name, hints(Recipe))}")
+            raise UserError(f"unknown field '{name}'; {hint(name) or nearest(name, hints(Recipe))}")
         section = sections().get(name)
         if section is None:
             values[name] = checked(value, hints(Recipe)[name], name)
@@ -193,15 +194,15 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         section, _, name = key.partition(".")
         name, _, entry = name.partition(".")
         if key in ("name", "machine"):
-            tree[key] = text
+            tree[key] = unquoted(text)
             continue
-        hint = hints(classes[section]).get(name) if section in classes else None
-        if hint is None or (entry and typing.get_origin(hint) is not dict):
+        wanted = hints(classes[section]).get(name) if section in classes else None
+        if wanted is None or (entry and typing.get_origin(wanted) is not dict):
             raise UserError(f"--set {one_line(override)}: no field '{one_line(key)}'; {nearest_key(key)}")
         if entry:
             tree[section][name][entry] = _json_or_text(text, f"--set {key}")
         else:
-            tree[section][name] = parse(text, hint, f"--set {key}")
+            tree[section][name] = parse(text, wanted, f"--set {key}")
     _tell_old_names(read, "--set")
     return from_dict(tree)
 
@@ -322,5 +323,5 @@ def _explain(error: BaseException) -> str:
         for item in RENAMED:
             if item.old.endswith(f".{key}"):
                 return f"{cls.__name__} has no field '{key}' any more: it is {item.new} now"
-        return f"{cls.__name__} has no field '{key}'; {nearest(key, hints(cls))}"
+        return f"{cls.__name__} has no field '{key}'; {hint(key) or nearest(key, hints(cls))}"
     return f"{type(error).__name__}: {said}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from penstock.app import field_synonyms
 from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, parse_json
@@ -77,7 +79,7 @@ def field_type(key: str) -> Any:
 def parse_value(key: str, text: str) -> Any:
     """The value that `text` means for the field `key` of a recipe, its type checked; UserError if it means none."""
     hint = field_type(key)
-    return text if key in ("name", "machine") else checked(parse(text, hint, key), hint, key)
+    return unquoted(text) if key in ("name", "machine") else checked(parse(text, hint, key), hint, key)
 
 
 def parse(text: str, hint: Any, key: str) -> Any:
@@ -105,8 +107,16 @@ def parse(text: str, hint: Any, key: str) -> Any:
             except ValueError as error:
                 raise UserError(f"{key}: '{one_line(text)}' is not {_type_name(member)} ({error})") from None
         if member is str or typing.get_origin(member) is Literal:
-            return text
+            return unquoted(text)
     raise UserError(f"{key}: '{one_line(text)}' must be {_type_name(hint)}")
+
+
+def unquoted(text: str) -> str:
+    """The text that a JSON string in double quotes means, its escapes too; any other text as it is."""
+    if len(text) >= 2 and text[0] == text[-1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.loads(text))
+    return text
 
 
 def checked(value: Any, hint: Any, key: str) -> Any:
@@ -188,7 +198,9 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 def nearest_key(key: str) -> str:
-    """The hint for an unknown dotted key: the nearest full key, or a key whose last part is near."""
+    """The hint for an unknown dotted key: what another trainer means by it, the nearest key, or one that ends so."""
+    if (synonym := field_synonyms.hint(key)) is not None:
+        return synonym
     keys = [field.key for field in fields()]
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not close:

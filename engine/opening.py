@@ -48,6 +48,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 from penstock.storage.readers import Readers, find_readers
 from penstock.storage.safetensors_io import CheckpointReader
+from penstock.storage.units import size_text
 
 _LOOKED_AT = 5
 """Batches of which `typical_batch` takes the middle one."""
@@ -322,8 +323,8 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
     if wanted != held:
         part_bytes = max(a.part_numel * 4 for a in held.values())
         raise UserError(
-            f"storage.part_bytes: the state in {store.root} is cut into parts of up to {part_bytes:,} bytes, which a "
-            "resumed run cannot change; restore the value that the run was made with"
+            f"storage.part_bytes: the state in {store.root} is cut into parts of up to {size_text(part_bytes)}, which "
+            f"a resumed run cannot change; restore storage.part_bytes={size_text(part_bytes)}"
         )
 
 

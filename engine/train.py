@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine import validation
-from penstock.engine.config import Recipe, parse_bytes
+from penstock.engine.config import Recipe
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
 from penstock.engine.machine.device import memory_use
@@ -235,8 +235,5 @@ def _drives(session: Session, steps: int) -> list[dict[str, Any]]:
 
 
 def _tiers(session: Session) -> dict[str, dict[str, int]]:
-    plan, peaks, nvme = session.plan, memory_peaks(session), session.recipe.budgets.nvme
-    nvme_peak = session.store.peak_disk_bytes()
-    nvme_budget = nvme_peak if nvme is None else parse_bytes(nvme, "budgets.nvme")
-    tiers = {tier: {"budget_bytes": plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}
-    return tiers | {"nvme": {"budget_bytes": nvme_budget, "peak_bytes": nvme_peak}}
+    peaks = memory_peaks(session) | {"nvme": session.store.peak_disk_bytes()}
+    return {tier: {"budget_bytes": session.plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.storage.arrays import Array
 from penstock.storage.drives import FREE_MARGIN, DriveSet, require_room
 from penstock.storage.errors import BudgetError
+from penstock.storage.units import size_text
 
 
 class Room:
@@ -70,5 +71,6 @@ class Room:
         if self._budget_bytes is not None and held + need > self._budget_bytes:
             raise BudgetError(
                 f"budgets.nvme: {what} in {self._drives.root} needs {need:,} bytes beside {held:,} already given out, "
-                f"and the budget is {self._budget_bytes:,}; raise budgets.nvme or keep more blocks in RAM"
+                f"and the budget is {self._budget_bytes:,}; raise budgets.nvme to {size_text(held + need)}, or keep "
+                "more blocks in RAM"
             )

@@ -16,6 +16,18 @@ def bytes_text(num_bytes: float | None) -> str:
     return f"{num_bytes:,.{2 if abs(num_bytes) < 9.995 else 1 if abs(num_bytes) < 99.95 else 0}f} TiB"
 
 
+def size_text(num_bytes: int) -> str:
+    """A size as a field of a recipe takes it, `120MiB`: the very same if a unit divides it, else up to 1 % more."""
+    units = [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")]
+    for scale, unit in units:
+        if num_bytes >= scale and num_bytes % scale == 0:
+            return f"{num_bytes // scale}{unit}"
+    for scale, unit in units:
+        if num_bytes >= 100 * scale:
+            return f"{-(-num_bytes // scale)}{unit}"
+    return str(num_bytes)
+
+
 def of_text(held: float | None, budget: float | None) -> str:
     """A size of another: `61.2 of 78.4 GiB`, where one unit serves both."""
     part, whole = bytes_text(held), bytes_text(budget)

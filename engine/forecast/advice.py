@@ -15,6 +15,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import gib
 from penstock.engine.plan.planner import state_exceeds_disk
 from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.units import size_text
 
 _ROUNDED = "gradients wait in bfloat16, rounded once after their sum"
 _TRIES = 12
@@ -112,8 +113,8 @@ def _single(task: PlanRequest) -> Iterator[Change]:
     yield from _least(task, "train.global_batch_size", fewer, "fewer sequences in a step")
     yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
     size = parse_bytes(storage.part_bytes, "storage.part_bytes")
-    smaller = [n for n in _halves(size, 8192) if n % 8192 == 0]
-    yield from _least(task, "storage.part_bytes", smaller, "smaller chunk files, and so smaller stages")
+    sizes = [size_text(n) for n in _halves(size, 8192) if n % 8192 == 0]
+    yield from _least(task, "storage.part_bytes", sizes, "smaller chunk files, and so smaller stages")
 
 
 def _halves(value: int, least: int) -> list[int]:
@@ -125,7 +126,7 @@ def _halves(value: int, least: int) -> list[int]:
     return found
 
 
-def _least(task: PlanRequest, name: str, values: Iterable[int], text: str) -> Iterator[Change]:
+def _least(task: PlanRequest, name: str, values: Iterable[int | str], text: str) -> Iterator[Change]:
     """The first of the values that fits."""
     for value in values:
         try:
@@ -143,12 +144,13 @@ def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError |
     for _ in range(_TRIES):
         refusal = refusal if refusal is not None and not raised else applied(task, raised).refusal()
         if refusal is None:
-            lacking = {name: size for name, size in raised.items() if size > sizes.get(name.partition(".")[2], 0)}
-            needs = ", ".join(f"{gib(size)} of {_NAMES[name.partition('.')[2]]}" for name, size in raised.items())
+            needed = {name: parse_bytes(size, name) for name, size in raised.items()}
+            lacking = {name: size for name, size in needed.items() if size > sizes.get(name.partition(".")[2], 0)}
+            needs = ", ".join(f"{gib(size)} of {_NAMES[name.partition('.')[2]]}" for name, size in needed.items())
             return Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")
         if refusal.tier is None:
             return None
-        raised[f"budgets.{refusal.tier}"] = refusal.need_bytes
+        raised[f"budgets.{refusal.tier}"] = size_text(refusal.need_bytes)
     return None
 
 

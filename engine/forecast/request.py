@@ -91,6 +91,7 @@ class PlanRequest:
             activation_checkpointing=train.activation_checkpointing,
             kv_window=train.kv_window,
             nvme_budget=budgets.nvme,
+            nvme_room=budgets.nvme_room,
             state_kinds=optimizer.state_kinds,
             kept_generations=kept_generations(recipe),
             last_good=storage.keep_good is not None,

@@ -40,6 +40,8 @@ class Budgets:
     """None: what the drives have."""
     why: dict[str, str]
     """Tier -> how its figure came about, in words."""
+    nvme_room: int | None = None
+    """What the drives have for the run, free or held by it already, where `nvme` is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,16 @@ def run_budgets(
     if _is_shared(device):
         _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")
         _require_together(gpu, ram, total)
-    if nvme is None and new:
+    room = None
+    if nvme is not None:
+        why["nvme"] = "the recipe's"
+    elif new:
         nvme = _free_on(drives)
         why["nvme"] = "free on the drives, less a reserve"
     else:
-        why["nvme"] = "what the drives have" if nvme is None else "the recipe's"
-    return Budgets(free.gpu, free.ram, nvme, why)
+        room = _free_on(drives) + _held_on(drives)
+        why["nvme"] = "free on the drives, less a reserve, and what the run holds there"
+    return Budgets(free.gpu, free.ram, nvme, why, room)
 
 
 def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:
@@ -174,6 +180,18 @@ def _free_on(drives: Sequence[Path]) -> int:
         places.append((os.stat(drive).st_dev, drive))
     sharing = [device for device, _ in places]
     return len(places) * min(free_disk(place) // sharing.count(device) for device, place in places)
+
+
+def _held_on(drives: Sequence[Path]) -> int:
+    """Bytes of disk that files in these folders take; one with several names counts once."""
+    held = {}
+    for drive in drives:
+        for folder, _, names in os.walk(drive):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(folder, name))
+                    held[status.st_dev, status.st_ino] = 512 * status.st_blocks
+    return sum(held.values())
 
 
 def split_shared(total_bytes: int, gpu_bytes: int | None = None, ram_bytes: int | None = None) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from penstock.engine.plan.problem import (
 )
 from penstock.storage.chunk import ChunkFormat
 from penstock.storage.errors import BudgetError
+from penstock.storage.units import size_text
 
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """Choice.stages -> records on their way to or from NVMe at once."""
@@ -143,7 +144,7 @@ class _Planner:
             listing = ", ".join(f"{k} {gib(v)}" for k, v in self.gpu_parts(set()).items() if v)
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold one block's working set of {gib(need)} ({listing}); "
-                f"give at least {need} bytes, or lower train.chunk_tokens, train.micro_batch_size or "
+                f"give at least {size_text(need)}, or lower train.chunk_tokens, train.micro_batch_size or "
                 "data.sequence_length",
                 tier="gpu",
                 need_bytes=need,
@@ -185,7 +186,7 @@ class _Planner:
         if need > p.gpu_budget:
             raise BudgetError(
                 f"budgets.gpu: {gib(p.gpu_budget)} cannot hold all activations "
-                f"(train.activation_checkpointing=none needs {gib(need)}); give at least {need} bytes, or use "
+                f"(train.activation_checkpointing=none needs {gib(need)}); give at least {size_text(need)}, or use "
                 "train.activation_checkpointing=auto",
                 tier="gpu",
                 need_bytes=need,
@@ -346,7 +347,7 @@ class _Planner:
             raise BudgetError(
                 f"budgets.ram: {gib(p.ram_budget)} cannot hold one block's working set of {gib(need)} (hidden states "
                 f"of the step {gib(stream)}, one block's pass {gib(passing)}, saved activations {gib(records)}, "
-                f"staging {gib(staged + own * widest)}); give at least {need} bytes, or lower "
+                f"staging {gib(staged + own * widest)}); give at least {size_text(need)}, or lower "
                 "train.global_batch_size, data.sequence_length or storage.part_bytes",
                 tier="ram",
                 need_bytes=need,
@@ -399,7 +400,7 @@ class _Planner:
                 "gpu": TierPlan(budget_bytes=p.gpu_budget, peak_bytes=sum(gpu.values()), parts=gpu),
                 "ram": TierPlan(budget_bytes=p.ram_budget, peak_bytes=sum(ram.parts.values()), parts=ram.parts),
                 "nvme": TierPlan(
-                    budget_bytes=sum(nvme.values()) if p.nvme_budget is None else p.nvme_budget,
+                    budget_bytes=p.nvme_budget or p.nvme_room or sum(nvme.values()),
                     peak_bytes=sum(nvme.values()),
                     parts=nvme,
                 ),
@@ -427,8 +428,8 @@ class _Planner:
         if p.nvme_budget is not None and need > p.nvme_budget:
             listing = ", ".join(f"{k} {gib(v)}" for k, v in parts.items() if v)
             raise BudgetError(
-                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least {need} "
-                "bytes, or drives with more room (storage.nvme), or lower storage.keep_last",
+                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least "
+                f"{size_text(need)}, or drives with more room (storage.nvme), or lower storage.keep_last",
                 tier="nvme",
                 need_bytes=need,
                 budget_bytes=p.nvme_budget,

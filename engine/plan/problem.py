@@ -132,6 +132,8 @@ class PlanInput:
     kv_window: Window = "auto"
     nvme_budget: int | None = None
     """Bytes of disk; None: as much as there is."""
+    nvme_room: int | None = None
+    """Bytes that there are for the run, where there is no such budget; None: not known."""
     kept_generations: int = 0
     """Generations that are kept on disk beside the two between which a run alternates."""
     state_kinds: tuple[str, ...]

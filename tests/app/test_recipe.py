@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.app.field_synonyms import SYNONYMS
 from penstock.app.recipe import (
     apply_overrides,
     change_run,
+    from_dict,
     from_json,
     load_recipe,
     resolve_paths,
@@ -170,6 +172,16 @@ def test_every_field_is_documented() -> None:
         ("train=4", ["no field 'train'", "train."]),
         ("train.steps.more=4", ["no field 'train.steps.more'"]),
         ("zzzzzzzzz=4", ["valid names", "train.steps"]),
+        ("learning_rate=1e-5", ["no field 'learning_rate'; did you mean 'train.lr'?"]),
+        ("train.Learning-Rate=1e-5", ["did you mean 'train.lr'?"]),
+        ("epochs=3", ["did you mean 'train.steps'?", "not epochs"]),
+        ("batch_size=8", ["did you mean 'train.global_batch_size'?"]),
+        ("max_steps=8", ["did you mean 'train.steps'?"]),
+        ("context_length=8", ["did you mean 'data.sequence_length'?"]),
+        ("train.gradient_accumulation_steps=8", ["'train.global_batch_size'", "times the accumulation steps"]),
+        ("warmup_ratio=0.03", ["did you mean 'train.warmup_steps'?", "the ratio times train.steps"]),
+        ("weight_decay=0.1", ["did you mean 'train.weight_decay'?"]),
+        ("load_in_4bit=true", ["no quantised weights"]),
         ("train.steps=4.5", ["train.steps", "'4.5' must be a whole number"]),
         ("train.lr=fast", ["train.lr", "'fast' must be a number"]),
         ("train.lr=inf", ["train.lr", "finite"]),
@@ -194,6 +206,37 @@ def test_bad_override_says_what_and_how(override: str, parts: list[str]) -> None
         assert part in str(caught.value)
 
 
+def test_synonyms_name_fields_that_there_are_and_none_is_a_field_itself() -> None:
+    keys = {item.key for item in fields()}
+    ends = {key.rpartition(".")[2] for key in keys}
+    assert {found.key for found in SYNONYMS.values()} <= keys | {""}
+    assert all(found.key or found.note for found in SYNONYMS.values())
+    assert not ends & SYNONYMS.keys()
+    with pytest.raises(UserError, match=r"unknown field 'batch_size'; did you mean 'train\.global_batch_size'"):
+        from_dict({"name": "x", "batch_size": 4})
+    with pytest.raises(UserError, match=r"unknown field 'data\.block_size'; did you mean 'data\.sequence_length'"):
+        from_dict({"name": "x", "data": {"block_size": 4}})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r'"a\n"', "a\n"),
+        (r'"say \"a\""', 'say "a"'),
+        (r"a\n", r"a\n"),
+        ('"a', '"a'),
+        ('"a" and "b"', '"a" and "b"'),
+        ('""', ""),
+        ("none", None),
+        ('"none"', "none"),
+    ],
+)
+def test_a_text_in_quotes_is_a_json_string(text: str, value: str | None) -> None:
+    recipe = apply_overrides(Recipe(name="x"), ["after.export=true", f"after.sample_prompt={text}"])
+    assert recipe.after.sample_prompt == value
+    assert apply_overrides(recipe, ['name="y"']).name == "y"
+
+
 def test_overrides_are_validated_together() -> None:
     recipe = Recipe(name="x", model=ModelConfig(num_heads=8, num_kv_heads=4))
     changed = apply_overrides(recipe, ["model.num_heads=9", "model.num_kv_heads=3"])
@@ -210,6 +253,7 @@ def test_overrides_are_validated_together() -> None:
         ("recipe = (", ["line 3"]),
         ("\n\nraise OSError('no disk')", ["line 5", "no disk"]),
         ("recipe = Recipe(name='x', trian=3)", ["line 3", "'trian'", "'train'"]),
+        ("TrainConfig(num_train_epochs=3)", ["line 3", "did you mean 'train.steps'?", "not epochs"]),
         ("ModelConfig(num_layer=3)", ["line 3", "'num_layers'"]),
         ("TrainConfig(steps=0)", ["line 3", "train.steps", "at least 1"]),
         ("TrainConfig(save='input')", ["line 3", "no field 'save' any more: it is train.activation_checkpointing now"]),

@@ -102,7 +102,7 @@ def test_a_damaged_activation_stops_the_run_by_name(tmp_path: Path) -> None:
 
 
 def test_less_than_the_stages_is_refused_with_the_need(tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"budgets\.ram.*hidden states of the step.*give at least \d+ bytes"):
+    with pytest.raises(BudgetError, match=r"budgets\.ram.*hidden states of the step.*give at least \d+[KMG]iB"):
         tiny.session(tmp_path, **LONG, ram="64KiB")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 
+from penstock.engine.machine import budgets
 from penstock.engine.train import train_step
 from penstock.storage.disk import publish
 from penstock.storage.errors import UserError
@@ -124,13 +125,23 @@ def test_a_checkpoint_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
 
 def test_what_a_resumed_run_cannot_change_is_named(tmp_path: Path) -> None:
     tiny.train_run(tmp_path, tiny.Silent(stop_after=2))
-    with pytest.raises(UserError, match=r"storage\.part_bytes: .*16,384 bytes"):
+    with pytest.raises(UserError, match=r"storage\.part_bytes: .*16KiB"):
         tiny.train_run(tmp_path, tiny.Silent(), resume=True, storage=tiny.storage(part_bytes="8KiB"))
     with pytest.raises(UserError, match="another model"):
         tiny.train_run(tmp_path, tiny.Silent(), resume=True, model=tiny.model(num_layers=4))
     with pytest.raises(UserError, match="has no checkpoint 'x'; it has good-000001"):
         tiny.train_run(tmp_path, tiny.Silent(), resume=True, checkpoint="x")
     assert tiny.train_run(tmp_path, tiny.Silent(), resume=True).steps == 6
+
+
+def test_an_open_nvme_budget_is_what_the_drives_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a new run what is free, of a resumed one what it holds there as well: never what it holds alone."""
+    free = 7 * 2**30
+    monkeypatch.setattr(budgets, "free_disk", lambda place: free)
+    new = tiny.train_run(tmp_path, tiny.Silent(stop_after=2)).tiers["nvme"]
+    assert new["budget_bytes"] == free
+    resumed = tiny.train_run(tmp_path, tiny.Silent(stop_after=1), resume=True).tiers["nvme"]
+    assert free + new["peak_bytes"] / 2 < resumed["budget_bytes"] < free + 2 * new["peak_bytes"]
 
 
 def test_going_on_with_another_recipe_is_said(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def test_train_runs_stops_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budgets": tiny.BudgetConfig(gpu="1KiB", ram="1GiB")}, r"budgets\.gpu: .* give at least \d+ bytes"),
-        ({"budgets": tiny.BudgetConfig(gpu="1GiB", ram="1KiB")}, r"budgets\.ram: .* give at least \d+ bytes"),
+        ({"budgets": tiny.BudgetConfig(gpu="1KiB", ram="1GiB")}, r"budgets\.gpu: .* give at least \d+[KMG]iB"),
+        ({"budgets": tiny.BudgetConfig(gpu="1GiB", ram="1KiB")}, r"budgets\.ram: .* give at least \d+[KMG]iB"),
         ({"budgets": tiny.BudgetConfig(gpu="1GiB", ram="1GiB", nvme="1KiB")}, r"budgets\.nvme: .*1,024"),
         ({"model": tiny.model(model_type="t5")}, "encoder-decoder|not a causal"),
         ({"model": tiny.model(model_type="qwen33")}, "unknown architecture 'qwen33'"),

@@ -18,6 +18,8 @@ GIB, NAN = 2**30, float("nan")
         (units.bytes_text, (None, NAN, 0, 1023, 1024), "n/a, n/a, 0 B, 1023 B, 1.0 KiB"),
         (units.bytes_text, (1.5 * GIB, 206 * 2**20, 1023.7 * 2**20), "1.5 GiB, 206 MiB, 1.0 GiB"),
         (units.bytes_text, (2**41, 25.15 * 2**40, 1562.5 * 2**40), "2.00 TiB, 25.1 TiB, 1,562 TiB"),
+        (units.size_text, (999, 2**10, 120 * 2**20, 120 * 2**20 + 1), "999, 1KiB, 120MiB, 121MiB"),
+        (units.size_text, (16_384, 3 * GIB, 3 * GIB + 1, 200 * GIB - 5), "16KiB, 3GiB, 3073MiB, 200GiB"),
         (units.rate_text, (None, 500, 3.12e9, 250e6), "n/a, 500 B/s, 3.1 GB/s, 250 MB/s"),
         (units.seconds_text, (None, float("inf"), 0, 0.00012, 0.01234), "n/a, n/a, 0 s, 120 us, 12.3 ms"),
         (units.seconds_text, (0.9999, 4.2, 95.34, 599.4, 600), "1.00 s, 4.20 s, 95.3 s, 599 s, 10m00s"),

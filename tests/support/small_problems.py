@@ -12,6 +12,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import BlockShape, BufferShape, Checkpointing, PlanInput, PlanOptions, Window
 from penstock.storage.errors import BudgetError
+from penstock.storage.units import size_text
 
 KV_DIM, HEAD_DIM, HEADS, HIDDEN = 16, 8, 4, 32
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -169,5 +170,5 @@ def with_need(shape: PlanInput, refusal: BudgetError) -> PlanInput:
     given = getattr(shape, field)
     assert refusal.budget_bytes <= given < refusal.need_bytes
     assert f"budgets.{refusal.tier}" in str(refusal)
-    assert f"give at least {refusal.need_bytes} bytes" in str(refusal)
+    assert f"give at least {size_text(refusal.need_bytes)}, or" in str(refusal)
     return replace(shape, **{field: refusal.need_bytes})

@@ -123,6 +123,13 @@ def test_a_fix_is_taken_as_the_planner_words_it(draft: Draft) -> None:
     assert draft.recipe.budgets.gpu == "256MiB"
 
 
+def test_a_text_that_begins_with_a_quote_is_taken_as_it_is_typed(draft: Draft) -> None:
+    draft.set("after.sample_prompt", r'"quoted"\n')
+    assert draft.recipe.after.sample_prompt == '"quoted"\n'
+    draft.apply([r'after.sample_prompt="quoted\n"'])
+    assert draft.recipe.after.sample_prompt == "quoted\n"
+
+
 def test_a_fix_leaves_what_is_wrong_elsewhere(draft: Draft) -> None:
     draft.set("train.lr", "fast")
     draft.apply(["train.steps=9"])

@@ -196,7 +196,8 @@ def _typed(key: str, text: str) -> str:
     is_json = text.lstrip().startswith(("[", "{")) and any(typing.get_origin(m) in (list, dict) for m in members)
     if is_json or str not in members:
         return text.strip()
-    return re.sub(r"\\[nrt\\]", lambda match: _UNESCAPES[match.group()], text)
+    text = re.sub(r"\\[nrt\\]", lambda match: _UNESCAPES[match.group()], text)
+    return json.dumps(text) if text.startswith('"') else text  # --set takes quotes off
 
 
 def _named(message: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import sampled
 
-from penstock.engine.config import DataConfig, StorageConfig, TrainConfig
+from penstock.engine.config import DataConfig, StorageConfig, TrainConfig, parse_bytes
 from penstock.engine.forecast.advice import Change, applied, best_change, fits, fixes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.hf.config import model_config
@@ -81,8 +82,9 @@ def test_what_the_machine_lacks_is_a_change_of_the_machine() -> None:
     roomy = fixes(task, SIZES)[-1]
     assert list(roomy.values) == ["budgets.gpu"]
     assert fits(applied(task, roomy.values))
-    less = {"budgets.gpu": int(roomy.values["budgets.gpu"]) - 1}
-    assert not fits(applied(task, less)), "the smallest"
+    assert re.fullmatch(r"\d+[KMG]iB", roomy.values["budgets.gpu"])
+    less = {"budgets.gpu": int(0.99 * parse_bytes(roomy.values["budgets.gpu"], "budgets.gpu")) - 1}
+    assert not fits(applied(task, less)), "the smallest, in whole units"
     poor = fixes(task, SIZES | {"gpu": 200_000})[-1]
     assert poor.values == {}
     assert "a machine with" in poor.text

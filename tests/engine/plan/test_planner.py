@@ -170,7 +170,7 @@ def test_a_streamed_window_takes_the_same_memory_at_any_length() -> None:
     streamed, whole = PlanOptions(streamed=True), PlanOptions()
     need = floor("gpu", streamed, **long)
     assert need < floor("gpu", whole, **long)
-    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*give at least \d+ bytes"):
+    with pytest.raises(BudgetError, match=r"budgets\.gpu: .*give at least \d+[KMG]iB"):
         made(whole, **long, gpu_budget=need)
     assert made(streamed, **long, gpu_budget=need).streamed
     windows = [made(streamed, **long | {"row_tokens": n}).tiers["gpu"].parts["K/V window"] for n in (1024, 4096)]
@@ -219,7 +219,7 @@ def test_the_disk_holds_two_generations_and_those_that_are_kept() -> None:
     assert 28 * 2048 * 12 <= generation < 28 * 2048 * 12 * 1.6
     kept = made(kept_generations=3).tiers["nvme"]
     assert kept.parts["kept generations"] == 3 * generation
-    with pytest.raises(BudgetError, match=r"budgets\.nvme: .*give at least (\d+) bytes") as e:
+    with pytest.raises(BudgetError, match=r"budgets\.nvme: .*give at least (\d+[KMG]iB)") as e:
         made(kept_generations=3, nvme_budget=kept.peak_bytes - 1)
     assert (e.value.tier, e.value.need_bytes) == ("nvme", kept.peak_bytes)
     assert made(kept_generations=3, nvme_budget=kept.peak_bytes).tiers["nvme"] == kept
