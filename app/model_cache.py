@@ -1,8 +1,6 @@
 """What models are made of, kept between plans: taking one apart takes PyTorch and transformers, which take seconds.
 
-A file a model, below XDG_CACHE_HOME, named by a digest of all that decides its content. Only a plan reads it, never a
-training. A file that is damaged, or that somebody else could have written, counts as none, and so does a folder that
-cannot be used.
+A file a model (app/user_cache.py). Only a plan reads it, never a training.
 """
 
 from __future__ import annotations
@@ -11,9 +9,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
-import stat
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,14 +16,13 @@ from pathlib import Path
 import msgspec
 
 from penstock import engine
+from penstock.app.user_cache import cache_folder, read_kept, write_kept
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.model_folder import read_config_file
-from penstock.storage.sealed import seal, unseal
-from penstock.storage.untrusted import open_regular, parse_object, typed
+from penstock.storage.untrusted import typed
 
 _MOST_FILES = 64
-_MOST_BYTES = 1 << 22
 _CODE = ("model", "attention", "hf")
 """Rooms of the engine whose code says what a model is made of."""
 
@@ -38,22 +32,14 @@ def kept_spec(recipe: Recipe, make: Callable[[], ModelSpec]) -> ModelSpec:
 
     The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone.
     """
-    folder, digest = _folder(), _digest(recipe)
+    folder, digest = cache_folder("models"), _digest(recipe)
     spec = None if folder is None else _read(folder, digest)
     if spec is None:
         spec = replace(make(), config=None)
         if folder is not None:
             with contextlib.suppress(OSError):
-                _write(folder, digest, spec)
+                write_kept(folder, digest, {"spec": msgspec.to_builtins(spec)}, _MOST_FILES)
     return spec
-
-
-def _folder() -> Path | None:
-    """None where no home is known. The XDG specification has relative paths ignored."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    return Path(base) / "penstock" / "models" if os.path.isabs(base) else None
 
 
 def _digest(recipe: Recipe) -> str:
@@ -79,29 +65,7 @@ def _digest(recipe: Recipe) -> str:
 
 def _read(folder: Path, digest: str) -> ModelSpec | None:
     try:
-        with open(open_regular(folder / f"{digest}.json"), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return None
-            content, sealed = unseal(parse_object(file.read(_MOST_BYTES + 1), most_bytes=_MOST_BYTES))
-        return typed(content["spec"], ModelSpec) if sealed and content["digest"] == digest else None
-    except (OSError, ValueError, KeyError):
+        kept = read_kept(folder, digest)
+        return None if kept is None else typed(kept["spec"], ModelSpec)
+    except (ValueError, KeyError):
         return None
-
-
-def _write(folder: Path, digest: str, spec: ModelSpec) -> None:
-    """Keep `spec`, and the newest others. OSError."""
-    content = json.dumps(seal({"digest": digest, "spec": msgspec.to_builtins(spec)})).encode()
-    if len(content) > _MOST_BYTES:
-        return
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=folder)  # not synced: what a power cut leaves of it is known by its checksum
-    try:
-        with open(fd, "wb") as file:
-            file.write(content)
-        os.replace(temporary, folder / f"{digest}.json")
-    except OSError:
-        os.unlink(temporary)
-        raise
-    for old in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)[_MOST_FILES:]:
-        old.unlink()

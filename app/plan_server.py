@@ -1,8 +1,9 @@
 """Plans on request: `python -m penstock.app.plan_server` reads requests and writes forecasts, one JSON object a line.
 
-Request: {"id", "recipe": nested dicts, "machine": name | null, "from_scratch": bool}. Answers: {"ready": true} once all
-is loaded; then for a request {"id", "forecast", "done": false} without advice and again with it and "done": true, or
-{"id", "error": text}. Where random weights were asked for, "recipe" is the recipe that begins with them.
+Request: {"id", "recipe": nested dicts, "machine": name | null, "from_scratch": bool, "advice": bool}. Answers:
+{"ready": true} once all is loaded; then for a request {"id", "forecast", "done": false} without advice and again with
+it and "done": true, or {"id", "error": text}; where no advice is wanted the first one is done. Where random weights
+were asked for, "recipe" is the recipe that begins with them.
 
 Torch and the planner are loaded once. Each request is planned in a fork, so that the next one ends it at once; here
 itself nothing is computed, and no device is touched. It ends when its standard input is closed.
@@ -182,7 +183,11 @@ def plan_request(request: dict[str, Any], send: _Send) -> None:
     if request.get("from_scratch"):
         recipe = from_scratch(recipe)
         extra = {"recipe": to_dict(recipe)}
-    for done, forecast in zip((False, True), plan_stages(recipe, request.get("machine") or None), strict=True):
+    stages = plan_stages(recipe, request.get("machine") or None)
+    if not request.get("advice", True):
+        send({"forecast": next(stages), "done": True} | extra)
+        return
+    for done, forecast in zip((False, True), stages, strict=True):
         send({"forecast": forecast, "done": done} | extra)
 
 

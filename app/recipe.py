@@ -18,9 +18,10 @@ from typing import Any
 from penstock.app import shipped
 from penstock.app.field_synonyms import hint
 from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, unquoted
-from penstock.engine.config import RENAMED, Renamed
+from penstock.engine.config import RENAMED as RENAMED
 from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
+from penstock.engine.config import Renamed
 from penstock.storage import sealed
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError

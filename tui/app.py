@@ -7,9 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.app import App, SystemCommand
 from textual.driver import Driver
@@ -27,6 +27,9 @@ from penstock.tui.paths import written_path
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import THEMES
 
+if TYPE_CHECKING:
+    from penstock.tui.data.home_plans import HomePlans
+
 BAD_INPUT = 2
 
 
@@ -42,6 +45,7 @@ class PenstockApp(App[None]):
     """Parameters: `root`, the folder with runs/ and the user's recipes/; `run`, a run to open at once.
 
     `read_only`: show runs and take no action. `served`: shown in a browser, where files are written below `root` alone.
+    `plans_recipes`: while nobody presses a key on Home, plan the recipes that it lists for this machine.
     """
 
     TITLE = "penstock"
@@ -57,6 +61,7 @@ class PenstockApp(App[None]):
         clock: Callable[[], float] = time.time,
         read_only: bool = False,
         served: bool = False,
+        plans_recipes: bool = False,
         driver_class: type[Driver] | None = None,
     ) -> None:
         super().__init__(driver_class=driver_class)
@@ -66,10 +71,18 @@ class PenstockApp(App[None]):
         self.glyphs = glyphs or terminal_glyphs()
         self.clock = clock
         """Unix seconds now."""
+        self._plans_recipes = plans_recipes and not read_only
         self._first_run = run
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = THEMES[0].name
+
+    @cached_property
+    def home_plans(self) -> HomePlans:
+        """Which recipes fit this machine, as far as is known."""
+        from penstock.tui.data.home_plans import HomePlans
+
+        return HomePlans(self.root, may_plan=self._plans_recipes)
 
     def on_mount(self) -> None:
         from penstock.tui.screens.home import HomeScreen
@@ -208,6 +221,6 @@ def open_app(root: Path, run: Path | None = None) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         print("error: the terminal application needs a terminal; `penstock --help` lists the commands", file=sys.stderr)
         return BAD_INPUT
-    app = PenstockApp(root, run)
+    app = PenstockApp(root, run, plans_recipes=True)
     app.run()
     return app.return_code or 0

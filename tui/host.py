@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from textual.dom import DOMNode
 from textual.screen import Screen
 
 from penstock.app.rows import Glyphs
+
+if TYPE_CHECKING:
+    from penstock.tui.data.home_plans import HomePlans
 
 
 class Host(Protocol):
@@ -20,6 +23,8 @@ class Host(Protocol):
     clock: Callable[[], float]
     read_only: bool
 
+    @property
+    def home_plans(self) -> HomePlans: ...
     def open_run(self, run_path: Path) -> None: ...
     def open_timeline(self, run_path: Path, step: int | None = None) -> None: ...
     def open_configure(self, recipe_path: Path) -> None: ...

@@ -13,12 +13,14 @@ import pytest
 import real_runs
 from textual.pilot import Pilot
 
+from penstock.app import fits
 from penstock.tui.app import PenstockApp
 
 
 @pytest.fixture(autouse=True)
-def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No animation, no blinking, no colours switched off by the surroundings, UTF-8."""
+def _steady(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No animation, no blinking, no colours switched off by the surroundings, UTF-8, no answers kept by other tests."""
+    monkeypatch.setattr(fits, "cache_folder", lambda kind: tmp_path / "cache" / kind)
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("PENSTOCK_ASCII", raising=False)

@@ -15,15 +15,8 @@ from textual.widgets import DataTable, Input, Static
 from penstock.app.recipe import save_recipe
 from penstock.engine.config import Recipe
 from penstock.tui.app import PenstockApp
-from penstock.tui.data.catalog import (
-    RunCatalog,
-    describe,
-    find_recipes,
-    matches,
-    plan_lines,
-    read_recipe_entry,
-    read_run_entry,
-)
+from penstock.tui.data.catalog import RunCatalog, plan_lines, read_run_entry
+from penstock.tui.data.recipes import describe, find_recipes, matches, read_recipe_entry
 from penstock.tui.screens.compare import CompareScreen
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.home import HomeScreen
@@ -34,6 +27,13 @@ from penstock.tui.screens.timeline import TimelineScreen
 def names(app: PenstockApp, table: str) -> list[str]:
     found = app.screen.query_one(f"#{table}", DataTable)
     return [Path(str(row.key.value)).name for row in found.ordered_rows]
+
+
+def row_of(app: PenstockApp, path: Path, table: str = "runs") -> dict[str, str]:
+    """Column's title -> what it shows of a run or a recipe."""
+    found = app.screen.query_one(f"#{table}", DataTable)
+    titles = [str(column.label) for column in found.ordered_columns]
+    return dict(zip(titles, map(str, found.get_row(str(path))), strict=True))
 
 
 async def select(pilot: Pilot[None], name: str, table: str = "runs") -> None:
@@ -53,12 +53,14 @@ async def test_it_lists_runs_with_figures_and_recipes_own_ones_first(
     assert recipes[:2] == ["tiny.py", "quickstart.py"]
     assert recipes.index("7b_512k.py") < recipes.index("14b_workstation.py") < recipes.index("120b_moe.py")
     await select(pilot, "first")
-    cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "first"))
+    cells = row_of(app, root / "runs" / "first")
     loss = json.loads((root / "runs/first/metrics.jsonl").read_text().splitlines()[-1])["loss"]
-    assert [str(cell) for cell in cells[1:5]] == ["first", "finished", "12/12", f"{loss:.4f}"]
-    await select(pilot, "crashed")
-    cells = app.screen.query_one("#runs", DataTable).get_row(str(root / "runs" / "crashed"))
-    assert [str(cell) for cell in cells[1:4]] == ["crashed", "crashed", "9/12"]
+    assert [cells[name] for name in ("run", "state", "done", "step")] == ["first", "finished", "100%", "12/12"]
+    assert (cells["loss"], len(cells["last steps"])) == (f"{loss:.4f}", 10)
+    cells = row_of(app, root / "runs" / "crashed")
+    assert [cells[name] for name in ("run", "state", "done", "step")] == ["crashed", "crashed", "75%", "9/12"]
+    cells = row_of(app, root / "recipes" / "tiny.py", "recipes")
+    assert [cells[name] for name in ("recipe", "size", "context", "fits here?")] == ["tiny", "?", "64", "?"]
 
 
 async def test_the_detail_tells_plan_and_outcome(app: PenstockApp, pilot: Pilot[None]) -> None:

@@ -1,50 +1,23 @@
-"""What there is to open: recipes, shipped and the user's own, and runs with their key figures.
-
-A recipe is listed from its text, without running it; a damaged run directory is listed with what is wrong with it.
-"""
+"""The runs that there are, with their key figures; a damaged run directory is listed with what is wrong with it."""
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.app import shipped
 from penstock.app.run_files import number, read_object, read_tail
 from penstock.app.rundir import ATTENDED_STATES, read_info
 from penstock.app.speed import WARMUP_STEPS
 from penstock.storage.units import params_text
-from penstock.storage.untrusted import parse_object, printable, read_regular
+from penstock.storage.untrusted import printable
 from penstock.tui.data.fields import get, text
 
-_NEEDS = re.compile(r"(GPU|RAM|NVMe|Model|Use) {2,}(\S.*)")
-_RECIPE_BYTES = 1 << 20
-_SAVED = "a saved recipe"
-"""Title of a JSON file, which has no docstring."""
 MOST_PLAN_BYTES = 64 << 20
 _RECENT = 20
 """Steps from which the time that is left is estimated."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeEntry:
-    """A recipe file."""
-
-    path: Path
-    name: str
-    title: str
-    """The first paragraph of its docstring, in one line."""
-    needs: dict[str, str]
-    """GPU, RAM, NVMe, Model, Use -> what its docstring says."""
-    text: str
-    """The docstring."""
-    own: bool
-    """Whether it is the user's, not shipped."""
-    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +30,7 @@ class RunEntry:
     step: int = 0
     total_steps: int = 0
     loss: float | None = None
-    tokens_per_s: float | None = None
-    """The run's mean."""
+    mean_tokens_per_s: float | None = None
     left_s: float | None = None
     changed: float = 0.0
     """Unix seconds of its last sign of life."""
@@ -75,68 +47,6 @@ class RunEntry:
     def live(self) -> bool:
         """Whether a process works on it."""
         return self.state in ATTENDED_STATES
-
-
-def find_recipes(root: Path) -> list[RecipeEntry]:
-    """The user's recipes below `root`, then the shipped ones, the quickstart first."""
-    own = root / "recipes"
-    folders = [own, shipped.FOLDER] if own.resolve() != shipped.FOLDER else [own]
-    return [
-        read_recipe_entry(path, own=folder.resolve() != shipped.FOLDER)
-        for folder in folders
-        for path in _recipe_files(folder)
-    ]
-
-
-def _recipe_files(folder: Path) -> list[Path]:
-    try:
-        found = [path for path in folder.iterdir() if path.suffix in (".py", ".json") and path.name[0] not in "._"]
-    except OSError:
-        return []
-    return sorted(found, key=lambda path: (path.stem != "quickstart", _natural(path.stem)))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in a name count as numbers: 7b comes before 14b."""
-    return [(int(digits or 0), text) for digits, text in re.findall(r"(\d*)(\D*)", name)]
-
-
-def read_recipe_entry(path: Path, *, own: bool) -> RecipeEntry:
-    """A recipe file's entry from its docstring, if it is Python; `problem` says why where it cannot be read."""
-    name = printable(path.stem)
-    try:
-        content = read_regular(path.resolve(), most_bytes=_RECIPE_BYTES).decode()
-        if path.suffix == ".json":
-            parse_object(content)
-            return RecipeEntry(path, name, _SAVED, {}, _SAVED, own)
-        tree = ast.parse(content)
-    except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError) as error:
-        reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        return RecipeEntry(path, name, "", {}, "", own, printable(f"{path.name} cannot be read: {reason}"))
-    text = printable(ast.get_docstring(tree) or "")
-    found = (_NEEDS.fullmatch(line.strip()) for line in text.splitlines())
-    needs = {match[1]: match[2] for match in found if match}
-    return RecipeEntry(path, name, text.split("\n\n")[0].replace("\n", " "), needs, text, own)
-
-
-def describe(entry: RecipeEntry) -> dict[str, Any]:
-    """What a recipe trains, as text by label, from the recipe itself (its file is run).
-
-    Raises UserError where it cannot be loaded.
-    """
-    from penstock.app.recipe import load_recipe
-
-    recipe = load_recipe(entry.path)
-    model, train, data = recipe.model, recipe.train, recipe.data
-    shape = f"{model.num_layers} layers, width {model.hidden_size:,}" if model.has_shape else "shape of the folder"
-    tokens = data.sequence_length * train.global_batch_size
-    return {
-        "model": f"{model.path or model.model_type}, {shape}",
-        "context": f"{data.sequence_length:,} tokens",
-        "batch": f"{tokens:,} tokens a step, {train.steps:,} steps",
-        "data": f"{data.source}{f' {data.path}' if data.path else ''}",
-        "machine": recipe.machine or "any",
-    }
 
 
 @dataclass(slots=True)
@@ -215,12 +125,6 @@ def _read_run_entry(folder: Path) -> RunEntry:
     )
 
 
-def matches(words: str, *texts: str) -> bool:
-    """Whether every word of `words` is in one of the texts, whatever its case."""
-    text = "\n".join(texts).lower()
-    return all(word in text for word in words.lower().split())
-
-
 def plan_lines(folder: Path) -> list[str]:
     """What a run's plan promised, in a few lines; [] without a plan."""
     plan = read_object(folder / "plan.json", MOST_PLAN_BYTES)
@@ -228,7 +132,7 @@ def plan_lines(folder: Path) -> list[str]:
     params, layers = (number(get(plan, "model", name)) for name in ("params", "layers"))
     found = []
     if step_s is not None and tokens_per_s is not None:
-        found.append(f"planned {step_s:.3g} s a step, {tokens_per_s:,.0f} tok/s, bound by {text(plan, 'bound_by')}")
+        found.append(f"planned {tokens_per_s:,.0f} tok/s, {step_s:.3g} s a step, bound by {text(plan, 'bound_by')}")
     if params is not None and layers is not None:
         found.append(f"{params_text(params)} parameters, {layers:.0f} layers")
     return found

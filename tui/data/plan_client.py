@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -51,10 +52,13 @@ class PlanClient:
         *,
         debounce_s: float | None = None,
         command: Sequence[str] | None = None,
+        niceness: int = 0,
     ) -> None:
+        """`niceness`: by how much the server gives way to all else."""
         self.state = PlanState()
         self._root, self._changed, self._command = root, changed, command or SERVER
         self._debounce_s = DEBOUNCE_S if debounce_s is None else debounce_s
+        self._niceness = niceness
         self._number = 0
         self._wanted: dict[str, Any] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -67,7 +71,15 @@ class PlanClient:
         self._waiting: asyncio.Future[PlanState] | None = None
         """For the answer to the newest request."""
 
-    def request(self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False, at_once: bool = False) -> int:
+    def request(
+        self,
+        recipe: Recipe,
+        machine: str | None,
+        *,
+        from_scratch: bool = False,
+        advice: bool = True,
+        at_once: bool = False,
+    ) -> int:
         """Ask for a plan once no newer request came for a moment; returns the request's number."""
         self._number += 1
         self._wanted = {
@@ -75,6 +87,7 @@ class PlanClient:
             "recipe": to_dict(recipe),
             "machine": machine or None,
             "from_scratch": from_scratch,
+            "advice": advice,
         }
         self._drop_waiting()
         phase: Phase = "planning" if self._ready else "starting"
@@ -84,9 +97,14 @@ class PlanClient:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._submit)
         return self._number
 
-    async def plan(self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False) -> PlanState | None:
-        """The plan without advice, or why there is none; None where a newer request came in between."""
-        self.request(recipe, machine, from_scratch=from_scratch, at_once=True)
+    async def plan(
+        self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False, advice: bool = True
+    ) -> PlanState | None:
+        """The plan without advice, or why there is none; None where a newer request came in between.
+
+        `advice` False: the server does not go on to find any.
+        """
+        self.request(recipe, machine, from_scratch=from_scratch, advice=advice, at_once=True)
         answer = self._waiting = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -168,6 +186,9 @@ class PlanClient:
         except OSError as error:
             return str(error)
         memory_limit.unbound(process.pid)
+        if self._niceness:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, self._niceness)
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None

@@ -22,6 +22,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.units import duration_text, seconds_text
 from penstock.tui.data.draft import PATHS, Draft, error_field, kind_of
 from penstock.tui.data.plan_client import PlanClient, PlanState
+from penstock.tui.data.recipes import content_digest
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker
 from penstock.tui.widgets.form import Form
@@ -63,6 +64,7 @@ class ConfigureScreen(PenstockScreen):
         self._saved: list[Any] = []
         self._broken = ""
         """Why the recipe cannot be read: then no field of `draft` is shown, and no action taken."""
+        self._digest = content_digest(recipe_path)
         try:
             self.draft = Draft(load_recipe(recipe_path))
         except UserError as error:
@@ -81,6 +83,7 @@ class ConfigureScreen(PenstockScreen):
     def on_mount(self) -> None:
         self.client = PlanClient(self.penstock.root, self._show_plan)
         if not self._broken:
+            self.penstock.home_plans.opened(self.recipe_path, self._digest, self.draft.base)
             self._changed()
 
     async def on_unmount(self) -> None:  # type: ignore[override]
@@ -124,6 +127,7 @@ class ConfigureScreen(PenstockScreen):
         if self.draft.errors:
             key, message = next(iter(self.draft.errors.items()))
             state = replace(state, error=f"{key}: {message}", stale=state.forecast is not None)
+        self._tell_home(state)
         self.query_one(PlanPanel).show(state, self.machine_name)
         self.query_one(PlanSummary).show(state, self.machine_name)
         error = self.client.state.error
@@ -132,6 +136,12 @@ class ConfigureScreen(PenstockScreen):
         if found != self.form.planner_errors:
             self.form.planner_errors = found
             self.form.update_rows()
+
+    def _tell_home(self, state: PlanState) -> None:
+        """A plan of the unchanged recipe for this machine is what Home says of it."""
+        as_it_is = not state.stale and not self.draft.differences and self.machine_name == THIS_MACHINE
+        if as_it_is and state.forecast is not None and state.phase == "done":
+            self.penstock.home_plans.learn(self._digest, state.forecast)
 
     def on_form_edited(self, event: Form.Edited) -> None:
         event.stop()

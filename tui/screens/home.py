@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Container, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
+from textual.worker import Worker
 
 from penstock.storage.errors import UserError
-from penstock.storage.units import duration_text
+from penstock.storage.units import duration_text, seconds_text
 from penstock.storage.untrusted import printable
-from penstock.tui.data.catalog import (
-    RecipeEntry,
-    RunCatalog,
-    RunEntry,
-    describe,
-    find_recipes,
-    matches,
-    plan_lines,
-    summary_lines,
-)
+from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, summary_lines
+from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
+from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table
 from penstock.tui.render.sparkline import sparkline
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import style, styled
 
-STATE_TOKENS = {
-    "running": "good",
-    "preparing": "accent",
-    "paused": "warn",
-    "finished": "dim",
-    "stopped": "warn",
-    "failed": "bad",
-    "crashed": "bad",
-    "stale": "bad",
-    "damaged": "bad",
-    "unknown": "dim",
-}
+if TYPE_CHECKING:
+    from penstock.app.fits import Fit
+
+_Read = tuple[list[RunEntry], list[RecipeEntry], "dict[Path, Fit | None]"]
 RESUMABLE = ("stopped", "failed", "crashed", "paused")
-_RUN_COLUMNS = {"": 1, "run": 12, "state": 9, "step": 13, "loss": 7, "mean tok/s": 10, "left": 6, "last sign": 9}
-"""Widths; a run's name takes what is left, and the last columns go where its least is not left."""
-_RECIPE_COLUMNS = {"recipe": 22, "what it is": 48, "GPU": 24}
-_PADDING = 2
-"""Cells around a column."""
+_FRAME_ROWS = 3
+"""Of a list: its border, and the columns' titles."""
+_IDLE_S = 2.0
+"""Without a key for so long, nobody is waiting."""
 
 
 class HomeScreen(PenstockScreen):
@@ -57,10 +43,16 @@ class HomeScreen(PenstockScreen):
     HomeScreen #search { display: none; height: 3; border: round $primary; }
     HomeScreen #search.-shown { display: block; }
     HomeScreen #title { height: 1; padding: 0 1; }
-    HomeScreen DataTable { height: 1fr; background: $background; overflow-x: hidden; scrollbar-gutter: stable; }
-    HomeScreen #lists { width: 3fr; }
-    HomeScreen #detail { width: 2fr; min-width: 40; }
-    HomeScreen.-narrow #detail { display: none; }
+    HomeScreen DataTable { background: $background; overflow-x: hidden; scrollbar-gutter: stable; }
+    HomeScreen #runs { min-height: 4; max-height: 50%; }
+    HomeScreen #recipes { height: 1fr; }
+    HomeScreen #main { layout: vertical; }
+    HomeScreen #lists { width: 1fr; height: 1fr; }
+    HomeScreen #detail { width: 1fr; height: 11; }
+    HomeScreen.-narrow #detail, HomeScreen.-short #detail, HomeScreen.-tiny #detail { display: none; }
+    HomeScreen.-very-wide #main { layout: horizontal; }
+    HomeScreen.-very-wide #lists { width: 3fr; }
+    HomeScreen.-very-wide #detail { display: block; width: 1fr; min-width: 48; height: 1fr; }
     HomeScreen.-tiny #title { display: none; }
     """
 
@@ -71,11 +63,17 @@ class HomeScreen(PenstockScreen):
         self._marked: set[Path] = set()
         self._words = ""
         self._drawn: tuple[Any, ...] = ()
+        self._fits: dict[Path, Fit | None] = {}
+        self._planning: set[Path] = set()
+        """Recipes whose answer will come."""
+        self._plans: Worker[None] | None = None
+        self._touched = time.monotonic()
+        self._has_drawn = False
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
         yield Input(placeholder="words that a run or a recipe shows; esc ends the search", id="search")
-        with Horizontal():
+        with Container(id="main"):
             with Vertical(id="lists"):
                 yield _Table(cursor_type="row", id="runs", classes="pane")
                 yield _Table(cursor_type="row", id="recipes", classes="pane")
@@ -87,19 +85,25 @@ class HomeScreen(PenstockScreen):
         self.query_one("#runs").border_title = "runs"
         self.query_one("#recipes").border_title = "recipes"
         self._catalog = RunCatalog(self.penstock.root)
-        self.take(self._read())
+        self._recipe_catalog = RecipeCatalog(self.penstock.root)
+        self.take((self._catalog.read(), self._recipe_catalog.read(), {}))
         self._table("runs" if self._runs else "recipes").focus()
         self.start_feed(self._read, self.take, every_s=0.5)
+        self.set_interval(0.5, self._plan_when_idle)
 
-    def _table(self, id: str) -> DataTable[Any]:
-        return self.query_one(f"#{id}", DataTable)
+    def _table(self, id: str) -> _Table:
+        return self.query_one(f"#{id}", _Table)
 
-    def _read(self) -> tuple[list[RunEntry], list[RecipeEntry]]:
-        return self._catalog.read(), find_recipes(self.penstock.root)
+    def _read(self) -> _Read:
+        recipes = self._recipe_catalog.read()
+        fits = self.penstock.home_plans.look(recipes) if self._has_drawn else {}  # what that imports waits
+        self._has_drawn = True
+        return self._catalog.read(), recipes, fits
 
-    def take(self, found: tuple[list[RunEntry], list[RecipeEntry]]) -> None:
+    def take(self, found: _Read) -> None:
         """Show what was read, where it differs from what is shown."""
-        self._runs, self._recipes = found
+        self._runs, self._recipes, self._fits = found
+        self._planning = {recipe.path for recipe in self._recipes if self.penstock.home_plans.will_plan(recipe)}
         self._marked &= {run.path for run in self._runs}
         self._draw()
 
@@ -107,26 +111,26 @@ class HomeScreen(PenstockScreen):
         dark, now = self.app.current_theme.dark, self.penstock.clock()
         room = self._table("runs").scrollable_content_region.width
         ages = [_age(now - run.changed) for run in self._runs]
-        drawn = (self._runs, self._recipes, self._words, frozenset(self._marked), dark, room, ages)
-        if drawn == self._drawn:
+        drawn = (self._runs, self._recipes, self._words, frozenset(self._marked), dark, room, ages, self._fits)
+        if (*drawn, self._planning) == self._drawn:
             return
-        self._drawn = drawn
+        self._drawn = (*drawn, self._planning)
         self._draw_title(dark)
-        columns = _fitted(_RUN_COLUMNS, "run", room)
-        check = self.penstock.glyphs.check
-        runs = {
-            str(run.path): _run_cells(run, age, check if run.path in self._marked else " ", dark)[: len(columns)]
+        shown = [
+            (run, age)
             for run, age in zip(self._runs, ages, strict=True)
             if matches(self._words, run.name, run.state, run.error or "")
-        }
-        _fill(self._table("runs"), columns, runs)
-        columns = _fitted(_RECIPE_COLUMNS, "what it is", room)
-        recipes = {
-            str(recipe.path): _recipe_cells(recipe, dark)[: len(columns)]
+        ]
+        runs, ages = [run for run, _ in shown], [age for _, age in shown]
+        self._table("runs").styles.height = len(runs) + _FRAME_ROWS
+        self._table("runs").show(runs_table(runs, ages, self._marked, room, self.penstock.glyphs), dark)
+        recipes = [
+            recipe
             for recipe in self._recipes
             if matches(self._words, recipe.name, recipe.text, "own" if recipe.own else "shipped")
-        }
-        _fill(self._table("recipes"), columns, recipes)
+        ]
+        table = recipes_table(recipes, self._fits, self._planning, room, self.penstock.glyphs)
+        self._table("recipes").show(table, dark)
         self._draw_detail()
 
     def _draw_title(self, dark: bool) -> None:
@@ -147,7 +151,7 @@ class HomeScreen(PenstockScreen):
             about.update(_run_text(chosen, dark, self.penstock.glyphs.eighths, pane.size.width - 4))
         elif chosen is not None:
             pane.border_title = Text(chosen.name)
-            about.update(_recipe_text(chosen, dark, execute=not self.penstock.read_only))
+            about.update(_recipe_text(chosen, self._fits.get(chosen.path), dark))
         else:
             pane.border_title = ""
             about.update("nothing here yet: a recipe is configured with enter" if not self._words else "nothing found")
@@ -188,6 +192,26 @@ class HomeScreen(PenstockScreen):
         if action == "resume":
             return self._chosen_run is not None and self._chosen_run.state in RESUMABLE
         return True
+
+    def on_screen_resume(self) -> None:
+        self.penstock.home_plans.begin_stay()
+
+    def on_screen_suspend(self) -> None:
+        """Textual's hook: Home is left, or a dialog stands above it; nothing is planned meanwhile."""
+        self.workers.cancel_group(self, "plans")
+
+    def _is_idle(self) -> bool:
+        return self.app.screen is self and time.monotonic() - self._touched >= _IDLE_S
+
+    def _plan_when_idle(self) -> None:
+        wanted = [recipe for recipe in self._recipes if self._fits.get(recipe.path) is None]
+        if any(recipe.path in self._planning for recipe in wanted) and self._is_idle() and self._planner_is_done():
+            self._plans = self.run_worker(
+                self.penstock.home_plans.plan(wanted, self._is_idle), group="plans", exit_on_error=False
+            )
+
+    def _planner_is_done(self) -> bool:
+        return self._plans is None or self._plans.is_finished
 
     def action_open(self) -> None:
         chosen = self.chosen
@@ -264,6 +288,7 @@ class HomeScreen(PenstockScreen):
 
     def on_key(self, event: Any) -> None:
         """Textual's hook: escape in the search line ends the search."""
+        self._touched = time.monotonic()
         search = self.query_one("#search", Input)
         if event.key == "escape" and (search.has_focus or search.value):
             event.stop()
@@ -284,58 +309,35 @@ class _Table(DataTable[Any], inherit_bindings=False):
         Binding("home", "scroll_top", show=False),
         Binding("end", "scroll_bottom", show=False),
     ]
+    _shown: list[ColumnSpec] | None = None
 
-
-def _fitted(columns: dict[str, int], flexible: str, room: int) -> dict[str, int]:
-    """The columns that fit `room` cells; `flexible` takes what the others leave."""
-    shown = dict(columns)
-    while len(shown) > 2 and sum(shown.values()) + _PADDING * len(shown) > room:
-        shown.popitem()
-    others = sum(shown.values()) - shown[flexible] + _PADDING * len(shown)
-    return shown | {flexible: max(8, room - others)}
-
-
-def _fill(table: DataTable[Any], columns: dict[str, int], rows: dict[str, list[Any]]) -> None:
-    """Bring the table to these columns and rows; cells change in place while rows and columns stay."""
-    keys = [row.key.value for row in table.ordered_rows]
-    same_columns = {str(column.key.value): column.width for column in table.ordered_columns} == columns
-    if keys == list(rows) and same_columns:
+    def show(self, table: Table, dark: bool) -> None:
+        """Bring it to these columns and rows; cells change in place while rows and columns stay."""
+        keys = [str(row.key.value) for row in self.ordered_rows]
+        chosen = keys[self.cursor_row] if self.is_valid_row_index(self.cursor_row) else None
+        rows = {
+            key: [
+                styled(cell, dark, justify="right" if spec.right else "left", no_wrap=True, overflow="ellipsis")
+                for spec, cell in zip(table.columns, cells, strict=True)
+            ]
+            for key, cells in table.rows.items()
+        }
+        if keys == list(rows) and self._shown == table.columns:
+            for key, cells in rows.items():
+                for column, cell in zip(self.ordered_columns, cells, strict=True):
+                    if self.get_cell(key, column.key) != cell:
+                        self.update_cell(key, column.key, cell)
+            return
+        same, self._shown = self._shown == table.columns, table.columns
+        self.clear(columns=not same)
+        if not same:
+            for number, spec in enumerate(table.columns):
+                title = Text(spec.title, justify="right" if spec.right else "left")
+                self.add_column(title, width=spec.width, key=str(number))
         for key, cells in rows.items():
-            for column, cell in zip(table.ordered_columns, cells, strict=True):
-                if table.get_cell(key, column.key) != cell:
-                    table.update_cell(key, column.key, cell)
-        return
-    chosen = keys[table.cursor_row] if keys and table.is_valid_row_index(table.cursor_row) else None
-    table.clear(columns=not same_columns)
-    if not same_columns:
-        for name, width in columns.items():
-            table.add_column(name, width=width, key=name)
-    for key, cells in rows.items():
-        table.add_row(*cells, key=key)
-    if chosen in rows:
-        table.move_cursor(row=list(rows).index(str(chosen)), animate=False)
-
-
-def _run_cells(run: RunEntry, age: str, mark: str, dark: bool) -> list[Any]:
-    step = f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-"
-    return [
-        Text(mark, style=style("accent", dark)),
-        Text(run.name, no_wrap=True, overflow="ellipsis"),
-        Text(run.state, style=style(STATE_TOKENS.get(run.state, "dim"), dark)),
-        Text(step, justify="right"),
-        Text("-" if run.loss is None else f"{run.loss:.4f}", justify="right"),
-        Text("-" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}", justify="right"),
-        Text("-" if run.left_s is None else duration_text(run.left_s), justify="right"),
-        Text(age, justify="right", style=style("dim", dark)),
-    ]
-
-
-def _recipe_cells(recipe: RecipeEntry, dark: bool) -> list[Any]:
-    name = Text.assemble(recipe.name, (" own" if recipe.own else "", style("accent", dark)))
-    if recipe.problem is not None:
-        return [name, Text(recipe.problem, style=style("bad", dark)), ""]
-    gpu = Text(recipe.needs.get("GPU", ""), style=style("dim", dark), no_wrap=True, overflow="ellipsis")
-    return [name, Text(recipe.title, no_wrap=True, overflow="ellipsis"), gpu]
+            self.add_row(*cells, key=key)
+        if chosen in rows:
+            self.move_cursor(row=list(rows).index(chosen), animate=False)
 
 
 def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
@@ -356,20 +358,26 @@ def _run_text(run: RunEntry, dark: bool, eighths: str, width: int) -> Text:
     return text
 
 
-def _recipe_text(recipe: RecipeEntry, dark: bool, *, execute: bool) -> Text:
-    """`execute`: with what only the recipe's own code can say."""
+def _recipe_text(recipe: RecipeEntry, fit: Fit | None, dark: bool) -> Text:
     text = Text(recipe.problem or recipe.text)
-    if recipe.problem is None and execute:
-        try:
-            found = describe(recipe)
-        except UserError as error:
-            return Text(str(error), style("bad", dark))
-        text.append("\n")
+    if recipe.problem is None:
+        found = describe(recipe) | _fit_text(fit)
+        text.append("\n" if found else "")
         for label, value in found.items():
             text.append(f"\n{label:<8} ", style("dim", dark))
             text.append(value)
     text.append(f"\n\n{_short(recipe.path)}", style("dim", dark))
     return text
+
+
+def _fit_text(fit: Fit | None) -> dict[str, str]:
+    """What a plan for this machine said of a recipe."""
+    if fit is None:
+        return {}
+    if not fit.fits:
+        return {"here": f"not planned: {fit.message}" if fit.fits is None else f"does not fit: {fit.message}"}
+    speed = "" if fit.tokens_per_s is None else f", planned {fit.tokens_per_s:,.0f} tok/s"
+    return {"here": f"fits{speed}, {seconds_text(fit.step_s)} a step"}
 
 
 def _age(seconds: float) -> str:

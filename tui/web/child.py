@@ -76,7 +76,7 @@ def main(server: int, may_act: bool, size: tuple[int, int]) -> int:
         os.dup2(nowhere.fileno(), 1)
     from penstock.tui.app import PenstockApp
 
-    app = PenstockApp(Path.cwd(), read_only=not may_act, served=True, driver_class=WindowDriver)
+    app = PenstockApp(Path.cwd(), read_only=not may_act, served=True, plans_recipes=may_act, driver_class=WindowDriver)
     app.run(size=size)
     return app.return_code or 0
 

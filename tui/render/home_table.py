@@ -1,0 +1,210 @@
+"""The columns of Home's two lists, for any width: what matters least goes first, and no two names look the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+
+from penstock.app.rows import Glyphs, Row
+from penstock.storage.units import duration_text, params_text
+from penstock.tui.data.catalog import RunEntry
+from penstock.tui.data.recipes import RecipeEntry
+from penstock.tui.render.bar import bar
+from penstock.tui.render.names import distinct
+from penstock.tui.render.sparkline import sparkline
+
+if TYPE_CHECKING:
+    from penstock.app.fits import Fit
+
+STATE_TOKENS = {
+    "running": "good",
+    "preparing": "accent",
+    "paused": "warn",
+    "finished": "dim",
+    "stopped": "warn",
+    "failed": "bad",
+    "crashed": "bad",
+    "stale": "bad",
+    "damaged": "bad",
+    "unknown": "dim",
+}
+PADDING = 2
+"""Cells around a column."""
+_LEAST_NAME = 12
+_BAR_CELLS = 10
+_LEAST_ABOUT = 20
+"""Cells below which no column of sentences is begun."""
+_MOST_NAME_SHARE = 3
+"""A name takes a third of the width at most, where it need not have more."""
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    title: str
+    width: int
+    right: bool = False
+    """Whether its cells are set to the right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    columns: list[ColumnSpec]
+    rows: dict[str, list[Row]]
+    """Key -> a cell a column."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A column before it is known whether there is room for it."""
+
+    title: str
+    cells: list[Row]
+    keep: int
+    """Columns of the least go first; 0 always stays."""
+    right: bool = True
+    flexible: bool = False
+    """Whether it may be cut to `_LEAST_ABOUT`, and takes what is left."""
+
+    @property
+    def width(self) -> int:
+        return max([cell_len(self.title), *(_cells(cell) for cell in self.cells)])
+
+
+def _cells(row: Row) -> int:
+    return sum(cell_len(text) for text, _ in row)
+
+
+def runs_table(runs: Sequence[RunEntry], ages: Sequence[str], marked: set[Path], width: int, glyphs: Glyphs) -> Table:
+    """A row a run: state, progress, loss and its curve, mean speed, time to the end, last sign of life."""
+    sources = [
+        _Source("state", [[(run.state, STATE_TOKENS.get(run.state, "dim"))] for run in runs], 0, right=False),
+        _Source("progress", [_progress(run, glyphs) for run in runs], 3, right=False),
+        _Source("done", [[(_percent(run), "text")] for run in runs], 8),
+        _Source("step", [_step(run) for run in runs], 6),
+        _Source("loss", [[("-" if run.loss is None else f"{run.loss:.4f}", "text")] for run in runs], 9),
+        _Source("last steps", [[(sparkline(run.losses, 10, glyphs.eighths), "ema")] for run in runs], 4, right=False),
+        _Source("mean tok/s", [[_figure(run.mean_tokens_per_s)] for run in runs], 5),
+        _Source("ETA", [[("-" if run.left_s is None else duration_text(run.left_s), "text")] for run in runs], 7),
+        _Source("last sign", [[(age, "dim")] for age in ages], 2),
+    ]
+    if marked:
+        marks: list[Row] = [[(glyphs.check if run.path in marked else " ", "accent")] for run in runs]
+        sources.insert(0, _Source("", marks, 0, right=False))
+    return _table(
+        "run", [run.name for run in runs], [str(run.path) for run in runs], sources, int(bool(marked)), width, glyphs
+    )
+
+
+def _percent(run: RunEntry) -> str:
+    return f"{min(1.0, run.step / run.total_steps):.0%}" if run.total_steps > 0 else "-"
+
+
+def _progress(run: RunEntry, glyphs: Glyphs) -> Row:
+    share = run.step / run.total_steps if run.total_steps > 0 else None
+    return bar(_BAR_CELLS, share, None, glyphs, STATE_TOKENS.get(run.state, "dim"))
+
+
+def _step(run: RunEntry) -> Row:
+    return [(f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-", "text")]
+
+
+def _figure(value: float | None) -> tuple[str, str]:
+    return ("-", "dim") if value is None else (f"{value:,.0f}", "text")
+
+
+def recipes_table(
+    recipes: Sequence[RecipeEntry],
+    fits: Mapping[Path, Fit | None],
+    planning: set[Path],
+    width: int,
+    glyphs: Glyphs,
+) -> Table:
+    """A row a recipe: its model's size, its context, whether it fits this machine, what it is.
+
+    `planning`: those whose answer will come.
+    """
+    stems = [(recipe.name, recipe.own) for recipe in recipes]
+    names = [r.path.name if stems.count((r.name, r.own)) > 1 else r.name for r in recipes]
+    known = [(recipe, fits.get(recipe.path), recipe.path in planning) for recipe in recipes]
+    sources = [
+        _Source("size", [[_size(*each, glyphs)] for each in known], 8),
+        _Source("context", [[_context(recipe, fit)] for recipe, fit, _ in known], 7),
+        _Source("fits here?", [fit_row(fit, coming, glyphs) for _, fit, coming in known], 9, right=False),
+        _Source("what it is", [_about(recipe) for recipe in recipes], 5, right=False, flexible=True),
+        _Source("GPU", [[(recipe.needs.get("GPU", ""), "dim")] for recipe in recipes], 4, right=False, flexible=True),
+    ]
+    if any(recipe.own for recipe in recipes):
+        sources.insert(0, _Source("", [[("own" if r.own else "", "accent")] for r in recipes], 0, right=False))
+    return _table("recipe", names, [str(recipe.path) for recipe in recipes], sources, 0, width, glyphs)
+
+
+def _size(recipe: RecipeEntry, fit: Fit | None, planning: bool, glyphs: Glyphs) -> tuple[str, str]:
+    if fit is not None and fit.params is not None:
+        return params_text(fit.params).replace(" ", ""), "text"
+    if recipe.size_text:
+        return recipe.size_text, "text"
+    return glyphs.ellipsis if planning and fit is None else _UNKNOWN, "dim"
+
+
+def _context(recipe: RecipeEntry, fit: Fit | None) -> tuple[str, str]:
+    tokens = recipe.context if fit is None or fit.context is None else fit.context
+    return (_UNKNOWN, "dim") if tokens is None else (tokens_text(tokens), "text")
+
+
+def tokens_text(tokens: int) -> str:
+    """A context as people say it: 512, 8k, 512k, 1M; of what is no multiple of 1,024 each token."""
+    if tokens >= 1024 and tokens % 1024 == 0:
+        return f"{tokens >> 20}M" if tokens % (1 << 20) == 0 else f"{tokens >> 10}k"
+    return f"{tokens:,}"
+
+
+def fit_row(fit: Fit | None, planning: bool, glyphs: Glyphs) -> Row:
+    """Whether the recipe fits this machine, in a word or two."""
+    if fit is None:
+        return [(glyphs.ellipsis if planning else _UNKNOWN, "dim")]
+    if fit.fits is None:
+        return [(_UNKNOWN, "dim")]
+    return [(f"{glyphs.check} fits", "good")] if fit.fits else [(f"no: {fit.short}", "warn")]
+
+
+def _about(recipe: RecipeEntry) -> Row:
+    return [(recipe.title, "text")] if recipe.problem is None else [(recipe.problem, "bad")]
+
+
+def _table(
+    title: str, names: list[str], keys: list[str], sources: list[_Source], at: int, width: int, glyphs: Glyphs
+) -> Table:
+    """The columns that fit `width` cells, that of the names before column `at`."""
+    longest = max(map(cell_len, [title, *names]))
+    least = max([len(title), *map(cell_len, distinct(names, min(longest, _LEAST_NAME), glyphs.ellipsis))])
+    shown = [source for source in sources if source.keep == 0]
+    room = width - least - PADDING - sum(source.width + PADDING for source in shown)
+    for source in sorted(sources, key=lambda source: -source.keep):
+        needed = min(source.width, _LEAST_ABOUT) if source.flexible else source.width
+        if source.keep == 0:
+            continue
+        if needed + PADDING > room:
+            break
+        shown.append(source)
+        room -= needed + PADDING
+    name_cells = min(longest, least + max(0, room), max(least, width // _MOST_NAME_SHARE))
+    room -= name_cells - least
+    columns, cells = [], []
+    for source in sources:
+        if source not in shown:
+            continue
+        cells_wide = source.width
+        if source.flexible:
+            more = min(source.width, _LEAST_ABOUT + max(0, room)) - min(source.width, _LEAST_ABOUT)
+            cells_wide, room = min(source.width, _LEAST_ABOUT) + more, room - more
+        columns.append(ColumnSpec(source.title, cells_wide, source.right))
+        cells.append(source.cells)
+    cut = distinct(names, name_cells, glyphs.ellipsis)
+    columns.insert(at, ColumnSpec(title, name_cells))
+    cells.insert(at, [[(name, "text")] for name in cut])
+    return Table(columns, {key: [column[i] for column in cells] for i, key in enumerate(keys)})
