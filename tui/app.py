@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,7 @@ class PenstockApp(App[None]):
         """Call `function` in the UI's thread and wait for it; nothing where the application is closing."""
         try:
             self.call_from_thread(function, *args, **kwargs)
-        except RuntimeError:
+        except (RuntimeError, CancelledError):
             if self.is_running:
                 raise
 

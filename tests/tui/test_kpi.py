@@ -26,9 +26,13 @@ def test_a_wide_line_has_everything_and_what_goes_first() -> None:
     assert line(120) == (
         "qwen3-32b-20261122  ● running  step 1,240/8,000  loss 1.8342 (ema 1.851)  2,143 tok/s  ETA 6h12m  MFU 31.2%"
     )
-    assert line(80) == "● running  step 1,240/8,000  loss 1.8342  2,143 tok/s  ETA 6h12m  MFU 31.2%"
-    assert line(70) == "● running  step 1,240/8,000  loss 1.8342  2,143 tok/s  ETA 6h12m"
-    assert line(30) == "● running  step 1,240/8,000"
+    assert line(100) == (
+        "qwen3-32b-20261122  ● running  step 1,240/8,000  loss 1.8342  2,143 tok/s  ETA 6h12m  MFU 31.2%"
+    )
+    assert line(80) == "qwen3-32b-202…  ● running  step 1,240/8,000  loss 1.8342  2,143 tok/s  ETA 6h12m"
+    assert line(50) == "qwen3-32b-20261122  ● running  step 1,240/8,000"
+    assert line(30) == "qwen3-32b-20261122  ● running"
+    assert line(20) == "qwen3-32…  ● running"
     assert line(9) == "● running"
     assert line(5) == "● run"
 

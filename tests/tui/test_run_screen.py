@@ -14,17 +14,21 @@ from typing import Any, cast
 
 import pytest
 import real_runs
+from textual.css.query import NoMatches
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from penstock.app.lanes import LANES
 from penstock.app.rows import plain
 from penstock.app.rundir import is_live
 from penstock.tui.actions import ACTIONS
 from penstock.tui.app import PenstockApp
+from penstock.tui.data.spans import SpanStore
 from penstock.tui.screens.run import PANES, RunScreen
 from penstock.tui.screens.timeline import TimelineScreen
 from penstock.tui.widgets.kpi_bar import AlertBar, KpiBar
 from penstock.tui.widgets.lines import LineWidget
+from penstock.tui.widgets.pipeline import PipelineBar
 
 
 @asynccontextmanager
@@ -133,7 +137,9 @@ async def test_narrow_terminals_drop_panes_in_order(first: Path) -> None:
             await pilot.resize_terminal(*size)
             await pilot.pause()
             assert shown(screen) == panes, size
+            assert kpi(screen).startswith("first  ")
             assert "finished" in kpi(screen)
+            assert screen.query_one("#pipeline").display == (size[1] >= 16)
 
 
 async def test_a_number_focuses_its_pane_and_again_gives_it_the_screen(first: Path) -> None:
@@ -229,6 +235,86 @@ async def test_freezing_holds_the_display_only(screen: RunScreen, pilot: Pilot[N
     await pilot.press("space")
     await pilot.pause(0.2)
     assert "1.2345" in kpi(screen)
+
+
+async def test_what_was_read_while_nothing_could_be_shown_is_shown_later(screen: RunScreen, pilot: Pilot[None]) -> None:
+    screen.frozen = True
+    screen.lanes.store = SpanStore(capacity=1)
+    screen.redraw_all()
+    spans = screen.data.path / "spans.jsonl"
+    spans.write_text(spans.read_text() + spans.read_text().splitlines()[-1] + "\n")
+    read = screen.data.spans.view.num_spans
+    await real_runs.until(lambda: screen.data.spans.view.num_spans > read, pilot.pause)
+    assert "no op of a step was recorded" in drawn(screen.lanes)
+    screen.frozen = False
+    await real_runs.until(lambda: "last step 12" in drawn(screen.lanes), pilot.pause)
+
+
+async def test_a_run_that_is_over_shows_its_last_step(first: Path, root: Path) -> None:
+    for run, step in ((first, 12), (root / "runs" / "crashed", 12)):
+        async with opened(run) as (_, screen):
+            assert f"last step {step}, " in drawn(screen.lanes)
+            rows = drawn(screen.lanes).splitlines()
+            assert all(any(lane in row and "%" in row for row in rows) for lane in LANES)
+            pipeline = drawn(screen.query_one(PipelineBar))
+            assert f"last step {step}, " in pipeline
+            assert "weights" in pipeline
+            assert "gradients" in pipeline
+    shutil.rmtree(first / "state")
+    (first / "spans.jsonl").write_text("")
+    async with opened(first) as (_, screen):
+        assert "the run has finished, and no op of a step was recorded" in drawn(screen.lanes)
+        assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
+
+
+async def test_a_key_that_does_nothing_says_why(screen: RunScreen, pilot: Pilot[None]) -> None:
+    async def said(*keys: str) -> str:
+        pilot.app.clear_notifications()
+        await pilot.press(*keys)
+        await pilot.pause()
+        return " | ".join(note.message for note in pilot.app._notifications)
+
+    assert await said("P") == "the run has finished: nothing can be paused"
+    assert await said("R") == "the run has finished: nothing can be resumed"
+    assert await said("S", "S") == "the run has finished: there is nothing to stop"  # once, where a key is held down
+    assert await said("full_stop") == ""
+    assert await said("full_stop") == "it is the last one"
+    assert await said("d") == "this is the newest there is"
+    assert await said("2", "f") == "all of it is in view"
+    assert await said("w") == ""
+    (screen.data.path / "predicted.jsonl").unlink()
+    assert "no planned step" in await said("p")
+    assert not screen.lanes.show_predicted
+
+
+async def test_read_only_windows_say_so(first: Path) -> None:
+    async with opened(first, read_only=True) as (pilot, screen):
+        await pilot.press("k")
+        await pilot.pause()
+        assert ["read-only" in note.message for note in pilot.app._notifications] == [True]
+        assert pilot.app.screen is screen
+
+
+async def test_no_thread_ends_with_what_a_closing_screen_lacks(screen: RunScreen, pilot: Pilot[None]) -> None:
+    """A pane that is missing is a fault of a screen that is open, and nobody's of one that closes."""
+
+    def show(closing: bool) -> None:
+        if closing:
+            pilot.app.exit()
+        screen.query_one("#nothing")
+
+    with pytest.raises(NoMatches):
+        await asyncio.to_thread(screen.from_thread, show, False)
+    await asyncio.to_thread(screen.from_thread, show, True)
+
+
+async def test_a_thread_may_report_to_a_screen_that_is_closed(screen: RunScreen, pilot: Pilot[None]) -> None:
+    await pilot.press("escape")
+    await real_runs.until(lambda: not screen.is_attached, pilot.pause)
+    seen: list[str] = []
+    await asyncio.to_thread(screen.from_thread, seen.append, "shown")
+    await asyncio.to_thread(screen.penstock.from_thread, seen.append, "told")
+    assert seen == ["told"]
 
 
 async def test_nothing_is_shown_on_a_screen_that_closes(screen: RunScreen, pilot: Pilot[None]) -> None:

@@ -21,6 +21,7 @@ STATE_TOKENS = {
 }
 _GAP = 2
 _NAME_CELLS = 12
+"""A longer name is cut to so many where figures need the room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,16 @@ class Figure:
 def kpi_row(width: int, name: str, state: str, figures: Sequence[Figure], glyphs: Glyphs) -> Row:
     """The run's name, its state, and its figures by falling weight, as many as there is room for.
 
-    The state always stays; first the figures' long forms go, then the name, then the last figures.
+    Name and state always stay, the name cut to some cells where need be; first the figures' long forms go, then the
+    last figures.
     """
     mark = {"running": glyphs.dot, "finished": glyphs.check, "failed": glyphs.cross, "crashed": glyphs.cross}.get(
         state, glyphs.diamond if glyphs.braille else "!"
     )
     token = STATE_TOKENS.get(state, "dim")
     shown = f"{mark} {state}"
-    left = width - len(shown)
+    cells = max(0, min(len(name), _NAME_CELLS, width - len(shown) - _GAP))
+    left = width - len(shown) - (cells + _GAP if cells else 0)
     chosen: list[Figure] = []
     for figure in figures:
         size = _GAP + len(_cells(figure, short=True))
@@ -60,9 +63,8 @@ def kpi_row(width: int, name: str, state: str, figures: Sequence[Figure], glyphs
         left -= more if long else 0
         texts.append((figure, long))
     row: Row = []
-    if len(chosen) == len(figures) and left >= _NAME_CELLS:
-        cells = min(len(name), left - _GAP)
-        row.append((fit(name, cells, glyphs.ellipsis) + " " * _GAP, "title"))
+    if cells:
+        row.append((fit(name, min(len(name), cells + left), glyphs.ellipsis) + " " * _GAP, "title"))
     row.append((shown, f"{token} bold"))
     for figure, long in texts:
         row.append((" " * _GAP, "text"))

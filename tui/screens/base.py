@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar
 
+from textual import events
+from textual.css.query import NoMatches
 from textual.screen import Screen
+from textual.types import NoActiveAppError
 
 from penstock.tui.actions import ACTIONS, bindings
 from penstock.tui.host import Host, host_of
 
 POLL_S = 0.1
+NOTICE_S = 4.0
+"""How long a short notice stands."""
 
 
 def _unless_read_only(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,10 +59,58 @@ class PenstockScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._feed_stop: threading.Event | None = None
+        self._host: Host | None = None
+        self._said = ("", 0.0)
+        """The last notice, and when it was."""
 
     @property
     def penstock(self) -> Host:
-        return host_of(self)
+        """The application; threads may ask for it when the screen is closed, if it was asked for while it was open."""
+        if self._host is None:
+            self._host = host_of(self)
+        return self._host
+
+    # ------------------------------------------------------------------ keys that do nothing
+
+    def why_not(self, action: str) -> str:
+        """Why an action that `check_action` refuses does nothing now; empty: nothing is said."""
+        return ""
+
+    def say(self, text: str) -> None:
+        """A short notice; once, where a key is held down."""
+        now = time.monotonic()
+        if text != self._said[0] or now - self._said[1] > NOTICE_S:
+            self._said = text, now
+            self.notify(text, timeout=NOTICE_S)
+
+    def on_key(self, event: events.Key) -> None:
+        """Says why a key of the table that is not offered now does nothing."""
+        for action in ACTIONS:
+            if action.scope != self.SCOPE or event.key not in action.keys.split(","):
+                continue
+            if self.check_action(action.id, ()) is False:
+                if action.acts and self.penstock.read_only:
+                    self.penstock.refuses()
+                elif text := self.why_not(action.id):
+                    self.say(text)
+
+    # ------------------------------------------------------------------ threads
+
+    def from_thread(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function` in the UI's thread and wait for it; not where the screen closes, whose parts go before it."""
+        self.penstock.from_thread(self._unless_closing, function, *args)
+
+    def _unless_closing(self, function: Callable[..., Any], *args: Any) -> None:
+        if self._is_closing():
+            return
+        try:
+            function(*args)
+        except (NoMatches, NoActiveAppError):
+            if not self._is_closing():
+                raise
+
+    def _is_closing(self) -> bool:
+        return not (self.is_attached and self.display and self.is_running and self.app.is_running)
 
     def start_feed(self, poll: Callable[[], Any], show: Callable[[Any], None], every_s: float = POLL_S) -> None:
         """Call `poll` in a thread every `every_s` seconds while this screen is on show.
@@ -67,8 +121,8 @@ class PenstockScreen(Screen[None]):
         stop = self._feed_stop = threading.Event()
         app = self.penstock
 
-        def show_if_open(found: Any) -> None:
-            if self.is_attached and self.display and not stop.is_set():  # its panes go before it does
+        def show_if_on(found: Any) -> None:
+            if not stop.is_set():
                 show(found)
 
         def work() -> None:
@@ -76,7 +130,7 @@ class PenstockScreen(Screen[None]):
                 if app.on_show(self):
                     found = poll()
                     if found and not stop.is_set():
-                        app.from_thread(show_if_open, found)
+                        self.from_thread(show_if_on, found)
                 stop.wait(every_s)
 
         threading.Thread(target=work, name=f"feed-{self.SCOPE}", daemon=True).start()

@@ -18,6 +18,7 @@ from textual.widgets import Footer, Input
 from penstock.app.checkpoints import STEP_MARK, export_folder
 from penstock.storage.errors import UserError
 from penstock.tui.data.blocks import BlockPlace
+from penstock.tui.data.offers import refusals, why_no_ops
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.chart import next_kind
 from penstock.tui.render.pipeline import height_for
@@ -145,7 +146,10 @@ class RunScreen(LaneKeys, PenstockScreen):
         """The pane that has the screen for itself."""
         self._ticked_at = 0.0
         self._draws_blocks = True
-        self._offered: dict[str, bool] = {}
+        self._refused: set[str] = set()
+        """The actions that were not offered when one last looked."""
+        self._unshown: set[str] = set()
+        """What the feed found that has not been shown yet."""
 
     def compose(self) -> ComposeResult:
         yield KpiBar(self.data, id="kpi")
@@ -216,21 +220,22 @@ class RunScreen(LaneKeys, PenstockScreen):
     # ------------------------------------------------------------------ feed
 
     def _poll(self) -> _Update | None:
-        """What is new, in the feed's thread."""
-        changed = self.data.poll()
+        """What is new, or was not shown when it was, in the feed's thread."""
+        self._unshown |= self.data.poll()
         now = time.monotonic()
         if now - self._ticked_at >= _TICK_S:
             self._ticked_at = now
-            changed.add("tick")
-        if not changed and not self.data.now:
+            self._unshown.add("tick")
+        if self.frozen or (not self._unshown and not self.data.now):
             return None
-        wanted = changed & {"spans", "plan", "status"} and self._draws_blocks
-        return _Update(changed, self.data.blocks() if wanted else None)
+        wanted = self._unshown & {"spans", "plan", "status"} and self._draws_blocks
+        return _Update(set(self._unshown), self.data.blocks() if wanted else None)
 
     def _show(self, update: _Update) -> None:
         """Redraw what changed, in the UI's thread."""
         if self.frozen or not self.is_mounted:
             return
+        self._unshown -= update.changed
         changed, data = update.changed, self.data
         if changed & {"status", "metrics", "tick", "plan"}:
             self.query_one("#kpi", KpiBar).redraw()
@@ -248,9 +253,9 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.query_one("#blocks", BlockMap).show(update.blocks)
         self._show_lanes(changed)
         if changed & {"status", "checkpoints", "metrics"}:
-            offered = self._offers()
-            if offered != self._offered:
-                self._offered = offered
+            refused = {action for action, why in refusals(data).items() if why}
+            if refused != self._refused:
+                self._refused = refused
                 self.refresh_bindings()
 
     def _show_lanes(self, changed: set[str]) -> None:
@@ -260,6 +265,7 @@ class RunScreen(LaneKeys, PenstockScreen):
         if data.predicted is not None and lanes.predicted is not data.predicted:
             lanes.predicted = data.predicted
         running = data.state == "running"
+        lanes.nothing = why_no_ops(data.state, live=data.is_live, behind=data.behind)
         if lanes.display and (running or changed & {"spans", "status", "predicted"}):
             lanes.update_live(data.clock_s, data.now, running)
 
@@ -274,22 +280,12 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     # ------------------------------------------------------------------ what is offered
 
-    def _offers(self) -> dict[str, bool]:
-        """The actions that depend on the run's state, and whether they make sense in it."""
-        state, begun, exists = self.data.state, self.data.step > 0, self.data.exists
-        committed = self.data.committed_step is not None
-        return {
-            "save_checkpoint": begun and state in ("running", "paused", "stopped", "finished", "crashed"),
-            "pause": state == "running",
-            "resume": state in ("paused", "stopped", "failed", "crashed"),
-            "stop": self.data.is_live,
-            "export": exists and begun and (state in ("running", "paused") or committed),
-            "timeline": exists,
-        }
-
     def offers(self, action: str) -> bool:
         """Whether an action makes sense in the run's state."""
-        return self._offers().get(action, True)
+        return not refusals(self.data).get(action)
+
+    def why_not(self, action: str) -> str:
+        return refusals(self.data).get(action, "")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Textual's hook: what is not offered is not in footer, help and palette."""
@@ -317,6 +313,12 @@ class RunScreen(LaneKeys, PenstockScreen):
         """The lanes, unless the loss has the focus."""
         return self.loss if self.loss.has_focus else self.lanes
 
+    def act(self, view: LaneView | LossChart, why_not: str, move: Callable[[], None]) -> None:
+        before = view.place
+        move()
+        if view.place == before:
+            self.say(view.nothing if view.is_empty else why_not)
+
     # ------------------------------------------------------------------ display
 
     def action_freeze(self) -> None:
@@ -341,6 +343,12 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.loss.redraw()
 
     def action_predicted(self) -> None:
+        if not (self.data.path / "predicted.jsonl").is_file():
+            self.say("this run has no planned step to show: its predicted.jsonl is missing")
+            return
+        if self.lanes.is_empty:
+            self.say(self.lanes.nothing)
+            return
         self.data.want_predicted = True
         self.lanes.toggle_predicted()
 

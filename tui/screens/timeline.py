@@ -142,7 +142,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         note = predicted_note(self.run_path, predicted)
         found = StepIndex(self.run_path / "spans.jsonl").find(step)
         loaded = LoadedStep(found, analyse(found.view, found.window)) if found is not None else None
-        self.penstock.from_thread(self._take_step, step, loaded, predicted, note)
+        self.from_thread(self._take_step, step, loaded, predicted, note)
 
     def _take_step(self, step: int, loaded: LoadedStep | None, predicted: SpanStore, note: str) -> None:
         if step != self._loading:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.tui.widgets.lane_view import PAN, ZOOM, LaneView
 from penstock.tui.widgets.loss_chart import LossChart
 
@@ -15,24 +17,38 @@ class LaneKeys:
         """What zoom, pan and selection are for."""
         return self.lane_view
 
+    def act(self, view: LaneView | LossChart, why_not: str, move: Callable[[], None]) -> None:
+        """Do what a key asks of a view; `why_not`: why nothing is to be seen of it, where that is so."""
+        move()
+
     def action_zoom_in(self) -> None:
-        self.zoomed().zoom(ZOOM)
+        self._zoom(ZOOM, "a closer look is not to be had")
 
     def action_zoom_out(self) -> None:
-        self.zoomed().zoom(1 / ZOOM)
+        self._zoom(1 / ZOOM, "all of it is in view")
+
+    def _zoom(self, factor: float, why_not: str) -> None:
+        view = self.zoomed()
+        self.act(view, why_not, lambda: view.zoom(factor))
 
     def action_pan_left(self) -> None:
-        self.zoomed().pan(-PAN)
+        self._pan(-PAN, "there is nothing further back to see")
 
     def action_pan_right(self) -> None:
-        self.zoomed().pan(PAN)
+        self._pan(PAN, "this is the newest there is")
+
+    def _pan(self, share: float, why_not: str) -> None:
+        view = self.zoomed()
+        self.act(view, why_not, lambda: view.pan(share))
 
     def action_fit(self) -> None:
-        self.zoomed().fit()
+        view = self.zoomed()
+        self.act(view, "all of it is in view", view.fit)
 
     def move_span(self, by: int) -> None:
         """Along the ops, or the steps."""
-        self.zoomed().action_move(by)
+        view = self.zoomed()
+        self.act(view, "it is the last one" if by > 0 else "it is the first one", lambda: view.action_move(by))
 
     def action_next_span(self) -> None:
         self.move_span(1)
@@ -41,7 +57,7 @@ class LaneKeys:
         self.move_span(-1)
 
     def action_lane_up(self) -> None:
-        self.lane_view.move_lane(-1)
+        self.act(self.lane_view, "it is the first lane", lambda: self.lane_view.move_lane(-1))
 
     def action_lane_down(self) -> None:
-        self.lane_view.move_lane(1)
+        self.act(self.lane_view, "it is the last lane", lambda: self.lane_view.move_lane(1))

@@ -13,6 +13,7 @@ from textual.message import Message
 from penstock.app.rows import Row
 from penstock.storage.units import seconds_text
 from penstock.tui.data.critical import StepAnalysis, path_busy
+from penstock.tui.data.offers import why_no_ops
 from penstock.tui.data.spans import Busy, Span, SpanStore, SpanView, StepWindow
 from penstock.tui.render.lanes import LaneScene, Layout, UnderWay, lanes_rows, layout
 from penstock.tui.render.span_text import now_row, ops_at, ops_under_way, span_row
@@ -83,6 +84,8 @@ class LaneView(LineWidget, can_focus=True):
         self._drag: tuple[int, float, float] | None = None
         self._edge: tuple[int, float, list[UnderWay]] | None = None
         self._info: tuple[Span, Row] | None = None
+        self.nothing = why_no_ops("", live=True)
+        """What to say where there are no ops."""
         self._history: dict[StepWindow, dict[str, float]] = {}
         """Of steps that were on show."""
 
@@ -91,6 +94,18 @@ class LaneView(LineWidget, can_focus=True):
     @property
     def view(self) -> SpanView:
         return self._held if self._held is not None else self.store.view
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no ops to look at."""
+        return not self.view.num_spans
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What is looked at: another one where a key has done something."""
+        over = not self._running and self.mode == "live"  # then it shows the last step
+        mode = "step" if over and self._live_s is None else self.mode
+        return mode, self.window if mode == "free" else None, self._live_s, self.lane, self.selected
 
     def update_live(self, clock_s: float | None, now: Any = None, running: bool = False) -> None:
         """Take `clock_s` and `now` of status.json; more spans may be there as well."""
@@ -327,7 +342,7 @@ class LaneView(LineWidget, can_focus=True):
 
     def _hint(self) -> Row:
         if not self.view.num_spans:
-            return [("no spans yet: the first step's ops show here as they end", "dim")]
+            return [(self.nothing, "dim")]
         if self._cursor_s is not None:
             return [(f"nothing under way on {self.lane} at {self._cursor_s:.6f} s", "dim")]
         running = self._now(self.view)

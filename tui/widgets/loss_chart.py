@@ -152,6 +152,19 @@ class LossChart(RunPane, can_focus=True):
     def cursor_step(self) -> int | None:
         return None if self._row is None else int(self._data.metrics.column("step")[self._row])
 
+    nothing = "no step has ended yet"
+    """What to say where there is no curve."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no step to look at."""
+        return not self._data.metrics.rows
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What is looked at: another one where a key has done something."""
+        return self.window, self.cursor
+
     def zoom(self, factor: float) -> None:
         """Show `factor` times as much, around the cursor, or its end."""
         low, high = self.window or (0.0, 1.0)
