@@ -289,7 +289,7 @@ def scrub(run: RunArgument) -> None:
 def lanes(
     run: RunArgument,
     steps: Annotated[
-        str | None, typer.Option(metavar="FIRST:LAST", help="Steps to look at; default all but the first.")
+        str | None, typer.Option(metavar="FIRST:LAST", help="Steps to look at; default all but the warm-up.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -309,12 +309,23 @@ def probe(
         Path | None, typer.Option(metavar="FILE", help="Keep the profile here, not as this machine's own.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time to measure for; more meets a drive past its cache.")] = 50,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Write at most as much to each drive, as 2GB; default 1 GiB a second."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before writing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
-    """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives."""
+    """Measure this machine in a minute and keep its profile for planning: compute, memory, links and drives.
+
+    What it will write to which drive is said first, and asked on a terminal.
+    """
     from penstock.app.probe import probe_machine
 
-    probe_machine(paths or [], seconds=seconds, save=save, as_json=as_json)
+    asks = not yes and sys.stdin.isatty() and sys.stderr.isatty()
+    ask = (lambda plan: typer.confirm(f"{printable(plan)}\ngo on?", default=True, err=True)) if asks else None
+    if probe_machine(paths or [], seconds=seconds, size=size, save=save, as_json=as_json, ask=ask) is None:
+        raise typer.Exit(REFUSED)
 
 
 @cli.command(epilog="Example: penstock check ~/models/Qwen3-8B --json")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,28 +11,44 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from penstock.engine.config import parse_bytes
 from penstock.engine.machine.presets import profile_path
 from penstock.storage.disk import atomic_write, require_writable
 from penstock.storage.errors import UserError
-from penstock.storage.units import bytes_text
+from penstock.storage.units import bytes_text, duration_text
 
 if TYPE_CHECKING:
     from penstock.engine.machine.profile import Machine
 
 
-def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = None, as_json: bool = False) -> Machine:
+def probe_machine(
+    paths: Sequence[Path],
+    *,
+    seconds: float,
+    size: str | None = None,
+    save: Path | None = None,
+    as_json: bool = False,
+    ask: Callable[[str], bool] | None = None,
+) -> Machine | None:
     """Measure, keep the profile in `save` (none: this machine's own, machine.presets.profile_path), and print it.
 
+    What will be written is said first; with `ask`, which is given that, nothing is done unless it agrees: None then.
     UserError for folders and files that cannot be used, before anything is measured.
     """
     target = profile_path() if save is None else save.expanduser().absolute()
     if target.is_dir():
         raise UserError(f"{target}: is a folder; give a file for the profile")
     require_writable(target.parent)
-    start = time.monotonic()
-    from penstock.engine.machine.probe import probe  # torch, which takes seconds
+    most = None if size is None else parse_bytes(size, "--size")
+    from penstock.engine.machine.probe import planned_writes, probe  # torch, which takes seconds
 
     errors = Console(stderr=True)
+    folders, written = planned_writes(paths, seconds, most)
+    plan = _plan_text(folders, written, seconds)
+    if ask is None:
+        errors.print(plan, soft_wrap=True, highlight=False, markup=False)
+    elif not ask(plan):
+        return None
     status = errors.status("measuring this machine") if errors.is_terminal else None
     shown: AbstractContextManager[object] = nullcontext() if status is None else status
 
@@ -44,7 +59,7 @@ def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = 
             status.update(text)
 
     with shown:
-        machine = probe(paths, seconds=max(seconds / 2, seconds - (time.monotonic() - start)), say=say)
+        machine = probe(paths, seconds=seconds, size=written, say=say)
     atomic_write(target, json.dumps(machine.to_json(), indent=2) + "\n")
     if as_json:
         print(json.dumps(machine.to_json(), indent=2))
@@ -53,6 +68,21 @@ def probe_machine(paths: Sequence[Path], *, seconds: float, save: Path | None = 
         console.print(machine_table(machine))
         console.print(f"kept in {target}", soft_wrap=True, highlight=False)
     return machine
+
+
+def _plan_text(folders: Sequence[Path], written: int, seconds: float) -> str:
+    """What measuring does to the drives."""
+    from penstock.storage.filesystem import device_of
+
+    places = []
+    for folder in folders:
+        disks = ", ".join(device_of(folder).disks)
+        places.append(f"{folder}{f' ({disks})' if disks else ''}")
+    each = "" if len(places) == 1 else "each of "
+    return (
+        f"measuring takes about {duration_text(seconds)} and writes up to {written / 1e9:.3g} GB to {each}"
+        f"{', '.join(places)}, in files without a name that are gone when it ends (--size writes less or more)"
+    )
 
 
 def machine_table(machine: Machine) -> Table:

@@ -26,21 +26,40 @@ from penstock.engine.machine.probe_compute import (
     optimizer_params_per_s,
     pass_bytes_per_s,
 )
-from penstock.engine.machine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, probe_drives
+from penstock.engine.machine.probe_drives import BLOCK_BYTES, MOST_BYTES, check_folders, least_written, probe_drives
 from penstock.engine.machine.profile import Machine
 from penstock.storage.errors import UserError
+from penstock.storage.units import size_text
 from penstock.storage.untrusted import real_path
 
+_WRITTEN_BYTES_PER_S = 1 << 30
+"""Of the time given, as much is written to each drive at most where nobody says how much."""
 _SPARE_BYTES = 512 << 20
 """Of RAM and GPU memory, free beside what is measured on."""
 _SMI_S = 20
 _NODES = Path("/sys/devices/system/node")
 
 
+def planned_writes(
+    paths: Sequence[Path], seconds: float, size: int | None = None, *, block_bytes: int = BLOCK_BYTES
+) -> tuple[list[Path], int]:
+    """The folders that `probe` measures in, and the bytes that it writes to each drive at most: `size`, where given.
+
+    UserError for a folder that cannot be used, and for a size that is too small to measure with.
+    """
+    folders = _folders(paths)
+    check_folders(folders, block_bytes)
+    least = least_written(len(folders), block_bytes)
+    if size is not None and size < least:
+        raise UserError(f"--size {size_text(size)}: too little to measure with; give at least {size_text(least)}")
+    return folders, max(least, int(seconds * _WRITTEN_BYTES_PER_S)) if size is None else size
+
+
 def probe(
     paths: Sequence[Path],
     *,
     seconds: float = 50,
+    size: int | None = None,
     sizes: Sizes | None = None,
     block_bytes: int = BLOCK_BYTES,
     most_bytes: int = MOST_BYTES,
@@ -49,11 +68,10 @@ def probe(
     """Measure this machine and the drives under `paths`, a folder on each, in about `seconds`.
 
     `sizes` of operands default to the device's; requests to drives are of `block_bytes`, files of at most `most_bytes`
-    on each. `say` is told what is going on. Nothing that is written stays. UserError for a folder that cannot be used,
-    before anything is measured.
+    on each, to which `size` (see `planned_writes`) is written at most. `say` is told what is going on. Nothing that is
+    written stays. UserError for a folder that cannot be used, before anything is measured.
     """
-    folders = _folders(paths)
-    check_folders(folders, block_bytes)
+    folders, written = planned_writes(paths, seconds, size, block_bytes=block_bytes)
     deadline = time.monotonic() + seconds
     device = resolve_device(TrainConfig())
     cpu = torch.device("cpu")
@@ -71,7 +89,7 @@ def probe(
     ram_pass = pass_bytes_per_s(cpu, sizes, seconds * 0.04)
     gpu_pass = pass_bytes_per_s(device, sizes, seconds * 0.04) if device.type == "cuda" else ram_pass
     left = max(0.3 * seconds, deadline - time.monotonic())
-    storage = probe_drives(folders, left, block_bytes=block_bytes, most_bytes=most_bytes, say=say)
+    storage = probe_drives(folders, left, block_bytes=block_bytes, most_bytes=most_bytes, most_written=written, say=say)
     gpu, gpu_bytes, ram_bytes = memories(device)
     cores = usable_cpus()
     date = datetime.now(UTC).date().isoformat()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 import uuid
@@ -62,6 +63,10 @@ class _Files:
     folder: Path
     most_blocks: int
     """Of all files."""
+    left_blocks: int
+    """That may still be written, overwriting included."""
+    write_phases: int
+    """Phases of writing that share them."""
     fds: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     """Filled so far, by file."""
@@ -75,8 +80,20 @@ class _Job:
     write: bool
     halves: tuple[int, ...]
     """Which of each thread's files are used."""
+    more_blocks: int = 0
+    """That it may still write, beside the first of each thread."""
     moved_bytes: int = 0
     end: float = 0.0
+
+
+def least_written(num_drives: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Bytes that are written to each of so many drives however short the time is."""
+    return (_LEAST_BLOCKS + _write_phases(num_drives) * _THREADS) * block_bytes
+
+
+def _write_phases(num_drives: int) -> int:
+    """Writing alone, while reading, and to all drives at once."""
+    return 3 if num_drives > 1 else 2
 
 
 def check_folders(folders: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> list[int]:
@@ -111,10 +128,12 @@ def probe_drives(
     *,
     block_bytes: int = BLOCK_BYTES,
     most_bytes: int = MOST_BYTES,
+    most_written: int = sys.maxsize,
     say: Callable[[str], None] = lambda text: None,
 ) -> DriveRates:
     """Measure the drives under `folders`, one folder each, in about `seconds`; `say` is told what is going on.
 
+    Files take at most `most_bytes` of each, and `most_written` bytes, `least_written` at least, are written to each.
     Each alone: writes with the sync that makes them durable, reads, both at once; then all drives at once.
     """
     rooms = check_folders(folders, block_bytes)
@@ -123,9 +142,12 @@ def probe_drives(
             say(warning)
     sizes = [_fillable(folder, folders) for folder in folders]
     count, filled = len(folders), max(_LEAST_BLOCKS * block_bytes, int(seconds * _FILL_BYTES_PER_S))
+    filled, blocks = min(filled, max(_LEAST_BLOCKS * block_bytes, most_written // 2)), most_written // block_bytes
     with ExitStack() as cleanup:
         drives = [
-            cleanup.enter_context(_opened(folder, min(room, most_bytes, filled) // block_bytes))
+            cleanup.enter_context(
+                _opened(folder, min(room, most_bytes, filled) // block_bytes, blocks, _write_phases(count))
+            )
             for folder, room in zip(folders, rooms, strict=True)
         ]
         bench = _Bench(max(count, 2) * _THREADS, block_bytes, seconds, phases=3 * count + (2 if count > 1 else 0))
@@ -213,21 +235,40 @@ class _Bench:
                 half = 1 - half
 
         self._in_threads([(lane, (drive, thread)) for drive in drives for thread in range(_THREADS)])
-        self.written_bytes += sum(sum(drive.blocks) for drive in drives) * self._block_bytes
         for drive in drives:
+            drive.left_blocks -= sum(drive.blocks)
+            self.written_bytes += sum(drive.blocks) * self._block_bytes
             _sync(drive)
 
     def run(self, jobs: Sequence[_Job]) -> list[float]:
-        """Bytes/s of each job, all at once for this phase's part of the time; every thread moves a block at least."""
+        """Bytes/s of each job, all at once for this phase's part of the time; every thread moves a block at least.
+
+        The phase is over sooner where one of them has written what it may.
+        """
         left = (self._deadline - time.monotonic()) / self._phases  # syncing takes its time too
         seconds, self._phases = max(_LEAST_SHARE * self._seconds, left), self._phases - 1
         start = time.perf_counter()
-        lock = threading.Lock()
+        lock, over = threading.Lock(), threading.Event()
+        for job in jobs:
+            if job.write:
+                job.more_blocks = max(0, job.files.left_blocks // max(1, job.files.write_phases) - _THREADS)
+                job.files.write_phases -= 1
+
+        def goes_on(job: _Job) -> bool:
+            """Whether a thread may move another block."""
+            if time.perf_counter() >= start + seconds or over.is_set():
+                return False
+            with lock:
+                if job.write and job.more_blocks == 0:
+                    over.set()
+                    return False
+                job.more_blocks -= job.write
+            return True
 
         def lane(job: _Job, thread: int, slot: torch.Tensor) -> None:
             view, moved, turn = slot.numpy().data, 0, 0
             move = _write if job.write else _read
-            while not self._stop.is_set() and (turn == 0 or time.perf_counter() < start + seconds):
+            while not self._stop.is_set() and (turn == 0 or goes_on(job)):
                 number = 2 * thread + job.halves[turn % len(job.halves)]
                 block = turn // len(job.halves) % job.files.blocks[number]
                 move(job.files, number, view, block * self._block_bytes)
@@ -237,7 +278,10 @@ class _Bench:
                 job.end = max(job.end, time.perf_counter())
 
         self._in_threads([(lane, (job, thread)) for job in jobs for thread in range(_THREADS)])
-        self.written_bytes += sum(job.moved_bytes for job in jobs if job.write)
+        for job in jobs:
+            if job.write:
+                job.files.left_blocks -= job.moved_bytes // self._block_bytes
+                self.written_bytes += job.moved_bytes
         return [job.moved_bytes / (job.end - start) for job in jobs]
 
     def _in_threads(self, lanes: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> None:
@@ -253,9 +297,9 @@ class _Bench:
 
 
 @contextmanager
-def _opened(folder: Path, most_blocks: int) -> Iterator[_Files]:
+def _opened(folder: Path, most_blocks: int, left_blocks: int, write_phases: int) -> Iterator[_Files]:
     """The files of one drive, open for direct I/O where its file system has that, and without a name."""
-    files = _Files(folder, most_blocks)
+    files = _Files(folder, most_blocks, left_blocks, write_phases)
     try:
         with reporting(folder, "making files to measure with"):
             for _ in range(2 * _THREADS):

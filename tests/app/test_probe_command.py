@@ -46,8 +46,32 @@ def test_keeps_the_profile_and_prints_json(tiny: Path, capsys: pytest.CaptureFix
     assert stored is not None
     assert json.loads(json.dumps(stored.to_json())) == printed
     assert stored.drives[0].path == str(tiny)
+    assert f"writes up to 1.07 GB to {tiny}" in captured.err
     assert "measuring" in captured.err
     assert list(tiny.iterdir()) == []
+
+
+def test_what_is_written_is_said_and_asked_on_a_terminal(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def declines(text: str, **options: object) -> bool:
+        asked.append(text)
+        return False
+
+    monkeypatch.setattr("typer.confirm", declines)
+    monkeypatch.setattr(engine_probe, "probe_drives", lambda *args, **options: pytest.fail("measured"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["probe", str(tiny), "--size", "2GB"]) == 1
+    (text,) = asked
+    assert f"measuring takes about 50s and writes up to 2 GB to {tiny}" in text
+    assert not profile_path().exists()
+    for arguments in (["--size", "1MB"], ["--size", "much"]):
+        assert main(["probe", str(tiny), "--yes", *arguments]) == BAD_INPUT
+        assert "--size" in capsys.readouterr().err
+    assert len(asked) == 1
 
 
 def test_save_keeps_it_elsewhere(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

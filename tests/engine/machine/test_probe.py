@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from samples import cases
 
 from penstock.engine.machine import probe_drives as drives
-from penstock.engine.machine.probe import probe
+from penstock.engine.machine.probe import planned_writes, probe
 from penstock.engine.machine.probe_compute import Sizes, optimizer_params_per_s
 from penstock.engine.machine.profile import from_json
 from penstock.storage.errors import UserError
@@ -86,6 +86,28 @@ def test_written_bytes_are_counted(tmp_path_factory: pytest.TempPathFactory, blo
     assert rates.written_bytes % block_bytes == 0
     assert rates.written_bytes >= 2 * drives._THREADS * block_bytes
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("more_blocks", [0, 11, 100])
+def test_no_more_is_written_to_a_drive_than_allowed(tmp_path: Path, count: int, more_blocks: int) -> None:
+    """However long it may take: what is measured ends instead."""
+    folders = [tmp_path / name for name in "ab"[:count]]
+    for folder in folders:
+        folder.mkdir()
+    most = drives.least_written(count, 4096) + 4096 * more_blocks
+    rates = drives.probe_drives(folders, 1.0, block_bytes=4096, most_written=most)
+    assert drives.least_written(count, 4096) <= rates.written_bytes // count <= most
+    assert all(drive.read_bytes_per_s > 0 for drive in rates.drives)
+
+
+def test_what_will_be_written_is_known_before(tmp_path: Path) -> None:
+    least = drives.least_written(1)
+    assert planned_writes([tmp_path], 50) == ([tmp_path], 50 * 2**30)
+    assert planned_writes([tmp_path], 50, least) == ([tmp_path], least)
+    assert planned_writes([tmp_path], 1) == ([tmp_path], max(least, 2**30))
+    with pytest.raises(UserError, match=r"--size 1023MiB: too little to measure with; give at least 1GiB"):
+        planned_writes([tmp_path], 50, 1023 * 2**20)
 
 
 def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
