@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.app.lanes import LANES
+from penstock.app.speed import WARMUP_STEPS
 
 TOKENS = 65_536
 """Of a step."""
@@ -115,6 +116,10 @@ def metrics_line(step: int, step_s: float, at: float) -> Line:
         "tokens": TOKENS,
         "step_s": step_s,
         "tokens_per_s": TOKENS / step_s,
+        "warmup": step <= WARMUP_STEPS,
+        "mean_tokens_per_s": TOKENS / step_s if step > WARMUP_STEPS else None,
+        "mean_step_s": step_s if step > WARMUP_STEPS else None,
+        "mean_model_tflops_per_s": 1e3 / step_s if step > WARMUP_STEPS else None,
         "model_flops": 10**15,
         "nvme_read_bytes": {"/mnt/nvme0/synthetic": 4 * GIB},
         "nvme_written_bytes": {"/mnt/nvme0/synthetic": 3 * GIB},
