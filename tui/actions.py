@@ -67,6 +67,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("home", "timeline", "t", "Timeline", "The last step of the run, op by op."),
     _acting("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run."),
     Action("home", "switch", "tab", "Recipes/runs", "Go to the other list."),
+    Action("home", "fit", "f", "What fits", "Which models this machine can train, and how fast."),
     Action("configure", "edit", "enter", "Edit", "Type the field's value; a choice goes to its next one."),
     Action("configure", "next_choice", "right,space", "Next choice", "The next value of a choice or a switch."),
     Action("configure", "previous_choice", "left", "Previous choice", "The value before of a choice or a switch."),
@@ -88,6 +89,13 @@ ACTIONS: tuple[Action, ...] = (
     Action(
         "configure", "quit", "q,ctrl+q", "Quit", "Close the application; unsaved changes are asked about.", footer=True
     ),
+    _acting("fit", "configure", "enter", "Configure", "Save the cell's recipe and configure it.", footer=True),
+    Action("fit", "machine", "m", "Machine", "Plan for this machine or another.", footer=True),
+    Action("fit", "model_up", "up,k", "Model above", "The cell above."),
+    Action("fit", "model_down", "down,j", "Model below", "The cell below."),
+    Action("fit", "context_left", "left,h", "Shorter", "The cell of a shorter context."),
+    Action("fit", "context_right", "right,l", "Longer", "The cell of a longer context."),
+    Action("fit", "replan", "f5", "Plan again", "Plan every cell once more."),
     Action("run", "freeze", "space", "Freeze", "Hold the display; the run goes on.", footer=True),
     Action("run", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
     Action("run", "outliers", "o", "Outliers", "Clip the loss axis to what is usual, or show all of it."),

@@ -131,6 +131,14 @@ class PenstockApp(App[None]):
 
         self.push_screen(ConfigureScreen(recipe_path))
 
+    def open_fit(self) -> None:
+        """Show which models a machine can train, which plans them."""
+        if self.refuses():
+            return
+        from penstock.tui.screens.fit import FitScreen
+
+        self.push_screen(FitScreen())
+
     def open_compare(self, run_paths: list[Path]) -> None:
         """Compare runs."""
         from penstock.tui.screens.compare import CompareScreen

@@ -14,7 +14,7 @@ from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.help import HelpScreen, help_text
 
 SCREENS = {"home": "HomeScreen", "configure": "ConfigureScreen", "run": "RunScreen", "timeline": "TimelineScreen"}
-SCREENS |= {"compare": "CompareScreen"}
+SCREENS |= {"compare": "CompareScreen", "fit": "FitScreen"}
 
 
 def screen_class(scope: str) -> type[PenstockScreen]:

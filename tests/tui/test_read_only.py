@@ -46,6 +46,7 @@ def test_what_acts_is_marked_in_the_table() -> None:
     assert {
         ("home", "configure"),
         ("home", "resume"),
+        ("fit", "configure"),
         ("configure", "save"),
         ("configure", "launch"),
         ("run", "save_checkpoint"),

@@ -252,6 +252,9 @@ class HomeScreen(PenstockScreen):
         else:
             self.penstock.open_compare(paths)
 
+    def action_fit(self) -> None:
+        self.penstock.open_fit()
+
     def action_switch(self) -> None:
         self._table("runs" if self._table("recipes").has_focus else "recipes").focus()
 

@@ -1,0 +1,113 @@
+"""Runs `penstock fit --json` beside the application and keeps what it has said so far."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.app import child, memory_limit
+
+COMMAND = tuple(child.command("app.cli", "fit", "--json"))
+_LINE_BYTES = 1 << 22
+_NOTHING_FITS = 1
+_NO_PLACE = 127
+
+Cell = tuple[str, int]
+"""Model and context."""
+
+
+@dataclass(slots=True)
+class FitState:
+    """What is known now."""
+
+    question: dict[str, Any] | None = None
+    """None until the command has begun to answer."""
+    cells: dict[Cell, dict[str, Any]] = field(default_factory=dict)
+    """Those that are planned."""
+    done: bool = False
+    trouble: str | None = None
+    """Why there will be no more."""
+
+    @property
+    def models(self) -> list[str]:
+        return [] if self.question is None else self.question["models"]
+
+    @property
+    def contexts(self) -> list[int]:
+        return [] if self.question is None else self.question["contexts"]
+
+
+class FitClient:
+    """One command at a time, the newest. `changed` is called in the event loop whenever `state` says more."""
+
+    def __init__(self, root: Path, changed: Callable[[], None], command: Sequence[str] | None = None) -> None:
+        self.state = FitState()
+        self._root, self._changed, self._command = root, changed, command or COMMAND
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def ask(self, machine: str) -> None:
+        """Begin anew for a preset or a profile file; this machine where it is empty."""
+        await self.close()
+        self.state = FitState()
+        self._changed()
+        self._reading = asyncio.get_running_loop().create_task(self._read(self.state, machine))
+
+    async def close(self) -> None:
+        """End the command."""
+        reading, self._reading = self._reading, None
+        process, self._process = self._process, None
+        if reading is not None:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _read(self, state: FitState, machine: str) -> None:
+        code, said = await self._run(state, ["--machine", machine] if machine else [])
+        state.done = True
+        if code not in (0, _NOTHING_FITS) or state.question is None:
+            state.trouble = (said.strip() or f"exit code {code}").splitlines()[-1].removeprefix("error: ")
+        self._changed()
+
+    async def _run(self, state: FitState, options: list[str]) -> tuple[int, str]:
+        """Carry out the command; its exit code and what it says on stderr."""
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *options,
+                cwd=self._root,
+                env=child.environment(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LINE_BYTES,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return _NO_PLACE, str(error)
+        memory_limit.unbound(process.pid)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stderr = asyncio.get_running_loop().create_task(process.stderr.read())
+        try:
+            while line := await process.stdout.readline():
+                with contextlib.suppress(ValueError):
+                    self._take(state, json.loads(line))
+            return await process.wait(), (await stderr).decode(errors="replace")
+        finally:
+            stderr.cancel()
+
+    def _take(self, state: FitState, said: dict[str, Any]) -> None:
+        if state.question is None:
+            state.question = said
+        else:
+            state.cells[said["model"], said["context"]] = said
+        self._changed()

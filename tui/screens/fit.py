@@ -1,0 +1,145 @@
+"""Fit: which published models a machine can train, at which contexts; a cell opens as a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from textual import work
+from textual.app import ComposeResult
+from textual.widgets import Footer
+
+from penstock.app.recipe import from_dict, save_recipe
+from penstock.app.rows import Row
+from penstock.storage.errors import UserError
+from penstock.tui.data.fit_client import Cell, FitClient
+from penstock.tui.render.fit import detail_rows, matrix_rows, title_row
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.screens.pickers import MachinePicker
+from penstock.tui.widgets.lines import LineWidget
+
+THIS_MACHINE = "this machine"
+
+
+class _Pane(LineWidget):
+    """What `draw` makes of the state, in so many cells."""
+
+    def __init__(self, draw: Callable[[int, int], list[Row]], *, id: str, classes: str = "") -> None:
+        super().__init__(id=id, classes=classes)
+        self._draw = draw
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        return self._draw(width, height)
+
+
+class FitScreen(PenstockScreen):
+    """The matrix above, the chosen cell below. It is planned by a process of its own, from the first cell on."""
+
+    SCOPE = "fit"
+    DEFAULT_CSS = """
+    FitScreen #title { height: 1; padding: 0 1; }
+    FitScreen #matrix { height: 14; }
+    FitScreen.-tiny #matrix { height: 1fr; border: none; }
+    FitScreen.-tiny #detail { border: none; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = ""
+        """What is planned for: a preset or a profile, empty for this machine."""
+        self._row = self._column = 0
+
+    def compose(self) -> ComposeResult:
+        yield _Pane(self._title, id="title")
+        yield _Pane(self._matrix, id="matrix", classes="pane")
+        yield _Pane(self._detail, id="detail", classes="pane")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.client = FitClient(self.penstock.root, self._show)
+        self._ask()
+
+    async def on_unmount(self) -> None:  # type: ignore[override]
+        await self.client.close()
+
+    # ------------------------------------------------------------------ what is shown
+
+    @property
+    def chosen(self) -> Cell | None:
+        """The cell under the cursor; None while nothing is known."""
+        models, contexts = self.client.state.models, self.client.state.contexts
+        if not models or not contexts:
+            return None
+        return models[min(self._row, len(models) - 1)], contexts[min(self._column, len(contexts) - 1)]
+
+    def _title(self, width: int, height: int) -> list[Row]:
+        name = Path(self.machine).name or THIS_MACHINE
+        return [title_row(self.client.state, name, width, self.penstock.glyphs)]
+
+    def _matrix(self, width: int, height: int) -> list[Row]:
+        return matrix_rows(self.client.state, self.chosen, width, height, self.penstock.glyphs)
+
+    def _detail(self, width: int, height: int) -> list[Row]:
+        return detail_rows(self.client.state, self.chosen, width, self.penstock.glyphs)
+
+    def _show(self) -> None:
+        if self.is_attached:
+            for pane in self.query(_Pane):
+                pane.redraw()
+
+    # ------------------------------------------------------------------ keys
+
+    def _move(self, rows: int, columns: int) -> None:
+        state = self.client.state
+        self._row = max(0, min(self._row + rows, len(state.models) - 1))
+        self._column = max(0, min(self._column + columns, len(state.contexts) - 1))
+        self._show()
+
+    def action_model_up(self) -> None:
+        self._move(-1, 0)
+
+    def action_model_down(self) -> None:
+        self._move(1, 0)
+
+    def action_context_left(self) -> None:
+        self._move(0, -1)
+
+    def action_context_right(self) -> None:
+        self._move(0, 1)
+
+    @work
+    async def action_machine(self) -> None:
+        found = await self.app.push_screen_wait(MachinePicker(self.machine))
+        if found is not None and found != self.machine:
+            self.machine = found
+            self._ask()
+
+    def action_replan(self) -> None:
+        self._ask()
+
+    @work(exclusive=True, group="ask")
+    async def _ask(self) -> None:
+        await self.client.ask(self.machine)
+
+    def action_configure(self) -> None:
+        """Save the cell's recipe, unless one of that name is there, and open it."""
+        cell = None if self.chosen is None else self.client.state.cells.get(self.chosen)
+        if cell is None:
+            self.notify("this one is not planned yet", severity="warning")
+            return
+        recipe = from_dict(cell["recipe"])
+        name = "-".join(filter(None, [recipe.name, Path(self.machine).stem])).replace(".", "_").replace("-", "_")
+        path = self.penstock.target(f"recipes/{name}.json")
+        if path is None:
+            return
+        if os.path.lexists(path):
+            self.notify(f"{path} is there already and stays as it is")
+        else:
+            try:
+                save_recipe(path, recipe)
+            except UserError as error:
+                self.notify(str(error), severity="error")
+                return
+            self.notify(f"saved as {path}")
+        self.penstock.open_configure(path)
