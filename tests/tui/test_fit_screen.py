@@ -1,4 +1,4 @@
-"""The Fit screen: cells as they come, their details, another machine, and a cell's recipe; with a command that is quick."""
+"""The Fit screen: cells as they come, details, another machine, a cell's recipe; with a command that is quick."""
 
 from __future__ import annotations
 
