@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import threading
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+_FILES = 65_536
+"""As many as a process here ever needs, and a table of their numbers is small."""
 
 
 def no_memory() -> None:
@@ -42,9 +46,16 @@ def files_used_up() -> Iterator[None]:
 
 
 def no_file() -> None:
-    """A file more."""
-    with files_used_up():
-        os.close(os.open(os.devnull, os.O_RDONLY))
+    """A file more than there are numbers for, above the last number; other threads can open files meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(soft, _FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    last = fcntl.fcntl(0, fcntl.F_DUPFD, most - 1)
+    try:
+        fcntl.fcntl(0, fcntl.F_DUPFD, most - 1)
+    finally:
+        os.close(last)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 SHORTAGES: dict[str, tuple[Callable[[], None], str]] = {
