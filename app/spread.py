@@ -6,6 +6,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
@@ -24,7 +26,9 @@ def spread(work: Callable[[T], R], todo: Sequence[T], processes: int) -> Iterato
     if processes <= 1:
         yield from map(work, todo)
         return
-    context = multiprocessing.get_context("spawn")
+    # A fork is there at once; where other threads may hold locks, PyTorch's among them, it would wait for ever.
+    alone = threading.active_count() == 1 and "torch" not in sys.modules
+    context = multiprocessing.get_context("fork" if alone else "spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(os.getpid(),))
     try:
         yield from pool.map(work, todo)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_process import REAL, done, started
 from rich.console import Console
 
 from penstock.app import catalogue, fit
@@ -167,10 +168,11 @@ def test_a_files_tokens_are_estimated_from_its_text(tmp_path: Path) -> None:
         fit.count_tokens(lines)
 
 
-def test_the_command_streams_cells_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_streams_cells_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["--machine", "rtx4090-64", "--models", "Llama-3.2-1B,gpt-oss", "--contexts", "8k", "--tokens", "20M"]
-    assert main(["fit", *options, "--json"]) == 0
-    head, small, large = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    printed = done(started(tmp_path, *REAL, "fit", *options, "--json"))
+    assert printed.stderr == ""
+    head, small, large = (json.loads(line) for line in printed.stdout.splitlines())
     assert (head["tokens"], head["models"]) == (20_000_000, ["Llama-3.2-1B", "gpt-oss-120b"])
     assert (small["fits"], large["fits"], large["tier"]) == (True, False, "gpu")
     assert main(["fit", *options[:2], "--models", "gpt-oss", "--contexts", "8k"]) == 1
