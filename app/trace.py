@@ -17,7 +17,7 @@ from penstock.app.lanes import LANES
 from penstock.app.ops import STEP_END, action_of
 from penstock.app.run_files import JsonLines
 from penstock.app.trace_events import PID, Arrows, Rates, Steps, microseconds
-from penstock.engine.events import Span
+from penstock.engine.events import Span, op_text
 from penstock.storage.disk import prepare_file, publish
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
@@ -63,10 +63,10 @@ class _Tracks:
 
 def _event(span: Span, track: int) -> dict[str, Any]:
     """A complete event; the format counts in microseconds."""
-    chunk, action = f" [{span.chunk}]" if span.chunk >= 0 else "", action_of(span.op)
+    action = action_of(span.op)
     args = {"block": span.block, "chunk": span.chunk, "step": span.step, "bytes": span.bytes}
     return {
-        "name": f"{span.op} {span.block}{chunk}",
+        "name": op_text(span.op, span.block, span.chunk),
         "cat": span.lane,
         "ph": "X",
         "pid": PID,

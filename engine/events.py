@@ -15,6 +15,19 @@ WARMUP_STEPS = 2
 """Steps of a process that compile and fill caches: no mean and no time to the end counts them."""
 
 
+def op_text(op: str, block: str, chunk: int) -> str:
+    """The one way in which an op is named: `layer_forward layers.3[2]`, its chunk or part in brackets where it has one.
+
+    `chunk` -1: it concerns the whole block.
+    """
+    return f"{op} {place_text(block, chunk)}"
+
+
+def place_text(block: str, chunk: int) -> str:
+    """Which block of the model, or which chunk or part of it: `layers.3`, `layers.3[2]`."""
+    return f"{block}[{chunk}]" if chunk >= 0 else block
+
+
 class Span(NamedTuple):
     """One finished op. Times are seconds since the run's process started training, pauses left out."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.engine import preparing
-from penstock.engine.events import LaneTotals, Observer, Progress, UnderWay
+from penstock.engine.events import LaneTotals, Observer, Progress, UnderWay, op_text
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.session import Session
 
@@ -107,7 +107,7 @@ def _computing(ops: Sequence[UnderWay]) -> str | None:
     op = next((op for op in ops if op.lane == "compute"), None)
     if op is None:
         return None
-    return f"{op.op.replace('_', ' ')} of {op.block}" + (f", chunk {op.chunk}" if op.chunk >= 0 else "")
+    return op_text(op.op, op.block, op.chunk)
 
 
 def memory_peaks(session: Session) -> dict[str, int]:

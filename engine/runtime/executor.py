@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from penstock.engine.events import Span, UnderWay
+from penstock.engine.events import Span, UnderWay, op_text
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.schedule.ops import Op, span_of
 
@@ -479,9 +479,7 @@ class Executor:
         with self._lock:
             self._on_host.pop(op.id, None)
             if error is not None and self._failure is None:
-                error.add_note(
-                    f"in op {op.action.name} of block {op.block}, index {op.index}, step {op.step}, lane {op.lane}"
-                )
+                error.add_note(f"in op {op_text(op.action.name, op.block, op.index)}, step {op.step}, lane {op.lane}")
                 self._failure, self.failed_op = error, op
             if self._failure is None:
                 ticket = self._tickets.pop(op.id, None)

@@ -7,6 +7,7 @@ import re
 import torch
 from torch import Tensor
 
+from penstock.engine.events import op_text
 from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule.ops import WHOLE, Op
 from penstock.storage.errors import UserError, used_up
@@ -60,18 +61,14 @@ def _out_of_memory(text: str, where: str, plan: Plan) -> str:
 
 
 def describe(op: Op, plan: Plan) -> str:
-    """An op in words: what it does, for which block and which tokens."""
-    text = f"{op.action.name} of block {op.block}"
-    if op.index != WHOLE and op.lane == "compute":
-        text += f", {_in_words(plan, op.index)}"
-    elif op.index != WHOLE:
-        text += f", index {op.index}"
-    return f"{text}, of step {op.step}"
+    """An op by its name, with the tokens that it is about and its step."""
+    tokens = f" {_tokens(plan, op.index)}" if op.index != WHOLE and op.lane == "compute" else ""
+    return f"{op_text(op.action.name, op.block, op.index)}{tokens} of step {op.step}"
 
 
-def _in_words(plan: Plan, index: int) -> str:
+def _tokens(plan: Plan, index: int) -> str:
     chunk = plan.chunks[index]
-    return f"chunk {index} (micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
+    return f"(micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
 
 
 def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
@@ -80,22 +77,22 @@ def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor)
     losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
     """
 
-    def of_chunk(what: str, index: int) -> str:
-        return f"{what} of {_in_words(plan, index)}"
+    def of_chunk(what: str, place: str, index: int) -> str:
+        return f"{what} of {place}[{index}] {_tokens(plan, index)}"
 
     def first_mark(part: Tensor) -> tuple[int, int] | None:
         bad = (~part.isfinite()).nonzero()
         return None if not bad.numel() else (int(bad[0, 0]), int(bad[0, 1]))
 
     if (mark := first_mark(marks[0])) is not None:
-        return of_chunk(f"the output of block {plan.blocks[mark[0]].name}", mark[1])
+        return of_chunk("the output", plan.blocks[mark[0]].name, mark[1])
     bad = (~losses.isfinite()).nonzero()
     if bad.numel():
-        return of_chunk("the loss", int(bad[-1]))  # the head goes in backward's order
+        return of_chunk("the loss", "head", int(bad[-1]))  # the head goes in backward's order
     if (mark := first_mark(marks[1].flip(0, 1))) is not None:
         block, index = len(plan.blocks) - 1 - mark[0], len(plan.chunks) - 1 - mark[1]
-        return of_chunk(f"the gradient of the input of block {plan.blocks[block].name}", index)
+        return of_chunk("the gradient of the input", plan.blocks[block].name, index)
     bad = (~squares.isfinite()).nonzero()
     if bad.numel():
-        return f"the gradient of block {list(plan.buffers)[int(bad[0])]}"
+        return f"the gradient of {list(plan.buffers)[int(bad[0])]}"
     return None

@@ -36,7 +36,7 @@ def test_one_track_per_lane(tmp_path: Path) -> None:
     complete = [event for event in events if event["ph"] == "X"]
     assert [names[event["tid"]] for event in complete] == [span.lane for span in SPANS]
     assert complete[0] == {
-        "name": "forward layers.0 [2]",
+        "name": "forward layers.0[2]",
         "cat": "compute",
         "ph": "X",
         "pid": 1,

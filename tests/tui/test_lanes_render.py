@@ -60,10 +60,10 @@ def test_whole_frame_as_text() -> None:
     assert plain(lanes_rows(64, 9, scene, UNICODE)).splitlines() == [
         "lanes  last step 4.00 s  bound by compute 62%               held",
         "phase      ▏U          ▏forward                ▏backward        ",
-        "nvme_read  ▏L0                                               12%",
-        "h2d              ▏L0                                         12%",
-        "compute    ╌╌╌╌╌╌╌╌╌╌╌╌▏layer_forward L0 ╌╌╌╌╌╌▏head head    62%",
-        "d2h                                      ▏L0                 12%",
+        "nvme_read  ▏…0                                               12%",
+        "h2d              ▏…0                                         12%",
+        "compute    ╌╌╌╌╌╌╌╌╌╌╌╌▏layer_forward    ╌╌╌╌╌╌▏head head    62%",
+        "d2h                                      ▏…0                 12%",
         "optimizer                                                ▂█   3%",
         "nvme_write                                                    0%",
         "         s │0                      │2                       busy",
@@ -78,7 +78,7 @@ def test_ops_of_a_zoomed_view_carry_their_names() -> None:
     scene = LaneScene(view=view_of(*ops), start_s=0, end_s=4)
     [line] = [line for line in plain(lanes_rows(116, 9, scene, UNICODE)).splitlines() if line.startswith("compute")]
     for i in range(4):
-        assert f"▏layer_forward L{i}[{i}]" in line
+        assert f"▏layer_forward …{i}[{i}]" in line
     narrow = plain(lanes_rows(64, 9, scene, UNICODE))
     assert "▏layer_forwar" not in narrow.replace("▏layer_forward", "")
     tokens = {token for row in lanes_rows(116, 9, scene, UNICODE) for text, token in row if "layer" in text}

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.app.lanes import LANES
+from penstock.app.ops import op_text, place_text
 from penstock.app.rows import Glyphs, Row
 from penstock.tui.data.spans import Floats, Ints, SpanView
 
@@ -73,7 +74,7 @@ def draw_boxes(
         for y in range(top, bottom):
             canvas.write(y, a, " " * (b - a), style)
         mark = (glyphs.diamond if glyphs.braille else glyphs.dot) if critical[a:b].all() else ""
-        name = mark + box_name(view, int(rows[i]), b - a - 1 - len(mark))
+        name = mark + box_name(view, int(rows[i]), b - a - 1 - len(mark), glyphs.ellipsis)
         canvas.write(top + (bottom - top - 1) // 2, a, ("▏" if glyphs.braille else "|") + name, style)
     if depth > 1:
         _clear_between_tracks(canvas, tracks, first, last, each, edges)
@@ -121,12 +122,12 @@ def _alone(view: SpanView, rows: Ints) -> NDArray[np.bool_]:
     return np.asarray((starts >= latest) & (following >= ends))
 
 
-def box_name(view: SpanView, row: int, width: int) -> str:
-    """As much of op, block and chunk as `width` cells hold."""
+def box_name(view: SpanView, row: int, width: int, ellipsis: str) -> str:
+    """As much of the op's name as `width` cells hold: of its block and chunk the end, which tells them apart."""
     op, block, chunk = view.ops[view.op[row]], view.blocks[view.block[row]], int(view.chunk[row])
-    part = f"[{chunk}]" if chunk >= 0 else ""
-    short = block.replace("layers.", "L")
-    for text in (f"{op} {block}{part}", f"{op} {short}{part}", f"{op} {short}", op, f"{short}{part}", short):
+    place = place_text(block, chunk)
+    end = ellipsis + place.rpartition(".")[2]
+    for text in (op_text(op, block, chunk), f"{op} {end}", op, place, end):
         if len(text) <= width:
             return text
     return op[:width]

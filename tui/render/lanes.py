@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.app.lanes import LANES
+from penstock.app.ops import op_text
 from penstock.app.rows import Glyphs, Row, exactly
 from penstock.storage.units import rate_text
 from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
@@ -46,8 +47,8 @@ class UnderWay(NamedTuple):
 
 
 def op_name(op: Span | UnderWay) -> str:
-    """Its op, block and chunk."""
-    return f"{op.op} {op.block}{f'[{op.chunk}]' if op.chunk >= 0 else ''}"
+    """Its op, block and chunk, as everywhere."""
+    return op_text(op.op, op.block, op.chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

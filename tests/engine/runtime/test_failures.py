@@ -26,10 +26,10 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("action", "block", "index", "message"),
     [
-        ("embed_forward", "embed", 2, "the output of block embed of chunk 2"),
-        ("layer_forward", "layers.1", 4, r"the output of block layers.1 of chunk 4 \(micro-batch 1, tokens 16 to 32\)"),
-        ("head", "head", 3, "the gradient of the input of block head of chunk 3"),
-        ("layer_backward", "layers.2", 1, "the gradient of the input of block layers.2 of chunk 1"),
+        ("embed_forward", "embed", 2, r"the output of embed\[2\]"),
+        ("layer_forward", "layers.1", 4, r"the output of layers.1\[4\] \(micro-batch 1, tokens 16 to 32\)"),
+        ("head", "head", 3, r"the gradient of the input of head\[3\]"),
+        ("layer_backward", "layers.2", 1, r"the gradient of the input of layers.2\[1\]"),
     ],
 )
 def test_a_kernel_that_returns_nan_is_named(tmp_path: Path, action: str, block: str, index: int, message: str) -> None:
@@ -67,18 +67,18 @@ def test_the_first_in_the_order_of_the_passes_is_named(tmp_path: Path) -> None:
         return found and found.split(" (")[0]
 
     assert name() is None
-    assert name(squares=(1,)) == "the gradient of block layers.0"
-    assert name(squares=(1,), marks=(1, 2, 0)) == "the gradient of the input of block layers.1 of chunk 0"
-    assert name(losses=(2,), marks=(1, 2, 0)) == "the loss of chunk 2"
-    assert name(losses=(2,), marks=(0, 3, 1)) == "the output of block layers.2 of chunk 1"
+    assert name(squares=(1,)) == "the gradient of layers.0"
+    assert name(squares=(1,), marks=(1, 2, 0)) == "the gradient of the input of layers.1[0]"
+    assert name(losses=(2,), marks=(1, 2, 0)) == "the loss of head[2]"
+    assert name(losses=(2,), marks=(0, 3, 1)) == "the output of layers.2[1]"
     both = torch.zeros(2, len(plan.blocks), len(plan.chunks))
     both[0, 1, 3] = both[0, 2, 0] = both[1, 1, 0] = both[1, 2, 1] = both[1, 2, 4] = NAN
     zeros = torch.zeros(len(plan.chunks)), torch.zeros(len(plan.buffers))
     forward = first_not_finite(plan, *zeros, both)
-    assert str(forward).startswith("the output of block layers.0 of chunk 3 ")
+    assert str(forward).startswith("the output of layers.0[3] ")
     both[0] = 0
     backward = first_not_finite(plan, *zeros, both)
-    assert str(backward).startswith("the gradient of the input of block layers.1 of chunk 4 ")
+    assert str(backward).startswith("the gradient of the input of layers.1[4] ")
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError(
@@ -109,7 +109,7 @@ def run(folder: Path, observer: tiny.Silent, *, resume: bool = False) -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OUT_OF_MEMORY, ["budgets.gpu", "2.50 GiB", "layer_forward of block layers", "budget of 1,073,741,824"]),
+        (OUT_OF_MEMORY, ["budgets.gpu", "2.50 GiB", "layer_forward layers", "budget of 1,073,741,824"]),
         (LOST, ["the GPU failed in op layer_forward", "unspecified launch failure", "Xid", "on another one"]),
         (CUBLAS, ["the GPU failed in op layer_forward", "CUBLAS_STATUS_EXECUTION_FAILED"]),
     ],
@@ -125,7 +125,7 @@ def test_what_the_gpu_raises_is_explained_and_nothing_is_lost(
         with pytest.raises(UserError) as caught:
             run(tmp_path / "failed", tiny.Silent())
         assert time.monotonic() - started < 20
-    for part in [*words, "chunk 1 (micro-batch 0, tokens 16 to 32), of step 4"]:
+    for part in [*words, "[1] (micro-batch 0, tokens 16 to 32) of step 4"]:
         assert part in str(caught.value)
     intact = re.search(r"Generation \d+ \(step (\d)\) is intact: mend this, then resume", str(caught.value))
     step = int(intact[1])  # step 2's commit may have been on its way, or dropped
@@ -145,9 +145,9 @@ def test_an_op_is_described_by_its_tokens(tmp_path: Path) -> None:
     with tiny.session(tmp_path) as session:
         plan = session.plan
     part = an_op(0, LOAD_WEIGHTS_PART, block="layers.1", index=3, step=7)
-    assert describe(part, plan) == "load_weights_part of block layers.1, index 3, of step 7"
+    assert describe(part, plan) == "load_weights_part layers.1[3] of step 7"
     norm = an_op(0, NORM, block="layers.1", index=WHOLE, step=7)
-    assert describe(norm, plan) == "norm of block layers.1, of step 7"
+    assert describe(norm, plan) == "norm layers.1 of step 7"
     assert "what surrounds the ops" in str(explain(LOST, None, plan))
     assert explain(ValueError("CUDA error"), None, plan) is None
 

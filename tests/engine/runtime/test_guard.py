@@ -55,7 +55,7 @@ def test_stops_below_the_reserve(plan: Plan) -> None:
     with pytest.raises(UserError) as caught:
         guard.check(OP)
     text = str(caught.value)
-    assert "op layer_forward of block layers.3, chunk 1" in text
+    assert "op layer_forward layers.3[1]" in text
     assert "of step 5" in text
     assert f"{memory.free_bytes:,} bytes are free" in text
     assert f"The plan takes {3 * GIB:,} bytes" in text
