@@ -95,18 +95,23 @@ THEMES: tuple[Theme, ...] = (
 def style(token: str, dark: bool) -> Style:
     """The style of a token; `token reverse` and `token bold` add to it; an unknown token is plain text.
 
-    `box.LANE` is a label on the lane's colour, `box.TOKEN` on another token's.
+    `box.LANE` is a label on the lane's colour, `box.TOKEN` on another token's; `line.LANE` a line on it; `token line`
+    underlines.
     """
     name, *extras = token.split()
     colours = _colours(dark)
     if name == "selected":
         return Style(color=colours["title"], bgcolor="#2b3947" if dark else "#d5e3ee")
-    if name.startswith("box."):
-        on = name.removeprefix("box.")
-        colour = colours.get(f"lane.{on}") or colours.get(on, colours["lane.other"])
-        return Style(color="#101418" if dark else "#ffffff", bgcolor=colour, bold="bold" in extras or None)
+    line = True if "line" in extras else None
+    if name.startswith(("box.", "line.")):
+        kind, _, on = name.partition(".")
+        ground = colours.get(f"lane.{on}") or colours.get(on, colours["lane.other"])
+        label = ("#101418" if dark else "#ffffff") if kind == "box" else colours["title"]
+        return Style(color=label, bgcolor=ground, bold="bold" in extras or None, underline=line)
     bold = name in _BOLD or "bold" in extras
-    return Style(color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None)
+    return Style(
+        color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None, underline=line
+    )
 
 
 def styled(row: Iterable[tuple[str, str]], dark: bool, **more: Any) -> Text:

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.app.lanes import LANES
+from penstock.app.rows import UNICODE, plain
 from penstock.tui.data.critical import Blockers, analyse
 from penstock.tui.data.spans import SpanStore, SpanView, StepWindow
+from penstock.tui.render.step_detail import idle_rows, path_stretches
 
 SECOND = 1 / 64
 
@@ -139,6 +141,43 @@ def test_a_step_by_hand() -> None:
     assert causes == [("waiting", 3), ("waiting", 4), ("no more work", None)]
     optimizer = [(part.kind, part.end_s - part.start_s) for part in found.idle["optimizer"]]
     assert optimizer == [("waiting", 7.0), ("starting", 0.5)]
+
+
+def test_waits_are_told_as_one_would_say_them() -> None:
+    """Compute's first, whatever is selected; another lane's where it is; of the rest how long."""
+    spans = [
+        span(0, "optimizer", 0.0, 1.0, op="clip", step=1),
+        span(1, "nvme_read", 1.0, 2.0, op="read_weights", block="layers.3", chunk=1),
+        span(2, "h2d", 2.25, 3.0, [1], op="load_weights", block="layers.3"),
+        span(3, "compute", 3.0, 5.0, [2], op="layer_forward", block="layers.3", chunk=0),
+        span(4, "compute", 5.5, 7.0, op="layer_forward", block="layers.3", chunk=1),
+        span(7, "optimizer", 7.0, 8.0, [4], op="clip", block="all"),
+    ]
+    view = view_of(spans)
+    found = analyse(view, StepWindow(2, 1.0, 8.0))
+    assert [(lane, ops) for lane, ops, _ in path_stretches(view, found)] == [
+        ("nvme_read", "read_weights layers.3[1]"),
+        ("h2d", "load_weights layers.3"),
+        ("compute", "layer_forward layers.3[0] to layers.3[1]"),
+        ("optimizer", "clip all"),
+    ]
+    shown = plain(idle_rows(view, found, 80, 9, "compute", UNICODE)).splitlines()
+    assert [line.rstrip() for line in shown[1:6]] == [
+        "compute     idle 3.50 s, 50% of the step",
+        "              2.00 s  waited for load_weights layers.3",
+        "              1.00 s  queue was empty",
+        "              500 ms  not scheduled yet",
+        "idle  nvme_read 86%  h2d 89%  d2h 100%  optimizer 86%  nvme_write 100%",
+    ]
+    shown = plain(idle_rows(view, found, 80, 10, "h2d", UNICODE)).splitlines()
+    assert shown[1].startswith("compute     idle")
+    assert any(line.startswith("h2d         idle 6.25 s") for line in shown)
+    assert any("ready, about to start" in line for line in shown)
+    for width in (20, 80, 140):
+        for height in range(1, 16):
+            rows = idle_rows(view, found, width, height, "d2h", UNICODE)
+            assert len(rows) <= height
+            assert {len(line) for line in plain(rows).splitlines()} == {width}
 
 
 def test_an_op_behind_one_that_waits_is_explained_by_that_one() -> None:

@@ -185,7 +185,7 @@ async def test_selecting_by_keys() -> None:
         assert info.startswith("layer_forward layers.0[0]  400 ms  waited for load_weights layers.0 (h2d)")
         await pilot.press("full_stop")
         assert lane_view.selected.chunk == 1
-        assert "waited for no op" in text_of(lane_view)[-1]
+        assert "waited for nothing" in text_of(lane_view)[-1]
         await pilot.press("comma", "comma")
         assert (lane_view.selected.chunk, lane_view.selected.step) == (3, 2)  # the step before: it comes into view
         assert lane_view.mode == "free"

@@ -188,13 +188,29 @@ def test_step_borders_cursor_and_critical_path() -> None:
     )
     rows = lanes_rows(64, 10, scene, UNICODE)
     lines = plain(rows).splitlines()
-    assert lines[7].startswith("critical   CCCCCCCCCCCCCCCCCCCCCCCC ")
     assert "│step 2" in lines[8]
     assert "▲" in lines[8]
     assert "┊" in lines[1]
-    assert "◆" in lines[3]
     assert ("h2d        ", "lane.h2d reverse") in rows[2]
     assert any(token == "selected" for _, token in rows[3])
+    assert "line" not in str(rows)  # what is selected shows that alone
+
+
+def test_the_critical_path_is_outlined_and_no_bar_is_taller_for_it() -> None:
+    view = view_of(*[span("compute", cell, cell + 1) for cell in range(24)], *[span("h2d", c, c + 0.5) for c in (1, 2)])
+    whole = dict(zip(view.lanes, view.busy, strict=True))
+    for height, lines in ((9, "▁"), (22, "▔▁")):
+        scene = LaneScene(view=view, start_s=0, end_s=48)
+        bare, outlined = (lanes_rows(64, height, s, UNICODE) for s in (scene, replace(scene, critical=whole)))
+        drawn = "".join(text for row in outlined for text, token in row if token == "line.compute")
+        assert drawn == "".join(line * 24 for line in lines)
+        assert not any(" line" in token or "line." in token for row in bare for _, token in row)
+        found = [line.translate({ord("▁"): "█", ord("▔"): "█"}) for line in plain(outlined).splitlines()]
+        assert [line for line in found if "compute" in line] == [
+            line for line in plain(bare).splitlines() if "compute" in line
+        ]
+        if height == 9:  # a bar that does not fill its cell is underlined, and stays
+            assert "".join(text for row in outlined for text, token in row if token == "lane.h2d line") == "▄▄"
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])

@@ -25,7 +25,7 @@ _MAX_OVERLAPS = 64
 
 IdleKind = Literal["waiting", "starting", "for no op", "no more work"]
 """waiting: for `cause_row`. starting: what it waited for was done. for no op: it waited for none, and yet did not
-run: it was not queued yet, or its thread did not run. no more work: none follows in what was read."""
+run: it was not scheduled yet, or its thread did not run. no more work: none follows in what was read."""
 
 
 class PathPart(NamedTuple):

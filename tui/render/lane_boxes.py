@@ -14,6 +14,8 @@ from penstock.tui.data.spans import Floats, Ints, SpanView
 
 BOX_CELLS = 6
 """From so many cells on, an op is drawn as a box with a name."""
+_TALL_ROWS = 3
+"""From so many rows on, a lane's critical ops are outlined above as well."""
 
 
 class Canvas:
@@ -49,7 +51,6 @@ def draw_boxes(
     rows: Ints,
     edges: Floats,
     lane: str,
-    critical: NDArray[np.bool_],
     glyphs: Glyphs,
 ) -> None:
     """Names in the whole cells of ops that are wide enough and alone there, or in tracks where there is room."""
@@ -73,11 +74,25 @@ def draw_boxes(
         style = f"box.{lane}" if lane in LANES else "box.other"
         for y in range(top, bottom):
             canvas.write(y, a, " " * (b - a), style)
-        mark = (glyphs.diamond if glyphs.braille else glyphs.dot) if critical[a:b].all() else ""
-        name = mark + box_name(view, int(rows[i]), b - a - 1 - len(mark), glyphs.ellipsis)
+        name = box_name(view, int(rows[i]), b - a - 1, glyphs.ellipsis)
         canvas.write(top + (bottom - top - 1) // 2, a, ("▏" if glyphs.braille else "|") + name, style)
     if depth > 1:
         _clear_between_tracks(canvas, tracks, first, last, each, edges)
+
+
+def draw_outline(canvas: Canvas, critical: NDArray[np.bool_], lane: str, glyphs: Glyphs) -> None:
+    """A line below what is on the critical path, and above it where a lane is tall; a bar keeps its height."""
+    style = f"line.{lane}" if lane in LANES else "line.other"
+    critical = critical & (canvas.tokens[-1] != "selected")
+    edges = {canvas.num_rows - 1: "▁"} | ({0: "▔"} if canvas.num_rows >= _TALL_ROWS else {})
+    for y, line in edges.items():
+        chars, tokens = canvas.chars[y], canvas.tokens[y]
+        boxed = np.array([token.startswith("box.") for token in tokens])
+        whole = critical & ((chars == glyphs.eighths[-1]) | (boxed & (chars == " ")))
+        if glyphs.braille:
+            canvas.put(y, whole, line, style)
+        for cell in np.flatnonzero(critical & (~whole if glyphs.braille else True) & (chars != " ")):
+            tokens[cell] += " line"
 
 
 def _clear_between_tracks(

@@ -18,14 +18,11 @@ from penstock.app.ops import op_text
 from penstock.app.rows import Glyphs, Row, exactly
 from penstock.storage.units import rate_text
 from penstock.tui.data.spans import Busy, Floats, Ints, Span, SpanView, StepWindow
-from penstock.tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes
+from penstock.tui.render.lane_boxes import BOX_CELLS, Canvas, draw_boxes, draw_outline
 from penstock.tui.render.lane_parts import InView, has_parts, history
 from penstock.tui.render.ticks import fit, linear_ticks, tick_texts
 
 SHORT = {"nvme_read": "nvme r", "optimizer": "optim", "nvme_write": "nvme w"}
-INITIALS = {"nvme_read": "R", "h2d": "H", "compute": "C", "d2h": "D", "optimizer": "O", "nvme_write": "W"}
-"""A lane in one cell, for the critical path's row."""
-
 _IDLE_SHARE = 1 / 16
 """A compute cell less busy than this, while another lane works, is shown as a stall."""
 _TILED_STEPS = 200
@@ -71,7 +68,7 @@ class LaneScene:
     predicted: SpanView | None = None
     """The forecast's step, counted from its start."""
     critical: Mapping[str, Busy] | None = None
-    """Lane -> stretches of the critical path; None: no such row."""
+    """Lane -> stretches of the critical path, which are outlined; None: it is not known."""
     lane: str | None = None
     """The selected lane."""
     row: int | None = None
@@ -102,7 +99,6 @@ class Layout:
     """Of each lane."""
     predicted_row: bool
     """Whether each lane has one more row for the forecast."""
-    path_row: bool
     title_row: bool
     band_row: bool
     """Whether the parts of the steps stand above the lanes."""
@@ -134,10 +130,9 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
     band = height >= len(lanes) + 2 and has_parts(scene.view)
     pointed = scene.row is not None or scene.cursor_s is not None
     left = height - len(lanes) - title - band
-    path = scene.critical is not None and left >= 2
-    info = left >= 2 + path or (left >= 1 and pointed)
-    axis = left >= 1 + path + info
-    room = height - title - band - axis - path - info
+    info = left >= 2 or (left >= 1 and pointed)
+    axis = left >= 1 + info
+    room = height - title - band - axis - info
     if room < len(lanes):
         busiest = sorted(lanes, key=lambda lane: -scene.view.busy_s(lane, scene.start_s, scene.end_s))
         kept = {*busiest[: max(1, room)]}
@@ -164,7 +159,6 @@ def layout(width: int, height: int, scene: LaneScene) -> Layout:
         lanes=tuple(lanes),
         bar_rows=tuple(each + (lane in tall) for lane in lanes),
         predicted_row=predicted,
-        path_row=path,
         title_row=title,
         band_row=band,
         axis_row=axis,
@@ -204,8 +198,10 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
         _draw_bars(canvas, coverage, token, glyphs)
         in_view.draw_marks(canvas, lane, coverage)
         mine = in_window[scene.view.lane[in_window] == scene.view.lanes.index(lane)]
-        draw_boxes(canvas, scene.view, mine, edges, lane, _critical_cells(scene, lane, edges, coverage), glyphs)
+        critical = _critical_cells(scene, lane, edges, coverage)
+        draw_boxes(canvas, scene.view, mine, edges, lane, glyphs)
         _draw_selection(canvas, scene, lane, edges)
+        draw_outline(canvas, critical, lane, glyphs)
         forecast = _forecast(scene, lane, edges, known) if scene.predicted is not None else None
         margin = _margin(place, scene, shares[lane], moved.get(lane, 0), forecast, known)
         label = _label(place, lane, scene, bold=lane == bound and shares[bound] > 0)
@@ -222,8 +218,6 @@ def lanes_rows(width: int, height: int, scene: LaneScene, glyphs: Glyphs) -> lis
             )
         if place.predicted_row and forecast is not None:
             rows.append(_predicted_row(place, forecast, edges, glyphs))
-    if place.path_row:
-        rows.append(_path_row(place, scene, edges))
     if place.axis_row:
         rows.append(_axis(place, scene, edges, glyphs))
     if place.info_row:
@@ -397,22 +391,6 @@ def _title(width: int, scene: LaneScene, bound: str, shares: Mapping[str, float]
     if len(scene.status) + used + 2 <= width:
         row += [(" " * (width - used - len(scene.status)), "text"), (scene.status, "dim")]
     return row
-
-
-def _path_row(place: Layout, scene: LaneScene, edges: Floats) -> Row:
-    """Which lane the critical path is on, by its initial; blank where it is on none for most of the cell."""
-    assert scene.critical is not None
-    lanes = list(scene.critical)
-    canvas = Canvas(1, place.num_cells)
-    if lanes:
-        covered = np.array([np.diff(scene.critical[lane].until(edges)) for lane in lanes])
-        best = covered.argmax(axis=0)
-        some = covered.max(axis=0) > 0.25 * np.diff(edges)
-        for i, lane in enumerate(lanes):
-            initial = INITIALS.get(lane, lane[:1] or "?")
-            canvas.put(0, some & (best == i), initial, f"box.{lane}" if lane in LANES else "box.other")
-    label = "critical" if place.label_cells >= 11 else "path"
-    return [(fit(label, place.label_cells, ""), "critical"), *canvas.row(0)]
 
 
 def _axis(place: Layout, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> Row:

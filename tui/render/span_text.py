@@ -39,7 +39,7 @@ def waited_text(view: SpanView, row: int) -> str:
     if waited is None:
         return "what it waited for is not recorded"
     if not waited:
-        return "waited for no op"
+        return "waited for nothing"
     rows = [found for found in map(view.row_of_id, waited) if found is not None]
     if not rows:
         return f"waited for {len(waited)} ops before these"

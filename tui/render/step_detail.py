@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
+from penstock.app.ops import op_text, place_text
 from penstock.app.rows import Glyphs, Row, exactly
 from penstock.storage.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from penstock.tui.data.spans import Ints, SpanView
-from penstock.tui.render.lanes import lane_token, op_name
+from penstock.tui.render.lanes import SHORT, lane_token, op_name
 from penstock.tui.render.ticks import fit
 
 NOT_RECORDED = "This run did not record what its ops waited for: no critical path, and no reasons for idle lanes."
 _MOST_WAITED = 12
+_LANE_CELLS = 11
+_TWO_COLUMNS = 110
+"""Cells from which on the ops of the critical path stand beside the waits."""
+_GAP = 2
+_LONG_NAMES = 76
+"""Cells from which on the idle lanes have their full names."""
+_OUTLINE_ROWS = 4
+"""Rows below which the ops of the critical path are not listed under them."""
 
 
 def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
@@ -33,49 +43,123 @@ def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
     return row
 
 
+def path_stretches(view: SpanView, analysis: StepAnalysis) -> list[tuple[str, str, float]]:
+    """The critical path in order: (lane, ops of one name from the first to the last, seconds)."""
+    found: list[tuple[str, str, list[int], float]] = []
+    for part in analysis.path:
+        if part.row is None:
+            continue
+        lane, op = view.lanes[view.lane[part.row]], view.ops[view.op[part.row]]
+        seconds = part.end_s - part.start_s
+        if found and found[-1][:2] == (lane, op):
+            found[-1] = (lane, op, [*found[-1][2], part.row], found[-1][3] + seconds)
+        else:
+            found.append((lane, op, [part.row], seconds))
+    return [(lane, f"{op} {_from_to(view, rows)}", seconds) for lane, op, rows, seconds in found]
+
+
+def _from_to(view: SpanView, rows: Sequence[int]) -> str:
+    first, last = (place_text(view.blocks[view.block[row]], int(view.chunk[row])) for row in (rows[0], rows[-1]))
+    return first if first == last else f"{first} to {last}"
+
+
 def idle_rows(
     view: SpanView, analysis: StepAnalysis, width: int, height: int, lane: str | None, glyphs: Glyphs
 ) -> list[Row]:
-    """How long each lane had nothing to do, and what it waited for; the selected lane's causes in full."""
+    """The critical path, what the compute lane waited for, and the same of the selected lane; of the others a figure.
+
+    Where there is room the path's ops stand beside it, or below, in their order.
+    """
+    beside = analysis.recorded and width >= _TWO_COLUMNS
+    if beside:
+        left = (width - _GAP) // 2
+        waits = _waiting_part(view, analysis, left, height - 1, lane, glyphs)
+        path = _path_outline(view, analysis, width - left - _GAP, height - 1, glyphs)
+        empty: Row = []
+        pairs = zip_longest(waits, path, fillvalue=empty)
+        rows = [[*exactly(a, left), (" " * _GAP, "text"), *b] for a, b in pairs]
+    else:
+        rows = _waiting_part(view, analysis, width, height - 1, lane, glyphs)
+        if analysis.recorded and height - 2 - len(rows) >= _OUTLINE_ROWS:
+            rows += [[], *_path_outline(view, analysis, width, height - 2 - len(rows), glyphs)]
+    return [exactly(row, width) for row in [path_row(view, analysis), *rows][:height]]
+
+
+def _waiting_part(
+    view: SpanView, analysis: StepAnalysis, width: int, height: int, lane: str | None, glyphs: Glyphs
+) -> list[Row]:
+    """Why compute and the selected lane were idle, and how much the others were."""
+    rows: list[Row] = []
+    first = "compute" if "compute" in view.lanes else next(iter(view.lanes), "")
+    told = [first, *([lane] if lane is not None and lane in view.lanes and lane != first else [])]
+    parts = [_waits(view, analysis, name, name == lane, glyphs) for name in told]
+    others = _others(view, analysis, [name for name in view.lanes if name not in told], width)
+    room = max(0, height - bool(others))
+    shares = [room] if len(parts) == 1 else [max(room - len(parts[1]), room - room // 2), 0]
+    shares[0] = min(len(parts[0]), shares[0])
+    shares[-1] = min(len(parts[-1]), room - sum(shares[:-1]))
+    for part, share in zip(parts, shares, strict=True):
+        rows += part[:share]
+    return [*rows, exactly(others, width, glyphs.ellipsis)] if others else rows
+
+
+def _idle(view: SpanView, analysis: StepAnalysis, lane: str) -> tuple[float, float]:
+    """Seconds in which the lane had nothing under way, and their share of the step."""
     window = analysis.window
     length_s = window.end_s - window.start_s
-    rows: list[Row] = [path_row(view, analysis)]
-    lanes = list(view.lanes)
-    spare = height - 1 - len(lanes)
-    for name in lanes:
-        idle_s = max(0.0, length_s - view.busy_s(name, window.start_s, window.end_s))
-        row: Row = [
-            (f"{fit(name, 11, glyphs.ellipsis)}", f"{lane_token(name)}{' reverse' if name == lane else ''}"),
-            (f" idle {seconds_text(idle_s):>8} {idle_s / length_s:4.0%}  ", "text"),
+    idle_s = max(0.0, length_s - view.busy_s(lane, window.start_s, window.end_s))
+    return idle_s, idle_s / length_s
+
+
+def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, glyphs: Glyphs) -> list[Row]:
+    """How long a lane was idle, and below it why, the longest wait first."""
+    idle_s, share = _idle(view, analysis, lane)
+    name = fit(lane, _LANE_CELLS, glyphs.ellipsis)
+    rows: list[Row] = [
+        [
+            (name, f"{lane_token(lane)}{' reverse' if selected else ' bold'}"),
+            (f" idle {seconds_text(idle_s)}, {share:.0%} of the step", "text"),
         ]
-        totals = analysis.idle_totals(view, name) if analysis.recorded else []
-        if name == lane and spare >= 2 and len(totals) > 1:
-            rows.append(row)
-            shown = totals[: max(1, spare - 1)]
-            rows += [
-                [("             ", "text"), (f"{seconds_text(total.seconds):>8} ", "bold"), (cause_text(total), "text")]
-                for total in shown
-            ]
-            spare -= len(shown)
-            continue
-        for total in totals:
-            text = f"{seconds_text(total.seconds)} "
-            if sum(len(piece) for piece, _ in row) + len(text) + 12 > width:
-                break
-            row += [(text, "bold"), (f"{cause_text(total)}   ", "dim")]
-        rows.append(row)
-    return [exactly(row, width) for row in rows[:height]]
+    ]
+    for total in analysis.idle_totals(view, lane) if analysis.recorded else []:
+        row: Row = [(" " * (_LANE_CELLS + 1), "text"), (f"{seconds_text(total.seconds):>8}", "bold")]
+        rows.append([*row, (f"  {cause_text(total)}", "text")])
+    return rows
+
+
+def _others(view: SpanView, analysis: StepAnalysis, lanes: Sequence[str], width: int) -> Row:
+    """How much of the step further lanes were idle."""
+    row: Row = [("idle  ", "dim")]
+    for name in lanes:
+        label = SHORT.get(name, name) if width < _LONG_NAMES else name
+        row += [(label, lane_token(name)), (f" {_idle(view, analysis, name)[1]:.0%}  ", "text")]
+    return row if lanes else []
+
+
+def _path_outline(view: SpanView, analysis: StepAnalysis, width: int, height: int, glyphs: Glyphs) -> list[Row]:
+    """The path's ops in order, as many as there is room for."""
+    stretches = path_stretches(view, analysis)
+    rows: list[Row] = [[("critical path, in order", "critical")]]
+    shown = stretches if len(stretches) < height else stretches[: max(0, height - 2)]
+    for lane, ops, seconds in shown:
+        text = fit(ops, max(0, width - _LANE_CELLS - 11), glyphs.ellipsis)
+        name = (fit(lane, _LANE_CELLS + 1), lane_token(lane))
+        rows.append([name, (f"{seconds_text(seconds):>8}  ", "bold"), (text, "text")])
+    if len(shown) < len(stretches):
+        rows.append([(f"{' ' * (_LANE_CELLS + 1)}and {len(stretches) - len(shown)} more; c goes along them", "dim")])
+    return rows
 
 
 def cause_text(total: IdleTotal) -> str:
+    """Why a lane was idle, as one would say it."""
     if total.kind == "waiting":
-        blocks = total.blocks
-        where = blocks[0] if len(blocks) == 1 else f"{blocks[0]} and {len(blocks) - 1} more"
-        return f"waiting for {total.op} of {where}"
+        more = len(total.blocks) - 1
+        others = f" and of {more} more block{'s' * (more > 1)}" if more else ""
+        return f"waited for {op_text(total.op, total.blocks[0], -1)}{others}"
     return {
-        "starting": "starting, with nothing missing",
-        "for no op": "for no op: not queued yet, or its thread not running",
-        "no more work": "no more work",
+        "starting": "ready, about to start",
+        "for no op": "not scheduled yet",
+        "no more work": "queue was empty",
     }[total.kind]
 
 
@@ -156,7 +240,7 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
         took_s = float(view.end_s[other] - view.start_s[other])
         rows.append(_other_row(view, other, "waited" if i == 0 else "", f"   took {seconds_text(took_s)}"))
     if view.waited(row) == ():
-        rows.append([("waited   ", "dim"), ("for no op", "text")])
+        rows.append([("waited   ", "dim"), ("for nothing", "text")])
     op_id = int(view.id[row])
     later = np.flatnonzero(view.start_s >= view.end_s[row] - 1e-5).tolist()
     followers = [other for other in later if op_id in (view.waited(other) or ())]

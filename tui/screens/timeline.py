@@ -103,7 +103,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.query_one("#idle").border_title = "idle time"
+        self.query_one("#idle").border_title = "waits"
+        self.query_one("#idle").border_subtitle = "up, down: another lane's"
         self.query_one("#inspector").border_title = "op"
         self._draw_titles()
         self.lane_view.focus()
@@ -186,7 +187,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
             )
 
     def _idle_rows(self, width: int, height: int) -> list[Row]:
-        """The critical path, and why each lane was idle."""
+        """The critical path, and why compute and the selected lane were idle."""
         if self.step is None:
             return [[(self.said, "dim")]]
         lane = self.lane_view.lane or "compute"
