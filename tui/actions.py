@@ -6,6 +6,7 @@ screen's `check_action` says no, footer, help and palette leave the action out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,7 +100,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("run", "freeze", "space", "Freeze", "Hold the display; the run goes on.", footer=True),
     Action("run", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
     Action("run", "outliers", "o", "Outliers", "Clip the loss axis to what is usual, or show all of it."),
-    Action("run", "predicted", "p", "Predicted", "Show the planned step beside the real one.", footer=True),
+    Action("run", "predicted", "p", "Predicted", "Show the planned step beside the real one."),
     Action("run", "filter_log", "slash", "Filter log", "Show log lines with a word; ! before it: without it."),
     Action("run", "timeline", "t", "Timeline", "Any step of this run, op by op.", footer=True),
     _acting(
@@ -110,7 +111,14 @@ ACTIONS: tuple[Action, ...] = (
         "Keep the next step's state under a name, after a question.",
         footer=True,
     ),
-    _acting("run", "pause", "P", "Pause", "Hold the run at the end of its step, committed, after a question."),
+    _acting(
+        "run",
+        "pause",
+        "P",
+        "Pause",
+        "Hold the run at the end of its step, committed, after a question.",
+        footer=True,
+    ),
     _acting("run", "resume", "R", "Resume", "Go on with a paused, stopped, failed or crashed run.", footer=True),
     _acting(
         "run", "stop", "S", "Stop", "End the run at the end of its step, committed, after a question.", footer=True
@@ -157,6 +165,40 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action("compare", "differences", "d", "Only changes", "Show the fields that differ, or all fields.", footer=True),
 )
+
+
+GROUPS: dict[str, dict[str, str]] = {
+    "home": {"open": "open configure timeline resume", "lists": "search switch mark compare"},
+    "configure": {
+        "fields": "edit next_choice previous_choice reset reset_all browse filter next_section previous_section",
+        "plan": "switch fix best machine replan",
+        "recipe": "differences save launch back quit",
+    },
+    "run": {
+        "the run": "save_checkpoint pause resume stop export",
+        "what is shown": "freeze timeline predicted log_scale outliers axis filter_log",
+        "panes": "pane_loss pane_lanes pane_tiers pane_blocks pane_log pane_plan",
+        "closer": "zoom_in zoom_out pan_left pan_right fit lane_up lane_down next_span previous_span",
+    },
+    "timeline": {
+        "steps": "previous_step next_step choose_step predicted export export_run",
+        "ops": "search next_span previous_span blocker next_critical lane_up lane_down",
+        "closer": "zoom_in zoom_out pan_left pan_right fit",
+    },
+    "compare": {"what is compared": "axis log_scale outliers differences"},
+}
+"""Scope -> title -> actions that belong together on the help screen."""
+_EVERYWHERE = "everywhere"
+
+
+def grouped(found: Sequence[Action]) -> dict[str, list[Action]]:
+    """Title -> the actions below it: the screen's own groups, then what works everywhere."""
+    groups: dict[str, list[Action]] = {}
+    for action in found:
+        titles = (title for title, ids in GROUPS.get(action.scope, {}).items() if action.id in ids.split())
+        groups.setdefault(next(titles, _EVERYWHERE), []).append(action)
+    order = [title for titles in GROUPS.values() for title in titles]
+    return dict(sorted(groups.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
 def actions(scope: str) -> list[Action]:

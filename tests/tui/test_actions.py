@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from textual.pilot import Pilot
 
-from penstock.tui.actions import ACTIONS, actions, bindings, keys_page
+from penstock.app.rows import plain
+from penstock.tui.actions import ACTIONS, GROUPS, actions, bindings, grouped, keys_page
 from penstock.tui.app import PenstockApp
+from penstock.tui.render.help import help_rows
 from penstock.tui.screens.base import PenstockScreen
-from penstock.tui.screens.help import HelpScreen, help_text
+from penstock.tui.screens.help import HelpScreen
 
 SCREENS = {"home": "HomeScreen", "configure": "ConfigureScreen", "run": "RunScreen", "timeline": "TimelineScreen"}
 SCREENS |= {"compare": "CompareScreen", "fit": "FitScreen"}
@@ -47,13 +51,25 @@ def test_a_screens_keys_are_distinct_and_its_footer_short(scope: str) -> None:
         assert sum(action.footer for action in found if scope != "run" or action.id not in never) <= 8
 
 
-def test_help_has_a_line_for_every_action() -> None:
-    found = actions("run")
-    lines = help_text(found).splitlines()
-    assert len(lines) == len(found)
-    for action, line in zip(found, lines, strict=True):
-        assert line.startswith(action.shown_key)
-        assert action.help in line
+@pytest.mark.parametrize("scope", SCREENS)
+def test_help_tells_every_action_in_as_many_columns_as_fit(scope: str) -> None:
+    found = actions(scope)
+    groups = grouped(found)
+    assert sorted(action.id for each in groups.values() for action in each) == sorted(action.id for action in found)
+    assert {id for ids in GROUPS[scope].values() for id in ids.split()} == {a.id for a in ACTIONS if a.scope == scope}
+    heights = []
+    for width in (30, 74, 114, 194):
+        rows = help_rows(groups, width)
+        assert {cell_len(line) for line in plain(rows).splitlines()} == {width}
+        labels = "".join(text for row in rows for text, token in row if token == "good bold")
+        assert len(labels) == sum(len(action.label) for action in found)
+        shown = " ".join(text for row in rows for text, token in row if token == "text").split()
+        assert Counter(shown) == Counter(word for action in found for word in action.help.split())
+        titles = [text for row in rows for text, token in row if token == "accent bold"]
+        assert sorted(titles) == sorted(groups)
+        heights.append(len(rows))
+    assert heights == sorted(heights, reverse=True)
+    assert heights[-1] < heights[0] / 3
 
 
 async def test_help_and_palette_of_a_screen_offer_what_it_can_do(app: PenstockApp, pilot: Pilot[None]) -> None:
