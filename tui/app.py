@@ -131,13 +131,13 @@ class PenstockApp(App[None]):
 
         self.push_screen(ConfigureScreen(recipe_path))
 
-    def open_fit(self) -> None:
-        """Show which models a machine can train, which plans them."""
+    def open_fit(self, machine: str = "") -> None:
+        """Show which models a machine can train, this one unless another is named, which plans them."""
         if self.refuses():
             return
         from penstock.tui.screens.fit import FitScreen
 
-        self.push_screen(FitScreen())
+        self.push_screen(FitScreen(machine))
 
     def open_compare(self, run_paths: list[Path]) -> None:
         """Compare runs."""

@@ -23,6 +23,7 @@ from penstock.app.rundir import RunInfo, read_info
 from penstock.tui.actions import keys_page
 from penstock.tui.app import PenstockApp
 from penstock.tui.film import film
+from penstock.tui.screens.fit import FitScreen
 from penstock.tui.widgets.plan_panel import PlanPanel
 
 _LIVE_STEP = 22
@@ -72,6 +73,7 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
         Shot("configure", (160, 44), lambda app: app.open_configure(root / "recipes/14b_workstation.py")),
         Shot("configure-refused", (120, 36), lambda app: app.open_configure(root / "recipes/120b_moe.py")),
         Shot("timeline", (160, 44), lambda app: app.open_timeline(finished[0], 12)),
+        Shot("fit", (120, 36), lambda app: app.open_fit("rtx4090-128")),
         Shot("compare", (120, 36), lambda app: app.open_compare(finished)),
     ]
 
@@ -111,8 +113,7 @@ async def take(shot: Shot, root: Path, out: Path) -> None:
         shot.open(app)
         await pilot.pause(3)
         for _ in range(240):
-            panels = pilot.app.screen.query(PlanPanel)
-            if all(panel.state.phase == "done" and panel.state.forecast is not None for panel in panels):
+            if _is_planned(app):
                 break
             await pilot.pause(0.5)
         frames = [_picture(app)]
@@ -120,6 +121,15 @@ async def take(shot: Shot, root: Path, out: Path) -> None:
             await pilot.pause(_FRAME_S)
             frames.append(_picture(app))
     (out / f"{shot.name}.svg").write_text(film(frames, _FRAME_S) if shot.film else frames[0])
+
+
+def _is_planned(app: PenstockApp) -> bool:
+    """Whether nothing more is to come of what the screen plans."""
+    screen = app.screen
+    if isinstance(screen, FitScreen):
+        return screen.client.state.done
+    panels = screen.query(PlanPanel)
+    return all(panel.state.phase == "done" and panel.state.forecast is not None for panel in panels)
 
 
 def _picture(app: PenstockApp) -> str:

@@ -44,9 +44,9 @@ class FitScreen(PenstockScreen):
     FitScreen.-tiny #detail { border: none; }
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machine: str = "") -> None:
         super().__init__()
-        self.machine = ""
+        self.machine = machine
         """What is planned for: a preset or a profile, empty for this machine."""
         self._row = self._column = 0
 
