@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from penstock.engine.clock import origin
 from penstock.engine.events import Span, UnderWay, op_text
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.schedule.ops import Op, span_of
@@ -34,9 +35,6 @@ CLOSE_S = 20.0
 
 REBASE_S = 10.0
 """Times on the GPU are measured from an event at most about this old: CUDA gives them in float32 milliseconds."""
-
-ORIGIN_TRIES = 5
-"""Readings of both clocks side by side, of which the tightest sets the spans' origin."""
 
 T = TypeVar("T")
 
@@ -138,7 +136,7 @@ class Executor:
         if self._cuda:
             self._streams = {lane: torch.cuda.Stream(device) for lane in GPU_LANES}
             torch.cuda.synchronize(device)
-            self._base_event, self.epoch = self._clock_origin()
+            self._base_event, self.epoch = origin(device, self._new_event)
         contexts = {lane: contextvars.copy_context() for lane in LANES}
         self._threads = [
             threading.Thread(target=contexts[lane].run, args=(self._run, lane), name=lane, daemon=True)
@@ -150,21 +148,6 @@ class Executor:
         except BaseException:
             self.close()
             raise
-
-    def _clock_origin(self) -> tuple[torch.cuda.Event, float]:
-        """An event that has passed, and perf_counter just before it: no time on the GPU can read later than the host's.
-
-        Between the two readings the host may lose its core for milliseconds; of a few tries the tightest counts.
-        """
-        tries = []
-        for _ in range(ORIGIN_TRIES):
-            event = self._new_event()
-            before_s = time.perf_counter()
-            event.record(torch.cuda.current_stream(self._device))
-            event.synchronize()
-            tries.append((time.perf_counter() - before_s, before_s, event))
-        _, epoch, origin = min(tries, key=lambda one: one[0])
-        return origin, epoch
 
     # ------------------------------------------------------------------ the main thread's side
 
