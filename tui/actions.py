@@ -175,6 +175,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "plan": "switch fix best machine replan",
         "recipe": "differences save launch back quit",
     },
+    "fit": {"cells": "model_up model_down context_left context_right configure", "plan": "machine replan"},
     "run": {
         "the run": "save_checkpoint pause resume stop export",
         "what is shown": "freeze timeline predicted log_scale outliers axis filter_log",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from penstock.tui.data.plan_client import PlanState
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.confirm import ConfirmDialog, TextDialog
 from penstock.tui.screens.pickers import ChangesDialog, MachinePicker, PathPicker, first_folder, model_mark
-from penstock.tui.widgets.form import Form
+from penstock.tui.screens.run import RunScreen
+from penstock.tui.widgets.form import FieldList, Form
 from penstock.tui.widgets.plan_panel import PlanPanel, PlanSummary
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_planner.py"
@@ -299,6 +301,59 @@ async def test_launch_asks_and_starts_here(ui: Opened, place: Path, monkeypatch:
     assert started[0][0].name == "quickstart"
     assert started[0][1] == place
     assert shown == [place / "runs" / "new"]
+
+
+async def test_a_launch_is_told_at_once_and_begins_one_run(
+    ui: Opened, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Recipe] = []
+    ready = threading.Event()
+
+    def start(recipe: Recipe, root: Path) -> Path:
+        started.append(recipe)
+        assert ready.wait(WAIT_S)
+        return root / "runs" / "none"
+
+    monkeypatch.setattr("penstock.app.launcher.start", start)
+    await ui.planned()
+    line = ui.configure.query_one("#launching")
+    assert not line.display
+    await ui.dialog(ConfirmDialog, "l")
+    assert not line.display
+    await ui.answer("y")
+    assert line.display
+    assert "starting quickstart" in str(line.render())
+    before = ui.form.current
+    await ui.press("down", "l")  # the window goes on, and nothing is started twice
+    assert ui.form.current is not before
+    assert ui.app.screen is ui.configure
+    assert "starting quickstart" in ui.notes
+    ready.set()
+    await ui.until(lambda: isinstance(ui.app.screen, RunScreen))
+    assert len(started) == 1
+    assert not line.display
+
+
+async def test_the_selected_field_stays_in_view(ui: Opened) -> None:
+    def is_seen() -> bool:
+        rows = ui.form.query_one(FieldList)
+        return bool(rows.size.height) and rows.region.contains_region(ui.form.current.region)
+
+    await ui.planned()
+    above = list(ui.form.rows)[:6]
+    for key in ("train.lr", list(ui.form.rows)[-1]):
+        ui.form.go(key)
+        for size in ((120, 60), (120, 14), (80, 24)):
+            await ui.pilot.resize_terminal(*size)
+            await ui.pilot.pause()
+            await ui.until(is_seen)
+        ui.form.planner_errors = dict.fromkeys(above, "a reason of so many words that it takes a row of its own")
+        ui.form.update_rows()
+        await ui.until(lambda: all(ui.form.rows[name].size.height > 1 for name in above))
+        await ui.until(is_seen)
+        ui.form.planner_errors = {}
+        ui.form.update_rows()
+        await ui.until(is_seen)
 
 
 async def test_launch_warns_of_what_does_not_fit_and_says_why_not(ui: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

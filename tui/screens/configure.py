@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,8 @@ class ConfigureScreen(PenstockScreen):
     ConfigureScreen.-narrow.-planning #summary { display: none; }
     ConfigureScreen.-very-wide #form { width: 4fr; }
     ConfigureScreen.-very-wide #plan { width: 5fr; }
+    ConfigureScreen #launching { height: 1; display: none; padding: 0 1; background: $primary 30%; text-style: bold; }
+    ConfigureScreen #launching.-shown { display: block; }
     ConfigureScreen.-tiny .pane { border: none; }
     """
 
@@ -62,6 +65,9 @@ class ConfigureScreen(PenstockScreen):
         self.machine: str | None = None
         """What is planned for: a preset or profile, empty for this machine, None for what the recipe says."""
         self._saved: list[Any] = []
+        self._launching = ""
+        """What is being done for the launch; empty where none is under way."""
+        self._began_s = 0.0
         self._broken = ""
         """Why the recipe cannot be read: then no field of `draft` is shown, and no action taken."""
         self._digest = content_digest(recipe_path)
@@ -78,10 +84,12 @@ class ConfigureScreen(PenstockScreen):
                 yield Form(self.draft, id="form", classes="pane")
                 yield PlanPanel(id="plan", classes="pane")
             yield PlanSummary(id="summary")
+            yield Static(id="launching", markup=False)
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         self.client = PlanClient(self.penstock.root, self._show_plan)
+        self.set_interval(0.5, self._draw_launch)
         if not self._broken:
             self.penstock.home_plans.opened(self.recipe_path, self._digest, self.draft.base)
             self._changed()
@@ -321,8 +329,33 @@ class ConfigureScreen(PenstockScreen):
 
     # ------------------------------------------------------------------ launch
 
+    def action_launch(self) -> None:
+        if self._launching:
+            self.notify(self._launching, severity="warning")
+        else:
+            self._launch()
+
     @work(exclusive=True, group="launch")
-    async def action_launch(self) -> None:
+    async def _launch(self) -> None:
+        try:
+            await self._plan_and_start()
+        finally:
+            self._tell_launch("")
+
+    def _tell_launch(self, doing: str) -> None:
+        """Show what is being done for the launch, at once; nothing: it is over."""
+        self._launching, self._began_s = doing, time.monotonic()
+        if self.is_attached and (lines := self.query("#launching")):
+            lines.first().set_class(bool(doing), "-shown")
+            self._draw_launch()
+
+    def _draw_launch(self) -> None:
+        if self._launching:
+            seconds = int(time.monotonic() - self._began_s)
+            text = f"{self._launching} {self.penstock.glyphs.ellipsis}" + (f"  {seconds} s" if seconds else "")
+            self.query_one("#launching", Static).update(text)
+
+    async def _plan_and_start(self) -> None:
         recipe = self._valid()
         if recipe is None:
             return
@@ -336,18 +369,20 @@ class ConfigureScreen(PenstockScreen):
             scratch = True
         before, self.machine = self.machine, ""
         self._titles()
-        self.notify("planning for this machine", timeout=2)
+        self._tell_launch("planning for this machine before the launch")
         state = await self.client.plan(_without_machine(recipe), None, from_scratch=scratch)
         if state is None:
             return  # the recipe was edited meanwhile
         if scratch and state.recipe is not None:
             recipe = from_dict(state.recipe)
+        self._tell_launch("")
         title, text = f"Launch {recipe.name}", _launch_text(state)
         if state.error is not None or not await self.penstock.ask(title, text, "Launch", "Not yet"):
             if state.error is not None:
                 self.notify(state.error, title="not launched", severity="error")
             self._set_machine(before)
             return
+        self._tell_launch(f"starting {recipe.name}")
         await self.client.close()
         await self._start(recipe)
 

@@ -95,14 +95,15 @@ class FieldRow(Widget):
         """Whether one types into it."""
         return bool(self.children)
 
-    def show(self, text: str, base: str, changed: bool, error: str) -> None:
-        """What the draft says of the field."""
+    def show(self, text: str, base: str, changed: bool, error: str) -> bool:
+        """What the draft says of the field; whether its height may be another."""
         shown = (text, base, changed, error)
         if shown == self._shown:
-            return
+            return False
         error_was, self._shown = self.error, shown
         self.set_class(bool(error), "-wrong")
         self.refresh(layout=error != error_was)
+        return error != error_was
 
     # ------------------------------------------------------------------ drawing
 
@@ -226,6 +227,10 @@ class FieldList(VerticalScroll, can_focus=True):
         """Up or down; leaving a row takes what was typed."""
         cast(Form, self.parent).move(by)
 
+    def on_resize(self) -> None:
+        """Textual's hook: the terminal, or what stands below the list, has another size."""
+        cast(Form, self.parent).keep_in_view()
+
 
 class Form(Vertical):
     """All fields of a draft, in parts, with a filter above and the focused field's help below."""
@@ -302,12 +307,15 @@ class Form(Vertical):
 
     def update_rows(self) -> None:
         """Show the draft; only rows that say something else are drawn again."""
-        errors = self.errors
+        errors, moved = self.errors, False
         for key, row in self.rows.items():
-            row.show(self.draft.text(key), self.draft.base_text(key), self.draft.is_changed(key), errors.get(key, ""))
-        changed = [item.key for item in self.draft.differences]
+            text, base, changed = self.draft.text(key), self.draft.base_text(key), self.draft.is_changed(key)
+            moved |= row.show(text, base, changed, errors.get(key, ""))
+        if moved:
+            self.keep_in_view()
+        differing = [item.key for item in self.draft.differences]
         for section, about in SECTIONS.items():
-            self._title(section, about, sum(section_of(key) == section for key in changed))
+            self._title(section, about, sum(section_of(key) == section for key in differing))
         self._hint()
 
     def _title(self, section: str, about: str, num_changed: int) -> None:
@@ -365,6 +373,14 @@ class Form(Vertical):
             fields.scroll_to_widget(title if key == first else row, animate=False)
             fields.scroll_to_widget(row, animate=False)
         self._hint()
+
+    def keep_in_view(self) -> None:
+        """The list has another size, or rows above have: the cursor's row is still seen, once all is laid out."""
+        self.call_after_refresh(self._scroll_to_current)
+
+    def _scroll_to_current(self) -> None:
+        if self.is_mounted and self.current.display:
+            self.query_one(FieldList).scroll_to_widget(self.current, animate=False)
 
     def focus_fields(self) -> None:
         self.query_one(FieldList).focus()
@@ -425,6 +441,7 @@ class Form(Vertical):
         shown = {section_of(row.key) for row in self._visible()}
         for section in SECTIONS:
             self.query_one(f"#section-{section}").display = section in shown
+        self.keep_in_view()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         if event.input.id == "filter":
