@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
 from penstock.app.cli import cli
 from penstock.engine.data.tokenizer import train_tokenizer
+from penstock.tui.capture import BEGIN, END, SETTINGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/guide.md", "CONTRIBUTING.md")
@@ -92,6 +93,23 @@ def test_the_same_from_python(users: Path) -> None:
         code = code.replace(text, instead)
     done(started(users, sys.executable, "-P", "-c", code))
     assert len(AutoModelForCausalLM.from_pretrained(users / "models" / "mine").model.layers) == 2
+
+
+def test_pictures_and_printed_figures_are_of_one_run() -> None:
+    """The guide has what the pictured run printed; the pictures of it say its name and no step that it did not have."""
+    printed = (ROOT / "docs/guide.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    name = re.findall(r"^run directory runs/(\S+)$", printed, re.M)
+    last = re.findall(r"^trained to step (\d+), ", printed, re.M)
+    assert len(name) == len(last) == 1
+    assert all(f"--set {text}" in printed.splitlines()[2] for text in SETTINGS)
+    pictures = [*(ROOT / "docs/screens").glob("run*.svg"), ROOT / "docs/screens/home.svg"]
+    assert len(pictures) == 6
+    for picture in pictures:
+        text = re.sub(r"<style.*?</style>|<[^>]+>|\s|&#160;", "", picture.read_text(), flags=re.S)
+        shown = re.findall(r"quickstart-[\d-]+", text)
+        assert shown, picture
+        assert all(name[0].startswith(cut) for cut in shown), picture
+        assert f"/{last[0]}" in text, picture
 
 
 def test_planned_figures_are_those_of_the_plan() -> None:
