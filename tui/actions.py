@@ -169,7 +169,6 @@ ACTIONS: tuple[Action, ...] = (
 
 GROUPS: dict[str, dict[str, str]] = {
     "home": {"open": "open configure timeline resume fit", "lists": "search switch mark compare"},
-    "fit": {"a cell": "configure model_up model_down context_left context_right", "the plan": "machine replan"},
     "configure": {
         "fields": "edit next_choice previous_choice reset reset_all browse filter next_section previous_section",
         "plan": "switch fix best machine replan",
