@@ -24,6 +24,7 @@ from penstock.tui.actions import keys_page
 from penstock.tui.app import PenstockApp
 from penstock.tui.film import film
 from penstock.tui.screens.fit import FitScreen
+from penstock.tui.screens.home import HomeScreen
 from penstock.tui.widgets.plan_panel import PlanPanel
 
 _LIVE_STEP = 22
@@ -59,6 +60,9 @@ class Shot:
     """Many pictures, half a second apart, as one that plays them."""
 
 
+HOME = Shot("home", (120, 36), lambda app: None)
+
+
 def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
     def run(app: PenstockApp) -> None:
         app.open_run(live)
@@ -69,7 +73,7 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
         Shot("run-80x24", (80, 24), run),
         Shot("run-200x60", (200, 60), run),
         Shot("run-light", (120, 36), run, "penstock-light"),
-        Shot("home", (120, 36), lambda app: None),
+        HOME,
         Shot("configure", (160, 44), lambda app: app.open_configure(root / "recipes/14b_workstation.py")),
         Shot("configure-refused", (120, 36), lambda app: app.open_configure(root / "recipes/120b_moe.py")),
         Shot("timeline", (160, 44), lambda app: app.open_timeline(finished[0], 12)),
@@ -86,6 +90,7 @@ def make_runs(root: Path) -> tuple[Path, list[Path]]:
         text = re.sub(r'\bpath="models/[^"]*",\s*', "", (shipped.FOLDER / f"{name}.py").read_text())
         text = re.sub(r'machine="[^"]*"', f'machine="{machine}"', text)
         (root / "recipes" / f"{name}.py").write_text(text)
+    asyncio.run(take(HOME, root, root))  # what fits is planned while nothing runs, and kept
     finished = []
     for name, settings in (("slow-learner", ["train.lr=2e-4"]), ("baseline", ["train.lr=1e-3"])):
         settings += ["train.steps=20", "after.export=false", f"name={name}"]
@@ -106,7 +111,7 @@ def _wait(run: Path, done: Callable[[RunInfo], bool], limit_s: float) -> None:
 
 async def take(shot: Shot, root: Path, out: Path) -> None:
     """Write one picture, without the fonts that it would load from elsewhere."""
-    app = PenstockApp(root)
+    app = PenstockApp(root, plans_recipes=True)
     async with app.run_test(size=shot.size) as pilot:
         app.theme = shot.theme
         await pilot.pause()
@@ -128,6 +133,8 @@ def _is_planned(app: PenstockApp) -> bool:
     screen = app.screen
     if isinstance(screen, FitScreen):
         return screen.client.state.done
+    if isinstance(screen, HomeScreen):
+        return not screen.will_plan
     panels = screen.query(PlanPanel)
     return all(panel.state.phase == "done" and panel.state.forecast is not None for panel in panels)
 

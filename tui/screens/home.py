@@ -203,9 +203,14 @@ class HomeScreen(PenstockScreen):
     def _is_idle(self) -> bool:
         return self.app.screen is self and time.monotonic() - self._touched >= _IDLE_S
 
+    @property
+    def will_plan(self) -> bool:
+        """Whether answers to "fits here?" are missing that will come by themselves."""
+        return any(self._fits.get(path) is None for path in self._planning)
+
     def _plan_when_idle(self) -> None:
         wanted = [recipe for recipe in self._recipes if self._fits.get(recipe.path) is None]
-        if any(recipe.path in self._planning for recipe in wanted) and self._is_idle() and self._planner_is_done():
+        if self.will_plan and self._is_idle() and self._planner_is_done():
             self._plans = self.run_worker(
                 self.penstock.home_plans.plan(wanted, self._is_idle), group="plans", exit_on_error=False
             )
