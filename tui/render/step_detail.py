@@ -129,10 +129,10 @@ def _waits(view: SpanView, analysis: StepAnalysis, lane: str, selected: bool, gl
 
 def _others(view: SpanView, analysis: StepAnalysis, lanes: Sequence[str], width: int) -> Row:
     """How much of the step further lanes were idle."""
-    row: Row = [("idle  ", "dim")]
+    row: Row = [("idle", "dim")]
     for name in lanes:
         label = SHORT.get(name, name) if width < _LONG_NAMES else name
-        row += [(label, lane_token(name)), (f" {_idle(view, analysis, name)[1]:.0%}  ", "text")]
+        row += [("  " + label, lane_token(name)), (f" {_idle(view, analysis, name)[1]:.0%}", "text")]
     return row if lanes else []
 
 
