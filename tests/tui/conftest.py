@@ -20,7 +20,7 @@ from penstock.tui.app import PenstockApp
 @pytest.fixture(autouse=True)
 def _steady(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No animation, no blinking, no colours switched off by the surroundings, UTF-8, no answers kept by other tests."""
-    monkeypatch.setattr(fits, "cache_folder", lambda kind: tmp_path / "cache" / kind)
+    monkeypatch.setattr(fits, "cache_folder", lambda kind: tmp_path.with_name(f"{tmp_path.name}-cache") / kind)
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("PENSTOCK_ASCII", raising=False)
