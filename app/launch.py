@@ -252,6 +252,8 @@ def require_data(recipe: Recipe) -> None:
     from penstock.engine.data.corpus import require_readable
 
     data = recipe.data
+    if data.source == "random" and recipe.model.path is None and recipe.model.vocab_size is None:
+        raise UserError("model.vocab_size: data.source=random needs it; set it")
     if data.lacks_path:
         reason = f"the recipe names no text for data.source={data.source}"
     elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():

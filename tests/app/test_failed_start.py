@@ -20,12 +20,13 @@ from penstock.app import launcher
 from penstock.app.launch import require_inputs
 from penstock.app.recipe import to_json
 from penstock.app.rundir import RunDir
-from penstock.engine.config import DataConfig, Recipe, StorageConfig, TrainConfig
+from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.storage.errors import UserError
 from penstock.tui.data.alerts import alerts
 from penstock.tui.data.run_data import RunData
 
-RECIPE = Recipe(name="tiny", data=DataConfig(source="random"), train=TrainConfig(steps=4))
+RANDOM = DataConfig(source="random")
+RECIPE = Recipe(name="tiny", model=ModelConfig(vocab_size=300), data=RANDOM, train=TrainConfig(steps=4))
 
 
 @pytest.fixture
@@ -125,6 +126,7 @@ BAD_DATA: dict[str, tuple[list[str], str]] = {
     "empty folder": (["data.source=text", "data.path=folder"], "the corpus is empty"),
     "no text at all": (["data.source=text", "data.path=latin.txt"], "not UTF-8 text"),
     "no tokenizer": (["data.tokenizer=nowhere"], "nowhere does not exist"),
+    "no vocabulary": (["data.source=random"], "model.vocab_size: data.source=random needs it"),
 }
 
 TRAINS_WITHOUT_TORCH = """
