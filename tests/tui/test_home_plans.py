@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from penstock.app import fits, shipped
 from penstock.app.fits import Fit, fit_of, here_digest, keep_fit, read_fit
 from penstock.tui.app import PenstockApp
 from penstock.tui.data import plan_client
+from penstock.tui.data.home_plans import HomePlans
+from penstock.tui.data.recipes import find_recipes
 from penstock.tui.screens import home
 from penstock.tui.screens.configure import ConfigureScreen
 
@@ -150,3 +153,25 @@ def test_what_is_short_has_a_persons_name() -> None:
     assert read_fit("recipe", here) == found
     assert read_fit("recipe", "elsewhere") is None
     assert read_fit("another", here) is None
+
+
+async def test_nothing_is_planned_while_kept_answers_are_being_read(
+    user: Path, planner: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = find_recipes(user)
+    for entry in entries:
+        keep_fit(entry.digest, "here", Fit(fits=True))
+    plans = HomePlans(user, may_plan=True)
+    begun = []
+
+    def slow(digest: str, here: str) -> Fit | None:
+        if not begun:
+            begun.append(digest)
+            asyncio.run(plans.plan(entries, lambda: True))  # as the application may, beside the thread that reads
+        return read_fit(digest, here)
+
+    monkeypatch.setattr(fits, "read_fit", slow)
+    known = await asyncio.to_thread(plans.look, entries)
+    assert begun
+    assert all(known[entry.path] is not None for entry in entries)
+    assert asked(planner) == 0

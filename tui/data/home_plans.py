@@ -52,17 +52,19 @@ class HomePlans:
         """What is known of each recipe, by kept answers too. In any thread, one at a time."""
         from penstock.app.fits import here_digest, read_fit
 
+        here = self._here
         if time.monotonic() - self._looked >= _HERE_S:
-            self._here, self._looked = here_digest(self._root), time.monotonic()
+            here, self._looked = here_digest(self._root), time.monotonic()
         found: dict[Path, Fit | None] = {}
         for entry in entries:
-            key = (entry.digest, self._here)
+            key = (entry.digest, here)
             if key not in self._fits and entry.digest and (fit := read_fit(*key)) is not None:
                 self._fits[key] = fit
             found[entry.path] = self._fits.get(key)
         listed = {entry.digest for entry in entries}
-        for key in [key for key in self._fits if key[0] not in listed or key[1] != self._here]:
+        for key in [key for key in self._fits if key[0] not in listed or key[1] != here]:
             self._fits.pop(key, None)
+        self._here = here  # last: what is kept for this machine is known before anything is planned for it
         return found
 
     def will_plan(self, entry: RecipeEntry) -> bool:
