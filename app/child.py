@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
 import penstock
 
+_PR_SET_PDEATHSIG = 1
+
 
 def command(module: str, *arguments: str) -> list[str]:
     """What runs a module of ours. -P: what lies where the user works, app/ or torch/, is not taken for a package."""
     return [sys.executable, "-P", "-m", f"penstock.{module}", *arguments]
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends. Who must not outlive a parent that may
+    have ended before compares `os.getppid()` afterwards."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def environment(**more: str) -> dict[str, str]:

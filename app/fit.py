@@ -28,6 +28,7 @@ from penstock.engine.config import (
 from penstock.engine.machine.platforms import usable_cpus
 from penstock.engine.machine.profile import Machine
 from penstock.storage.errors import BudgetError, UserError
+from penstock.storage.units import tokens_text
 from penstock.storage.untrusted import open_regular, real_path
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
     sequences = max(1, STEP_TOKENS // context)
     steps = -(-question.tokens // (sequences * context))
     return Recipe(
-        name=f"{model.name}-{short_count(context)}".lower(),
+        name=f"{model.name}-{tokens_text(context).replace(',', '')}".lower(),
         machine=question.machine_name,
         model=model.reaching(context),
         data=DataConfig(source="jsonl", path=question.data, sequence_length=context),
@@ -262,11 +263,3 @@ def _refusal(question: Question, task: PlanRequest, error: BudgetError) -> dict[
     sizes = {"gpu": task.budgets.gpu, "ram": task.budgets.ram, "nvme": task.budgets.nvme or 0}
     changes = advice.nearest(task, error, sizes, shorter or _LEAST_CONTEXT - 1)
     return found | {"changes": [change.to_json() for change in changes]}
-
-
-def short_count(tokens: int) -> str:
-    """A context as people write it: 8k, 1M."""
-    for size, unit in ((1024**2, "M"), (1024, "k")):
-        if tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.app.user_cache import cache_folder, read_kept, write_kept
+from penstock.app.user_cache import cache_folder, code_digest, read_kept, write_kept
 
 _MOST_FILES = 256
 _CODE = ("machine", "forecast", "plan", "schedule", "model", "attention", "hf", "optim")
@@ -79,11 +79,8 @@ def _class(num_bytes: int) -> int:
 
 @cache
 def _code_digest() -> str:
-    base, found = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for folder in (base / "app", *(base / "engine" / room for room in _CODE)):
-        for file in sorted(folder.glob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()
+    base = Path(__file__).resolve().parents[1]
+    return code_digest([base / "app", *(base / "engine" / room for room in _CODE)])
 
 
 def _content_digest(path: Path) -> str | None:

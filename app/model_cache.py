@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import engine
-from penstock.app.user_cache import cache_folder, read_kept, write_kept
+from penstock.app.user_cache import cache_folder, code_digest, read_kept, write_kept
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.model_folder import read_config_file
@@ -47,13 +47,9 @@ def _digest(recipe: Recipe) -> str:
     config = None
     if recipe.model.path is not None and (path := Path(recipe.model.path).expanduser()).exists():
         config = hashlib.sha256(read_config_file(path)[1]).hexdigest()
-    code = hashlib.sha256()
-    for room in _CODE:
-        for file in sorted((Path(engine.__path__[0]) / room).glob("*.py")):
-            code.update(file.read_bytes())
     made_of = {
         "versions": [importlib.metadata.version(name) for name in ("penstock", "torch", "transformers")],
-        "code": code.hexdigest(),
+        "code": code_digest(Path(engine.__path__[0]) / room for room in _CODE),
         "model": asdict(recipe.model),
         "config": config,
         "vocab_size": recipe.data.tokenizer_vocab_size,

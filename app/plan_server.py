@@ -11,7 +11,6 @@ itself nothing is computed, and no device is touched. It ends when its standard 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -23,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.app import child
 from penstock.storage.errors import UserError
 
 _READ_BYTES = 1 << 16
 _NICE = 5
 """A plan gives way to the terminal that shows it, and to a training beside it."""
-_PR_SET_PDEATHSIG = 1
 _LOADED = (
     "penstock.app.launch",
     "penstock.app.trace",
@@ -140,7 +139,7 @@ def _write_all(file: int, data: bytes) -> None:
 
 def _die_with(parent: int) -> None:
     """No plan outlives the server, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    child.end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     os.nice(_NICE)

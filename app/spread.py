@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from penstock.app import child
+
 T = TypeVar("T")
 R = TypeVar("R")
-_PR_SET_PDEATHSIG = 1
 
 
 def spread(work: Callable[[T], R], todo: Sequence[T], processes: int) -> Iterator[R]:
@@ -38,7 +38,7 @@ def spread(work: Callable[[T], R], todo: Sequence[T], processes: int) -> Iterato
 
 def _begin(parent: int) -> None:
     """A worker's first act: it ends with its parent, and Ctrl-C is its parent's to hear."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    child.end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

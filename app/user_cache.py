@@ -6,10 +6,12 @@ written, counts as none, and so does a folder that cannot be used.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ def cache_folder(kind: str) -> Path | None:
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
     return Path(base) / "penstock" / kind if os.path.isabs(base) else None
+
+
+def code_digest(folders: Iterable[Path]) -> str:
+    """Of the Python files in these folders."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(folder.glob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def read_kept(folder: Path, digest: str) -> dict[str, Any] | None:

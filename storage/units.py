@@ -97,6 +97,13 @@ def count_text(value: float) -> str:
     return f"{'-' if value < 0 else ''}{size:.{digits}f}{unit}"
 
 
+def tokens_text(tokens: int) -> str:
+    """A context as people say it: 512, 8k, 512k, 1M; of what is no multiple of 1,024 each token."""
+    if tokens >= 1024 and tokens % 1024 == 0:
+        return f"{tokens >> 20}M" if tokens % (1 << 20) == 0 else f"{tokens >> 10}k"
+    return f"{tokens:,}"
+
+
 def figure(value: float | None, digits: int = 3) -> str:
     """A figure with so many significant digits, without exponents where it is of ordinary size."""
     if value is None or not math.isfinite(value):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.storage.units import tokens_text
+
 LETTERS = {"compute": "C", "h2d": "H", "d2h": "D", "optimizer": "O", "nvme_read": "R", "nvme_write": "W"}
 """Lane -> how a cell names what bounds it."""
 _GREY = "#e4e4e4"
@@ -21,11 +23,6 @@ def short_rate(tokens_per_s: float) -> str:
     if tokens_per_s >= 9.95:
         return f"{tokens_per_s:.0f}"
     return f"{tokens_per_s:.1f}" if tokens_per_s >= 0.95 else f"{tokens_per_s:.2f}"
-
-
-def short_tokens(tokens: int) -> str:
-    """A context: 4k, 1M."""
-    return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}k"
 
 
 def draw(grid: Sequence[Mapping[str, Any]], machines: Sequence[str], file: Path) -> None:
@@ -61,7 +58,7 @@ def draw(grid: Sequence[Mapping[str, Any]], machines: Sequence[str], file: Path)
                 axis.text(x + 0.5, y + 0.52, text, ha="center", va="center", fontsize=11, color="#10202c")
         axis.set_xlim(0, len(contexts))
         axis.set_ylim(len(labels), 0)
-        axis.set_xticks([i + 0.5 for i in range(len(contexts))], [short_tokens(c) for c in contexts])
+        axis.set_xticks([i + 0.5 for i in range(len(contexts))], [tokens_text(c) for c in contexts])
         axis.set_yticks([i + 0.5 for i in range(len(labels))], labels)
         axis.tick_params(length=0, labelsize=11)
         for side in axis.spines.values():

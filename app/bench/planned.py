@@ -7,7 +7,6 @@ drawn by `app/bench/heatmap.py`).
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from penstock.app.fit import STEP_TOKENS
 from penstock.app.recipe import load_recipe
 from penstock.app.spread import spread
 from penstock.engine.config import BudgetConfig, DataConfig, Recipe
+from penstock.engine.machine.platforms import usable_cpus
 from penstock.storage.errors import UserError
 from penstock.storage.units import bytes_text, seconds_text
 
@@ -70,7 +70,7 @@ def bench_planned(out: Path, *, forecast_fn: ForecastFn | None = None, processes
     require_matplotlib("the heat map")
     todo = list(jobs(load_recipes(shipped.FOLDER), list(PRESETS)))
     rows = []
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or usable_cpus()
     for number, row in enumerate(_forecasts(todo, forecast_fn or _forecast, processes), start=1):
         rows.append(row)
         print(f"{number}/{len(todo)} {_progress(row)}", file=sys.stderr, flush=True)

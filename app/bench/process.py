@@ -6,7 +6,6 @@ A child process ends at its time limit, with everything that it started, and wit
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import math
@@ -26,7 +25,6 @@ from penstock.storage.errors import UserError
 from penstock.storage.untrusted import real_path
 
 REPOSITORY = Path(__file__).parents[2]
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
 _ANSWER = "answer: "
 """Before what a child hands over, in a line of its own; libraries may write before and after it."""
@@ -162,7 +160,7 @@ def run_limited(
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=child.end_with_parent,  # killed, it ends nothing that it started: the GPU is free again
     )
     code: int | None = None
     try:
@@ -178,11 +176,6 @@ def run_limited(
         process.wait()
     meanwhile()
     return code
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end what it started: the kernel does, and the GPU is free again."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from penstock.app.bench.published import PUBLISHED
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.machine.presets import PRESETS
 from penstock.storage.errors import UserError
+from penstock.storage.units import tokens_text
 
 MACHINES = ["gh200-480", "rtx3090-64"]
 SHAPE = TINY["model"] | {"vocab_size": 512}
@@ -165,7 +166,7 @@ def test_short_rates(rate: float, text: str) -> None:
 
 
 def test_short_contexts() -> None:
-    assert [heatmap.short_tokens(n) for n in (4096, 262_144, 1 << 20)] == ["4k", "256k", "1M"]
+    assert [tokens_text(n) for n in (4096, 262_144, 1 << 20)] == ["4k", "256k", "1M"]
 
 
 def test_a_grid_in_which_nothing_fits_is_drawn(tmp_path: Path) -> None:

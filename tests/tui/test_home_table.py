@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from penstock.app.rows import ASCII, UNICODE, plain
+from penstock.storage.units import tokens_text
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import read_recipe_entry
-from penstock.tui.render.home_table import PADDING, runs_table, tokens_text
+from penstock.tui.render.home_table import PADDING, runs_table
 from penstock.tui.render.names import distinct
 
 LONG = "llama-3.1-8b-code-mixture-lr1e-5-bs32-seed"

@@ -16,7 +16,7 @@ from penstock.app.fit_view import (
     written_text,
 )
 from penstock.app.rows import Glyphs, Page, Row, exactly
-from penstock.storage.units import bytes_text, percent_text, seconds_text
+from penstock.storage.units import bytes_text, percent_text, seconds_text, tokens_text
 from penstock.tui.data.fit_client import Cell, FitState
 
 _NAME = 16
@@ -32,7 +32,7 @@ def matrix_rows(state: FitState, chosen: Cell | None, width: int, height: int, g
     """
     contexts = state.contexts
     each = max(_LEAST_CELL, min(26, (width - _NAME) // max(1, len(contexts))))
-    head: Row = [(" " * _NAME, "dim"), *((f"{_short(context):>{each}}", "title") for context in contexts)]
+    head: Row = [(" " * _NAME, "dim"), *((f"{tokens_text(context):>{each}}", "title") for context in contexts)]
     rows = []
     for model in state.models:
         row: Row = [(f"{model:<{_NAME}}", "text")]
@@ -54,13 +54,6 @@ def _cell_text(cell: dict[str, Any] | None, done: bool, width: int, glyphs: Glyp
         return f"{glyphs.cross} {cell['tier']}", "bad"
     hours = f"  {hours_text(cell['hours']):>7}" if width + 2 >= _WITH_HOURS else ""
     return f"{glyphs.check} {rate_text(cell['tokens_per_s'])}{hours}", "good"
-
-
-def _short(context: int) -> str:
-    for size, unit in ((1024**2, "M"), (1024, "k")):
-        if context % size == 0:
-            return f"{context // size}{unit}"
-    return f"{context:,}"
 
 
 def detail_rows(state: FitState, chosen: Cell | None, width: int, glyphs: Glyphs) -> list[Row]:

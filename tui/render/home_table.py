@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 
 from penstock.app.rows import Glyphs, Row
-from penstock.storage.units import duration_text, params_text
+from penstock.storage.units import duration_text, params_text, tokens_text
 from penstock.tui.data.catalog import RunEntry
 from penstock.tui.data.recipes import RecipeEntry
 from penstock.tui.render.bar import bar
@@ -154,13 +154,6 @@ def _size(recipe: RecipeEntry, fit: Fit | None, planning: bool, glyphs: Glyphs) 
 def _context(recipe: RecipeEntry, fit: Fit | None) -> tuple[str, str]:
     tokens = recipe.context if fit is None or fit.context is None else fit.context
     return (_UNKNOWN, "dim") if tokens is None else (tokens_text(tokens), "text")
-
-
-def tokens_text(tokens: int) -> str:
-    """A context as people say it: 512, 8k, 512k, 1M; of what is no multiple of 1,024 each token."""
-    if tokens >= 1024 and tokens % 1024 == 0:
-        return f"{tokens >> 20}M" if tokens % (1 << 20) == 0 else f"{tokens >> 10}k"
-    return f"{tokens:,}"
 
 
 def fit_row(fit: Fit | None, planning: bool, glyphs: Glyphs) -> Row:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -18,12 +16,11 @@ from typing import Any, ClassVar
 from textual import messages
 from textual.drivers.web_driver import WebDriver
 
-from penstock.app import memory_limit
+from penstock.app import child, memory_limit
 
 MOST_MEMORY_BYTES = 4 << 30
 """Of addresses; the application takes a quarter of a GiB of them at the largest size of a window."""
 _MOST_WAITING = 200
-_PR_SET_PDEATHSIG = 1
 
 
 class WindowDriver(WebDriver):
@@ -67,7 +64,7 @@ class WindowDriver(WebDriver):
 
 def main(server: int, may_act: bool, size: tuple[int, int]) -> int:
     """Run the application in the current folder until the server or its user ends it; the exit code."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    child.end_with_parent()
     if os.getppid() != server:
         return 0  # it ended before this began
     memory_limit.bound(MOST_MEMORY_BYTES)
