@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.app import child, memory_limit
+from penstock.app import child
+from penstock.tui.data import processes
 
 COMMAND = tuple(child.command("app.cli", "fit", "--json"))
 _LINE_BYTES = 1 << 22
@@ -65,10 +66,7 @@ class FitClient:
         if reading is not None:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await processes.end(process)
 
     async def _read(self, state: FitState, machine: str) -> None:
         code, said = await self._run(state, ["--machine", machine] if machine else [])
@@ -80,20 +78,11 @@ class FitClient:
     async def _run(self, state: FitState, options: list[str]) -> tuple[int, str]:
         """Carry out the command; its exit code and what it says on stderr."""
         try:
-            process = self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *options,
-                cwd=self._root,
-                env=child.environment(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=_LINE_BYTES,
-                start_new_session=True,
+            process = self._process = await processes.begin(
+                [*self._command, *options], self._root, stdin=asyncio.subprocess.DEVNULL, line_bytes=_LINE_BYTES
             )
         except OSError as error:
             return _NO_PLACE, str(error)
-        memory_limit.unbound(process.pid)
         assert process.stdout is not None
         assert process.stderr is not None
         stderr = asyncio.get_running_loop().create_task(process.stderr.read())

@@ -18,6 +18,10 @@ _WORDS = {
 """A state in words."""
 
 
+RESUMABLE = ("paused", "stopped", "failed", "crashed")
+"""States from which a run can go on."""
+
+
 def refusals(data: RunData) -> dict[str, str]:
     """Action -> why it is not offered now; empty where it is. Only actions that depend on the run's state."""
     state, begun = data.state, data.step > 0
@@ -29,7 +33,7 @@ def refusals(data: RunData) -> dict[str, str]:
     return {
         "save_checkpoint": "" if can_save else f"{nothing_yet}: there is nothing to keep",
         "pause": "" if state == "running" else f"{words}: nothing can be paused",
-        "resume": "" if state in ("paused", "stopped", "failed", "crashed") else f"{words}: nothing can be resumed",
+        "resume": "" if state in RESUMABLE else f"{words}: nothing can be resumed",
         "stop": "" if data.is_live else f"{words}: there is nothing to stop",
         "export": "" if can_export else f"{nothing_yet}: no committed state can be exported",
         "timeline": "" if data.exists else f"{words}: its steps cannot be read",

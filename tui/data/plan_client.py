@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.app import child, memory_limit
+from penstock.app import child
 from penstock.app.recipe import Recipe, to_dict
+from penstock.tui.data import processes
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]
 
@@ -137,10 +138,7 @@ class PlanClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await processes.end(process)
 
     def _submit(self) -> None:
         self._timer = None
@@ -173,19 +171,11 @@ class PlanClient:
         """Returns why it ended."""
         self._stderr.clear()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                cwd=self._root,
-                env=child.environment(),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=_LINE_BYTES,
-                start_new_session=True,
+            process = await processes.begin(
+                self._command, self._root, stdin=asyncio.subprocess.PIPE, line_bytes=_LINE_BYTES
             )
         except OSError as error:
             return str(error)
-        memory_limit.unbound(process.pid)
         if self._niceness:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, self._niceness)

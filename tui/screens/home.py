@@ -18,6 +18,7 @@ from penstock.storage.errors import UserError
 from penstock.storage.units import duration_text, seconds_text
 from penstock.storage.untrusted import printable
 from penstock.tui.data.catalog import RunCatalog, RunEntry, plan_lines, summary_lines
+from penstock.tui.data.offers import RESUMABLE
 from penstock.tui.data.recipes import RecipeCatalog, RecipeEntry, describe, matches
 from penstock.tui.render.home_table import STATE_TOKENS, ColumnSpec, Table, recipes_table, runs_table
 from penstock.tui.render.sparkline import sparkline
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.app.fits import Fit
 
 _Read = tuple[list[RunEntry], list[RecipeEntry], "dict[Path, Fit | None]"]
-RESUMABLE = ("stopped", "failed", "crashed", "paused")
 _FRAME_ROWS = 3
 """Of a list: its border, and the columns' titles."""
 _IDLE_S = 2.0
