@@ -47,8 +47,8 @@ def fields() -> list[RecipeField]:
     for section, cls in sections().items():
         helps = _helps(cls)
         for item in dataclasses.fields(cls):
-            missing = item.default is dataclasses.MISSING
-            default = {} if missing else item.default
+            made = item.default_factory
+            default = item.default if made is dataclasses.MISSING else made()
             found.append(
                 RecipeField(f"{section}.{item.name}", hints(cls)[item.name], default, helps.get(item.name, ""))
             )

@@ -13,7 +13,7 @@ from cli_process import REPOSITORY, done, started
 PACKAGES = ["storage", "engine", "app", "tui"]
 """From the ground up; a package imports itself and those before it."""
 GROUND = ["config", "events", "clock", "preparing"]
-"""Modules of the engine below its rooms; its other modules are above them all."""
+"""Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
 ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "runtime"]
 """From the ground up; a room imports itself and those before it."""
 PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
@@ -54,9 +54,9 @@ def imports() -> dict[str, set[str]]:
 def floor(module: str) -> int:
     """How high in the engine a module is."""
     _, _, room, *inner = module.split(".")
-    if inner or room in ROOMS:
-        return 1 + ROOMS.index(room)
-    return 0 if room in GROUND else 1 + len(ROOMS)
+    if room in GROUND:
+        return 0
+    return 1 + (ROOMS.index(room) if inner or room in ROOMS else len(ROOMS))
 
 
 def loaded(modules: list[str], names: set[str]) -> list[str]:
@@ -83,7 +83,7 @@ def test_packages_import_one_way() -> None:
 
 
 def test_rooms_import_one_way() -> None:
-    assert {name.split(".")[2] for name in inside("engine") if name.count(".") == 3} == set(ROOMS)
+    assert {name.split(".")[2] for name in inside("engine") if name.count(".") == 3} == {"config", *ROOMS}
     for module in inside("engine"):
         upward = [
             name for name in imports()[module] if name.startswith("penstock.engine.") and floor(name) > floor(module)

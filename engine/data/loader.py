@@ -36,6 +36,10 @@ class MicroBatch:
     """Tokens of each document, padding excluded."""
     max_position: int
     """The largest of `positions`."""
+    weights: Tensor | None = None
+    """[T] float32: how much the loss of each label counts, above 0 where there is one; None: 1 for all."""
+    filled: int | None = None
+    """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
 
 
 def split_documents(num_documents: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -138,8 +138,8 @@ def test_a_fix_leaves_what_is_wrong_elsewhere(draft: Draft) -> None:
 
 
 def test_choices_and_switches_go_round(draft: Draft) -> None:
-    assert choices_of("train.lr_schedule") == ("cosine", "linear", "constant")
-    for expected in ("linear", "constant", "cosine"):
+    assert choices_of("train.lr_schedule") == ("cosine", "linear", "constant", "wsd")
+    for expected in ("linear", "constant", "wsd", "cosine"):
         draft.cycle("train.lr_schedule", 1)
         assert draft.text("train.lr_schedule") == expected
     draft.cycle("train.lr_schedule", -1)

@@ -1,0 +1,26 @@
+"""The recipe: one typed object that says everything about a run.
+
+The docstring under each field is the help text shown everywhere. Validation here looks at values only: it opens no file
+and needs no device.
+"""
+
+from penstock.engine.config.data import DataConfig as DataConfig
+from penstock.engine.config.data import Source as Source
+from penstock.engine.config.model import ModelConfig as ModelConfig
+from penstock.engine.config.places import BudgetConfig as BudgetConfig
+from penstock.engine.config.places import StorageConfig as StorageConfig
+from penstock.engine.config.recipe import RENAMED as RENAMED
+from penstock.engine.config.recipe import AfterConfig as AfterConfig
+from penstock.engine.config.recipe import Recipe as Recipe
+from penstock.engine.config.recipe import Renamed as Renamed
+from penstock.engine.config.recipe import changed_fields as changed_fields
+from penstock.engine.config.recipe import config_digest as config_digest
+from penstock.engine.config.recipe import drive_folders as drive_folders
+from penstock.engine.config.recipe import given_fields as given_fields
+from penstock.engine.config.recipe import state_folder as state_folder
+from penstock.engine.config.train import TrainConfig as TrainConfig
+from penstock.engine.config.values import MOST_LAYERS as MOST_LAYERS
+from penstock.engine.config.values import MOST_SIZE as MOST_SIZE
+from penstock.engine.config.values import MOST_STEPS as MOST_STEPS
+from penstock.engine.config.values import MOST_TOKENS as MOST_TOKENS
+from penstock.engine.config.values import parse_bytes as parse_bytes

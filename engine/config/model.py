@@ -1,0 +1,61 @@
+"""The model section of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.config.values import MOST_LAYERS, MOST_SIZE, require, require_most
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Which model: a Hugging Face folder, a shape to train from scratch, or both: then they are the same model."""
+
+    path: str | None = None
+    """Hugging Face folder (config.json, *.safetensors) to fine-tune, or hf://OWNER/NAME[@REVISION] of the hub; none
+    trains the shape below from scratch. With a shape beside it a run can be planned without the folder, or started
+    with --from-scratch."""
+    model_type: str = "qwen3"
+    """transformers model type of the shape below, for example qwen3, llama, mixtral."""
+    num_layers: int | None = None
+    """Decoder layers."""
+    hidden_size: int | None = None
+    """Width of the residual stream."""
+    intermediate_size: int | None = None
+    """Width of the MLP."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; fewer than num_heads is grouped-query attention."""
+    head_dim: int | None = None
+    """Width of one attention head."""
+    vocab_size: int | None = None
+    """Vocabulary entries; none takes the tokenizer's."""
+    max_position: int | None = None
+    """Longest position the rotary embedding is configured for; none takes data.sequence_length."""
+    tie_embeddings: bool = False
+    """Share the embedding matrix with the output head."""
+    added_tokens: list[str] = field(default_factory=list)
+    """Special tokens to add to the tokenizer; the embedding grows where it has no row for them, and their rows begin as
+    the mean of the others."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the transformers config, by their own names, for example {"rope_theta": 1e6}."""
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "vocab_size", "max_position"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"model.{name}: {value} must be at least 1")
+        require_most("model", self, ("num_layers",), MOST_LAYERS)
+        require_most("model", self, (*sizes, "vocab_size", "max_position"), MOST_SIZE)
+        if self.num_heads and self.num_kv_heads:
+            require(
+                self.num_heads % self.num_kv_heads == 0,
+                f"model.num_heads: {self.num_heads} is not a multiple of model.num_kv_heads {self.num_kv_heads}",
+            )
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether the fields describe a model by themselves; width and depth are what no default stands for."""
+        return self.num_layers is not None and self.hidden_size is not None

@@ -1,0 +1,190 @@
+"""The recipe, what becomes of it in the end, and what tells two recipes apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from penstock.engine.config.data import DataConfig
+from penstock.engine.config.model import ModelConfig
+from penstock.engine.config.places import BudgetConfig, StorageConfig
+from penstock.engine.config.train import TrainConfig
+from penstock.engine.config.values import parse_bytes, require
+from penstock.storage.untrusted import one_line
+
+_NAME_CHARS = 100
+"""Of a run's name: with a time behind it, it is the name of a folder."""
+_MOST_SAMPLE_TOKENS = 2**20
+
+
+@dataclass(kw_only=True, slots=True)
+class AfterConfig:
+    """What happens once the last step is committed."""
+
+    export: bool = False
+    """Write a Hugging Face folder to export/ in the run directory; where one is there, to export-step-N/."""
+    export_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of the exported weights; auto is that of the model that the run began with."""
+    export_shard: str | int = "5GB"
+    """Largest size of one exported file of weights."""
+    push: str | None = None
+    """Repository of the hub, OWNER/NAME, to which the export is pushed; none pushes nothing."""
+    sample_prompt: str | None = None
+    """Text that plain transformers continues from the exported folder; none prints no sample."""
+    sample_tokens: int = 60
+    """Tokens to generate after the prompt."""
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.export_shard, "after.export_shard")
+        require(
+            1 <= self.sample_tokens <= _MOST_SAMPLE_TOKENS,
+            f"after.sample_tokens: {self.sample_tokens} must be from 1 to {_MOST_SAMPLE_TOKENS:,}",
+        )
+        require(
+            self.sample_prompt is None or self.export,
+            "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """One run: which model, which data, how to train, what the tiers may use and what happens at the end."""
+
+    name: str
+    """Short name; run directories start with it."""
+    machine: str = ""
+    """Machine that the recipe is written for: a preset's name, or a profile's file; empty for none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    budgets: BudgetConfig = field(default_factory=BudgetConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    after: AfterConfig = field(default_factory=AfterConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(self.name)) is not None,
+            f"name: '{one_line(self.name)}' must be letters, digits, '.', '_' and '-', as it names a folder",
+        )
+        require(
+            len(self.name) <= _NAME_CHARS,
+            f"name: {len(self.name)} characters are too many for a folder; use at most {_NAME_CHARS}",
+        )
+        if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
+            require(
+                self.train.validate_every is None or self.data.validation_documents is not None,
+                f"train.validate_every: {self.train.validate_every}, but no documents are held out to validate on; set "
+                "data.validation_documents, or leave train.validate_every out",
+            )
+
+
+class Renamed(NamedTuple):
+    """A field of a recipe that had another name, by which it is still read."""
+
+    old: str
+    new: str
+    values: Mapping[str, str] = {}
+    """Its old values -> today's, where they changed."""
+
+
+RENAMED = (
+    Renamed(
+        "train.save",
+        "train.activation_checkpointing",
+        {"input": "full", "attention": "selective", "everything": "none"},
+    ),
+    Renamed("train.sequences_per_step", "train.global_batch_size"),
+    Renamed("train.sequences_per_micro_batch", "train.micro_batch_size"),
+    Renamed("storage.chunk_bytes", "storage.part_bytes"),
+)
+
+_TRAINED = ("model", "data", "train")
+"""Sections that decide what is trained on what."""
+_SHORT = 60
+"""Characters of a value that a sentence has room for."""
+_LATER: dict[str, Any] = {
+    "validation_documents": None,
+    "validate_every": None,
+    "validation_sequences": None,
+    "optimizer": "adamw",
+    "added_tokens": [],
+    "split": None,
+    "mixture": [],
+    "columns": {},
+    "chat_template": None,
+    "trained_tokens": "assistant",
+    "bad_rows": "refuse",
+    "packing": "wrap",
+    "long_documents": "split",
+    "order": "shuffled",
+    "bos": "auto",
+    "decay_steps": None,
+    "lr_groups": {},
+    "layer_lr_decay": 1.0,
+    "z_loss": 0.0,
+    "router_aux_loss": None,
+}
+"""Fields that did not always exist, and what leaves them out of the digest, so that runs from before keep theirs."""
+
+
+def given_fields(recipe: Recipe) -> dict[str, Any]:
+    """Dotted field -> value of what decides what is trained on what, where it is not the default."""
+    default = Recipe(name=recipe.name)
+    found: dict[str, Any] = {}
+    for section in _TRAINED:
+        values, usual = (dataclasses.asdict(getattr(one, section)) for one in (recipe, default))
+        found |= {f"{section}.{name}": value for name, value in values.items() if value != usual[name]}
+    return found
+
+
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two recipes' `given_fields`, in words; empty where nothing does."""
+    usual = {
+        f"{section}.{name}": value
+        for section in _TRAINED
+        for name, value in dataclasses.asdict(getattr(Recipe(name="x"), section)).items()
+    }
+    changed = []
+    for key in sorted({*before, *now}):
+        was, now_is = (json.dumps(values.get(key, usual.get(key))) for values in (before, now))
+        if was != now_is:
+            short = all(len(text) <= _SHORT for text in (was, now_is))
+            changed.append(f"{key} was {was} and is {now_is}" if short else f"{key} is another")
+    return ", ".join(changed)
+
+
+def config_digest(recipe: Recipe) -> str:
+    """SHA-256, in hex, of what decides what is trained on what: equal exactly for equal values.
+
+    Fields and values go by the names that they had first, so that runs from before keep theirs.
+    """
+    trees = {section: dataclasses.asdict(getattr(recipe, section)) for section in _TRAINED}
+    for tree, (name, default) in itertools.product(trees.values(), _LATER.items()):
+        if tree.get(name, ...) == default:
+            del tree[name]
+    for item in RENAMED:
+        section, _, new = item.new.partition(".")
+        if section in trees:
+            value = trees[section].pop(new)
+            first = {now: before for before, now in item.values.items()}
+            trees[section][item.old.partition(".")[2]] = first.get(value, value)
+    text = json.dumps(list(trees.values()), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def state_folder(run_dir: Path) -> Path:
+    """Where a run's manifest is, and its chunk files unless the recipe names drives."""
+    return run_dir / "state"
+
+
+def drive_folders(run_dir: Path, storage: StorageConfig) -> list[Path]:
+    """The folders that hold a run's chunk files: one of the run's name on each drive of the recipe."""
+    given = [Path(drive).expanduser().absolute() / run_dir.resolve().name for drive in storage.drives]
+    return given or [state_folder(run_dir)]
