@@ -143,7 +143,7 @@ def test_choices_and_switches_go_round(draft: Draft) -> None:
         draft.cycle("train.lr_schedule", 1)
         assert draft.text("train.lr_schedule") == expected
     draft.cycle("train.lr_schedule", -1)
-    assert draft.text("train.lr_schedule") == "constant"
+    assert draft.text("train.lr_schedule") == "wsd"
     draft.cycle("train.calibrate", 1)
     assert draft.recipe.train.calibrate is False
 
