@@ -41,10 +41,18 @@ def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bo
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
+    require_sound(value)
+    return value
+
+
+def require_sound(value: Any) -> None:
+    """ValueError where a JSON value is nested too deep, or holds half a character: `parse_json` says the same."""
+    try:
         _check(value, 0)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
-    return value
 
 
 def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import numpy as np
 from penstock.engine import preparing
 from penstock.engine.config import DataConfig
 from penstock.engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
-from penstock.engine.data.formats.base import Piece, find_format
+from penstock.engine.data.encode import Encoder, encoded_one_by_one
+from penstock.engine.data.reading import is_empty, read_samples, source_files, texts_of
+from penstock.engine.data.samples import Encoded, Sample
 from penstock.engine.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -30,42 +32,6 @@ from penstock.storage.errors import UserError
 
 _BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
 _RANDOM_DOCUMENTS = 64
-
-
-def source_files(config: DataConfig) -> list[Path]:
-    """The files that `config.source` reads, sorted. Raises UserError when the path is missing or not there."""
-    if config.source == "random":
-        return []
-    if config.lacks_path:
-        raise UserError(f"data.path: data.source={config.source} needs it")
-    reader, root = find_format(config.source), Path(config.path or "").expanduser()
-    try:
-        if reader.NEEDS_PATH and root.is_file():
-            return [root]
-        if reader.NEEDS_PATH and not root.is_dir():
-            raise UserError(
-                f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
-            )
-        return sorted(reader.files(root))
-    except OSError as error:
-        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
-
-
-def read_pieces(config: DataConfig) -> Iterator[Piece]:
-    """The source's documents in order, at most `config.max_documents`; empty ones are skipped.
-
-    Raises UserError naming the file (and line) of text that cannot be read.
-    """
-    documents = 0
-    for file in source_files(config):
-        try:
-            for piece in find_format(config.source).read(file):
-                if config.max_documents is not None and documents >= config.max_documents:
-                    return
-                yield piece
-                documents += piece.last
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 _Text = tuple[TextTokenizer, TokenCorpus]
@@ -137,7 +103,7 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
         return tokenizer
     with build_folder(folder) as temporary:
         texts = _counted("training a tokenizer", _require_text(config))
-        train_tokenizer((piece.text for piece in texts), config.tokenizer_vocab_size, temporary)
+        train_tokenizer((text for sample in texts for text in texts_of(sample)), config.tokenizer_vocab_size, temporary)
         seal_trained(temporary, stamp)
     return open_trained(folder)
 
@@ -166,8 +132,8 @@ def require_text(config: DataConfig) -> None:
     Cheap: a plan asks it as well.
     """
     if config.source != "random":
-        for piece in _require_text(config):
-            if piece.text.strip():
+        for sample in _require_text(config):
+            if not is_empty(sample):
                 return
 
 
@@ -183,32 +149,35 @@ def require_readable(config: DataConfig) -> None:
     require_text(config)
 
 
-def _require_text(config: DataConfig) -> Iterator[Piece]:
-    """`read_pieces`, refusing a source without any text but white space."""
+def _require_text(config: DataConfig) -> Iterator[Sample]:
+    """`read_samples`, refusing a source without any text but white space."""
     empty = True
-    for piece in read_pieces(config):
+    for sample in read_samples(config):
         if _is_ahead.is_set() and _cancelled.is_set():
             raise InterruptedError
-        empty = empty and not piece.text.strip()
-        yield piece
+        empty = empty and is_empty(sample)
+        yield sample
     if empty:
         where = config.path or config.source
         raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}")
 
 
-def _counted(what: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The pieces; whoever watches the preparation is told how many documents have been read. How many there are is not
+def _counted(what: str, samples: Iterator[Sample]) -> Iterator[Sample]:
+    """The samples; whoever watches the preparation is told how many documents have been read. How many there are is not
     known before the end."""
     documents = 0
-    for piece in pieces:
+    for sample in samples:
         preparing.tell(detail=f"{what}, {documents:,} documents read")
-        yield piece
-        documents += piece.last
+        yield sample
+        documents += getattr(sample, "last", True)
 
 
 def _source_fingerprint(config: DataConfig) -> str:
     """Hex digest that changes with the source's settings or with any of its files' size or time."""
-    digest = hashlib.sha256(json.dumps([config.source, config.max_documents]).encode())
+    chosen = {"split": config.split, "columns": config.columns, "bad_rows": config.bad_rows}
+    usual = all(value == getattr(DataConfig(), name) for name, value in chosen.items())
+    made_of = [config.source, config.max_documents] if usual else [config.source, config.max_documents, chosen]
+    digest = hashlib.sha256(json.dumps(made_of).encode())
     for file in source_files(config):
         try:
             status = file.stat()
@@ -224,18 +193,13 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
 
     Memory stays bounded by a few times 8 MiB of text. Raises UserError for an empty or malformed source.
     """
-    joined = f"{_source_fingerprint(config)} {tokenizer.fingerprint}"
+    encoder = Encoder(config, tokenizer)
+    joined = " ".join(filter(None, (_source_fingerprint(config), tokenizer.fingerprint, encoder.fingerprint)))
 
     def fill(writer: CorpusWriter) -> None:
-        batch: list[Piece] = []
-        chars = 0
-        for piece in _counted("tokenizing", _require_text(config)):
-            batch.append(piece)
-            chars += len(piece.text)
-            if chars >= _BATCH_CHARS:
-                _append(writer, batch, tokenizer)
-                batch, chars = [], 0
-        _append(writer, batch, tokenizer)
+        samples = _counted("tokenizing", _require_text(config))
+        for encoded in encoded_one_by_one(encoder, samples, _BATCH_CHARS):
+            _append(writer, encoded)
 
     return _corpus(folder, joined, tokenizer.vocab_size, tokenizer.eos_id, fill)
 
@@ -266,7 +230,7 @@ def _corpus(
     return TokenCorpus.open(folder)
 
 
-def _append(writer: CorpusWriter, pieces: list[Piece], tokenizer: TextTokenizer) -> None:
-    """Tokenise `pieces` and append them, the end-of-text token after the last piece of each document."""
-    for piece, ids in zip(pieces, tokenizer.encode_batch([p.text for p in pieces]), strict=True):
-        writer.append(piece.document, np.asarray([*ids, tokenizer.eos_id] if piece.last else ids), piece.last)
+def _append(writer: CorpusWriter, encoded: Encoded) -> None:
+    if encoded.weights is not None and not (encoded.weights == 1).all():
+        raise UserError("data.trained_tokens: weights of tokens are not kept yet; set data.trained_tokens=all")
+    writer.append(encoded.where, encoded.ids, encoded.last)

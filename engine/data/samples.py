@@ -18,6 +18,8 @@ class Text:
     text: str
     last: bool = True
     """The document ends here."""
+    first: bool = True
+    """The document begins here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Conversation:
     from 0 on, is how much its tokens count where they are trained; 1 where it is not given."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
+    plain: Completion | None = None
+    """What takes its place where the tokenizer has no chat template; None: it cannot do without."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.storage.disk import atomic_write, fsync_file
@@ -83,8 +86,53 @@ class TextTokenizer:
             batch = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
             return [list(ids) for ids in batch["input_ids"]]
 
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[list[int], NDArray[np.int64] | None]]:
+        """Token ids of each text as `encode_batch` gives them, and offsets [tokens, 2]: the characters of each token.
+
+        None in place of offsets where the tokenizer knows none.
+        """
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            return [(ids, None) for ids in self.encode_batch(texts)]
+        with _refusing(f"tokenizer: {self.folder} fails on the text"):
+            encodings = fast.encode_batch(list(texts), add_special_tokens=False)
+        return [(e.ids, np.asarray(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in encodings]
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
+
+    @property
+    def bos_id(self) -> int | None:
+        """The begin-of-text token; None where there is none."""
+        found = self._tokenizer.bos_token_id
+        return int(found) if is_whole(found) and found >= 0 else None
+
+    @cached_property
+    def puts_bos(self) -> bool:
+        """Whether the tokenizer itself begins a text with `bos_id`, as Llama 3's and Gemma's do."""
+        if self.bos_id is None:
+            return False
+        with _refusing(f"tokenizer: {self.folder} fails on a text"):
+            with_special, bare = (
+                list(self._tokenizer("a", add_special_tokens=add)["input_ids"]) for add in (True, False)
+            )
+        return with_special[:1] == [self.bos_id] and bare[:1] != [self.bos_id]
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that no merging of a text makes: special ones, and others that were added."""
+        return frozenset(self._tokenizer.added_tokens_decoder)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """What chat templates know: `bos_token`, `eos_token`, ... -> the token's text."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The tokenizer's own chat template, or several by name."""
+        found: str | dict[str, str] | None = getattr(self._tokenizer, "chat_template", None)
+        return found
 
 
 @contextmanager
@@ -268,12 +316,19 @@ def open_trained(folder: Path) -> TextTokenizer:
 class _Trained:
     """What a TextTokenizer asks of transformers' tokenizers."""
 
+    bos_token_id = None
+    special_tokens_map: ClassVar[dict[str, str]] = {"eos_token": EOS_TOKEN, "pad_token": EOS_TOKEN}
+
     def __init__(self, backend: Any) -> None:
         self.backend_tokenizer = backend
         self.eos_token_id = backend.token_to_id(EOS_TOKEN)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self.backend_tokenizer.get_added_tokens_decoder())
 
     def get_vocab(self) -> dict[str, int]:
         vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)

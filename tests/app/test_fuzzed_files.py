@@ -20,7 +20,7 @@ from samples import sampled
 from penstock.app.lanes import lanes_report
 from penstock.app.recipe import from_json, to_dict, to_json
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus import read_pieces
+from penstock.engine.data.reading import read_samples
 from penstock.engine.hf.config import read_config
 from penstock.engine.machine.presets import GENERIC
 from penstock.engine.machine.profile import load_machine
@@ -89,7 +89,7 @@ def _read_manifest(folder: Path, text: bytes) -> None:
 
 
 def _read_lines(folder: Path, text: bytes) -> None:
-    for piece in read_pieces(DataConfig(source="jsonl", path=str(_written(folder / "a.jsonl", text + b"\n")))):
+    for piece in read_samples(DataConfig(source="jsonl", path=str(_written(folder / "a.jsonl", text + b"\n")))):
         piece.text.encode()
 
 

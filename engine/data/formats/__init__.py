@@ -1,1 +1,1 @@
-"""The formats of sources: which files there are to read, and the documents in each; one module per format."""
+"""The formats of sources: what a row of a file, or a file as a whole, says as a sample; one module per format."""

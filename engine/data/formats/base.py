@@ -1,28 +1,41 @@
-"""What a format is to the rest: a module with `NEEDS_PATH`, `files` and `read`, named in `FORMATS`."""
+"""What a format is to the rest: a module named in `FORMATS`, of rows (`convert`) or of whole files (`read`)."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
+from penstock.engine.data.rows import RowError
+from penstock.engine.data.samples import Sample, Text
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import open_regular, real_path
+from penstock.storage.untrusted import one_line, open_regular, parse_json, real_path
 
 
-class Piece(NamedTuple):
-    """Text of a document, or of a part of it when it is long."""
+@runtime_checkable
+class RowFormat(Protocol):
+    """What the module of a format of rows has; which container the rows come in is not its business."""
 
-    document: str
-    """Where it comes from: a path, or `file:line`."""
-    text: str
-    last: bool
-    """The document ends here."""
+    FIELDS: tuple[str, ...]
+    """Names of the fields that it reads, those without which there is no sample first; `data.columns` renames them."""
+
+    def matches(self, fields: dict[str, Any]) -> bool:
+        """Whether a row looks like one of these, for a file of which nobody said what it is."""
+        ...
+
+    def convert(self, fields: dict[str, Any], where: str) -> Sample | None:
+        """The sample of a row; None for one that is empty and so left out.
+
+        Raises RowError naming `where`, the field and the fix for what is none.
+        """
+        ...
 
 
-class Format(Protocol):
-    """What the module of a format has."""
+@runtime_checkable
+class FileFormat(Protocol):
+    """What the module of a format of whole files has."""
 
     NEEDS_PATH: bool
     """Whether data.path says what is read."""
@@ -31,26 +44,86 @@ class Format(Protocol):
         """The files to read in the folder `path`; a file is read itself."""
         ...
 
-    def read(self, file: Path) -> Iterator[Piece]:
-        """The documents of a file in order. Raises UserError naming the file (and line) that cannot be read."""
+    def read(self, file: Path) -> Iterator[Text]:
+        """The documents of a file in order. Raises UserError naming the file that cannot be read."""
         ...
 
 
 FORMATS = {
     "python_stdlib": "penstock.engine.data.formats.python_stdlib",
     "text": "penstock.engine.data.formats.text",
+    "tokens": "penstock.engine.data.formats.tokens",
+    "messages": "penstock.engine.data.formats.messages",
+    "sharegpt": "penstock.engine.data.formats.sharegpt",
+    "alpaca": "penstock.engine.data.formats.alpaca",
+    "prompt_completion": "penstock.engine.data.formats.prompt_completion",
     "jsonl": "penstock.engine.data.formats.jsonl",
 }
-"""data.source -> the module of its format; `random` has no files."""
+"""data.source -> the module of its format; `random` has no files. Rows are tried by `matches` in this order."""
 
 
-def find_format(source: str) -> Format:
+def find_format(source: str) -> RowFormat | FileFormat:
     """The format of `source`. Raises UserError for one that there is not."""
     if source not in FORMATS:
         raise UserError(f"data.source: '{source}' is unknown; valid names: {', '.join([*FORMATS, 'random'])}")
-    return cast(Format, importlib.import_module(FORMATS[source]))
+    return cast("RowFormat | FileFormat", importlib.import_module(FORMATS[source]))
 
 
 def open_text(file: Path) -> int:
     """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
     return open_regular(real_path(file))
+
+
+def required(fields: dict[str, Any], name: str, where: str) -> Any:
+    """The value of a field. RowError naming those that there are where it is missing, or null."""
+    value = fields.get(name)
+    if value is None:
+        there = ", ".join(sorted(key for key, value in fields.items() if value is not None)) or "none"
+        raise RowError(
+            f"{where}: no `{name}` field; the row has {one_line(there, 200)}; name the one that holds it with "
+            f'data.columns={{"{name}": "..."}}'
+        )
+    return value
+
+
+def text_field(fields: dict[str, Any], name: str, where: str) -> str:
+    """A field that is text. RowError where it is missing, or anything else."""
+    value = required(fields, name, where)
+    if not isinstance(value, str):
+        raise RowError(f"{where}: no `{name}` field that is a string; it holds {kind(value)}")
+    return value
+
+
+def optional_text(fields: dict[str, Any], name: str, where: str) -> str:
+    """The same; empty where it is missing."""
+    return "" if fields.get(name) is None else text_field(fields, name, where)
+
+
+def unpacked(value: Any) -> Any:
+    """A list or an object that comes as its JSON, as in a column of CSV; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return parse_json(value)
+        except ValueError:
+            return value
+    return value
+
+
+def list_field(fields: dict[str, Any], name: str, where: str) -> list[Any]:
+    """A field that is a list, or the JSON of one. RowError where it is missing, empty or anything else."""
+    value = unpacked(required(fields, name, where))
+    if not isinstance(value, list):
+        raise RowError(f"{where}: `{name}` is {kind(value)}; a list is wanted")
+    if not value:
+        raise RowError(f"{where}: `{name}` is empty")
+    return value
+
+
+def kind(value: object) -> str:
+    """What a value is, for a message."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    for types, name in ((str, "a text"), (dict, "an object"), (list, "a list"), ((int, float), "a number")):
+        if isinstance(value, types):
+            return name
+    return type(value).__name__

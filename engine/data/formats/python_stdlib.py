@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.engine.data.formats.base import Piece
+from penstock.engine.data.samples import Text
 
 NEEDS_PATH = False
 
@@ -21,11 +21,11 @@ def files(path: Path) -> list[Path]:
     return found
 
 
-def read(file: Path) -> Iterator[Piece]:
+def read(file: Path) -> Iterator[Text]:
     """One document; nothing of the few files of the library's own tests that are deliberately not UTF-8."""
     try:
         text = file.read_text("utf-8")
     except UnicodeDecodeError:
         return
     if text:
-        yield Piece(str(file), text, True)
+        yield Text(str(file), text)

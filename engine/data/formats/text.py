@@ -1,12 +1,15 @@
-"""UTF-8 text, a document per file."""
+"""UTF-8 text, a document per file, compressed or not."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.engine.data.formats.base import Piece, open_text
+from penstock.engine.data.files.base import open_utf8
+from penstock.engine.data.samples import Text
 from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
 
 NEEDS_PATH = True
 _PIECE_CHARS = 8 * 2**20  # a longer file is tokenised in pieces of this size, cut at a line's end
@@ -17,17 +20,18 @@ def files(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()]
 
 
-def read(file: Path) -> Iterator[Piece]:
-    """One document, in pieces where it is long."""
+def read(file: Path) -> Iterator[Text]:
+    """One document, in pieces where it is long. A byte-order mark is no part of it."""
     try:
-        with open(open_text(file), encoding="utf-8", newline="") as stream:
-            text = stream.read(_PIECE_CHARS)
+        with io.TextIOWrapper(open_utf8(file), encoding="utf-8", newline="") as stream:
+            text, first = stream.read(_PIECE_CHARS), True
             while text:
                 text += stream.readline(_PIECE_CHARS) if len(text) == _PIECE_CHARS else ""
                 following = stream.read(_PIECE_CHARS)
-                yield Piece(str(file), text, not following)
-                text = following
+                yield Text(str(file), text, not following, first)
+                text, first = following, False
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: not UTF-8 text ({error.reason} at byte {error.start}); convert it or move it"
+            f"{printable(file)}: not UTF-8 text ({error.reason} at byte {error.start}); convert it, from Latin-1 say: "
+            "iconv -f LATIN1 -t UTF-8 OLD > NEW, or move it"
         ) from error

@@ -25,11 +25,11 @@ from penstock.engine.data.corpus import (
     prepare_text_ahead,
     prepare_tokenizer,
     random_corpus,
-    read_pieces,
 )
 from penstock.engine.data.corpus_files import CorpusWriter, TokenCorpus
 from penstock.engine.data.formats import text as text_format
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet, split_documents
+from penstock.engine.data.reading import read_samples
 from penstock.engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.errors import UserError
@@ -126,7 +126,7 @@ def test_corpus_holds_every_document_with_its_end(tmp_path, jsonl, tokenizer):
 def test_corpus_is_made_once_and_again_when_the_source_changes(tmp_path, jsonl, tokenizer, monkeypatch):
     config = DataConfig(source="jsonl", path=str(jsonl))
     first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
-    monkeypatch.setattr(corpus_module, "read_pieces", lambda config: pytest.fail("tokenised twice"))
+    monkeypatch.setattr(corpus_module, "read_samples", lambda config: pytest.fail("tokenised twice"))
     assert prepare_corpus(config, tokenizer, tmp_path / "corpus").info == first.info
     monkeypatch.undo()
     jsonl.write_text('{"text": "another"}\n')
@@ -143,7 +143,7 @@ def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer,
     (folder / "a.txt").write_text("")
     monkeypatch.setattr(text_format, "_PIECE_CHARS", 1000)
     config = DataConfig(source="text", path=str(folder))
-    pieces = list(read_pieces(config))
+    pieces = list(read_samples(config))
     assert len(pieces) > 10
     assert "".join(p.text for p in pieces[:-1]) == long
     assert [p.last for p in pieces] == [False] * (len(pieces) - 2) + [True, True]
@@ -154,9 +154,9 @@ def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer,
 
 
 def test_max_documents_and_python_stdlib():
-    pieces = list(read_pieces(DataConfig(source="python_stdlib", max_documents=5)))
+    pieces = list(read_samples(DataConfig(source="python_stdlib", max_documents=5)))
     assert len(pieces) == 5
-    assert all(p.document.endswith(".py") and "site-packages" not in p.document for p in pieces)
+    assert all(p.where.endswith(".py") and "site-packages" not in p.where for p in pieces)
 
 
 def test_random_corpus_is_seeded(tmp_path):
@@ -220,7 +220,7 @@ def test_text_made_ahead_is_found(tmp_path, jsonl, monkeypatch):
 def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
     config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
     read, go_on = threading.Event(), threading.Event()
-    pieces = corpus_module.read_pieces
+    pieces = corpus_module.read_samples
 
     def slow(config):
         for piece in pieces(config):
@@ -228,7 +228,7 @@ def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
             assert go_on.wait(60)
             yield piece
 
-    monkeypatch.setattr(corpus_module, "read_pieces", slow)
+    monkeypatch.setattr(corpus_module, "read_samples", slow)
     prepare_text_ahead(config, tmp_path / "data")
     assert read.wait(60)
     cancel_text_ahead()

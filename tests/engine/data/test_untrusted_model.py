@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus import read_pieces
-from penstock.engine.data.formats import jsonl
+from penstock.engine.data.files import base
 from penstock.engine.data.formats import text as text_format
+from penstock.engine.data.reading import read_samples
 from penstock.engine.data.tokenizer import load_tokenizer, train_tokenizer
 from penstock.engine.hf.weights import _copied_names
 from penstock.storage.errors import UserError
@@ -89,10 +89,10 @@ def test_ids_beyond_the_number_of_entries_are_below_the_vocabulary(tmp_path: Pat
 
 
 def test_a_long_line_is_refused_by_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(base, "LINE_BYTES", 1 << 20)
     line = b'{"text": "' + b"a" * (1 << 20) + b'"}\n'
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "first"}\n' + line)
-    pieces = read_pieces(DataConfig(source="jsonl", path=str(tmp_path)))
+    pieces = read_samples(DataConfig(source="jsonl", path=str(tmp_path)))
     assert next(pieces).text == "first"
     with pytest.raises(UserError, match=r"a\.jsonl:2: a line of more than 1 MiB; split it"):
         next(pieces)
@@ -102,7 +102,7 @@ def test_a_long_line_of_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(text_format, "_PIECE_CHARS", 100)
     text = "a" * 1000 + "\nb"
     (tmp_path / "a.txt").write_text(text)
-    pieces = [piece.text for piece in read_pieces(DataConfig(source="text", path=str(tmp_path)))]
+    pieces = [piece.text for piece in read_samples(DataConfig(source="text", path=str(tmp_path)))]
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 200
 

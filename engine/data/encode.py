@@ -1,0 +1,225 @@
+"""Samples to token ids, and how much each token counts as a target."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.config import DataConfig
+from penstock.engine.data.chat import ChatTemplate, Rendered, Span, find_template
+from penstock.engine.data.rows import BadRows, RowError
+from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids, Sample, Text
+from penstock.engine.data.tokenizer import TextTokenizer
+from penstock.storage.errors import UserError
+
+_CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
+_VERSION = 1  # of what the same sample is encoded to
+
+
+class _Ready(NamedTuple):
+    """A sample that is one text to tokenise."""
+
+    where: str
+    rendered: Rendered
+    bos: bool
+    eos: bool | None
+    """Whether the end-of-text token follows; None: where no special token ends the text."""
+
+
+class Encoder:
+    """Samples to tokens, by the data section of a recipe and a tokenizer. It can be pickled.
+
+    A Text begins with the begin-of-text token where `adds_bos`, and ends with the end-of-text token; so does a
+    Completion, of which the prompt counts nothing. A Conversation is what the chat template makes of it: nothing is put
+    before it, and the end-of-text token behind it only where the template ends an assistant's last turn with no special
+    token at all. Ids are taken as they are.
+
+    Attributes: `bad`, the samples that were left out, counted (or refused); `adds_bos`.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: TextTokenizer) -> None:
+        """Raises UserError where data.bos asks for a token that the tokenizer does not have."""
+        self._config, self._tokenizer = config, tokenizer
+        self.bad = BadRows(config.bad_rows)
+        self.adds_bos = config.bos == "on" or (config.bos == "auto" and tokenizer.puts_bos)
+        if self.adds_bos and tokenizer.bos_id is None:
+            raise UserError("data.bos: on, but the tokenizer has no begin-of-text token; leave it at auto")
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """What renders conversations. UserError where it cannot be read."""
+        return find_template(self._config, self._tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with whatever changes the ids or weights of a sample, but for the tokenizer's own files.
+
+        Empty where texts are encoded as they were before there was anything to choose.
+        """
+        chosen: dict[str, object] = {"bos": True} if self.adds_bos and self._config.source != "tokens" else {}
+        if self._config.source in _CONVERSATIONS:
+            template = None if self.template is None else self.template.texts
+            chosen |= {"template": template, "trained_tokens": self._config.trained_tokens, "version": _VERSION}
+        text = json.dumps(chosen, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest() if chosen else ""
+
+    def encode(self, samples: Sequence[Sample]) -> list[Encoded]:
+        """The tokens of the samples in order; what cannot be used goes to `bad`.
+
+        Raises UserError where conversations come and there is no chat template.
+        """
+        ready = [self._prepare(sample) for sample in samples]
+        texts = [sample.text for sample in samples if isinstance(sample, Text)]
+        of_text = iter(self._tokenizer.encode_batch(texts) if texts else [])
+        spanned = [one.rendered.text for one in ready if one is not None]
+        of_span = iter(self._tokenizer.encode_spans(spanned) if spanned else [])
+        found: list[Encoded] = []
+        for sample, one in zip(samples, ready, strict=True):
+            if isinstance(sample, Text):
+                found.append(self._text(sample, next(of_text)))
+                continue
+            try:
+                if one is not None:
+                    found.append(_trained(self._finish(one, *next(of_span))))
+                elif isinstance(sample, Ids):
+                    found.append(_trained(self._ids(sample)))
+            except RowError as error:
+                self.bad.add(error)
+        return found
+
+    def _prepare(self, sample: Sample) -> _Ready | None:
+        """None for what needs no rendering, and for what is bad."""
+        try:
+            if isinstance(sample, Conversation):
+                if self.template is not None:
+                    rendered = self.template.render(sample, self._config.trained_tokens)
+                    return _Ready(sample.where, rendered, False, None)
+                if sample.plain is None:
+                    raise UserError(
+                        f"data.chat_template: {sample.where} is a conversation, and the tokenizer has no chat "
+                        "template; name a file with one, the chat_template.jinja of this family's instruct model say"
+                    )
+                sample = sample.plain
+            if not isinstance(sample, Completion):
+                return None
+        except RowError as error:
+            self.bad.add(error)
+            return None
+        start, stop = len(sample.prompt), len(sample.prompt) + len(sample.completion)
+        spans = None if self._config.trained_tokens == "all" else [Span(start, stop, 1.0)]
+        return _Ready(sample.where, Rendered(sample.prompt + sample.completion, spans, 1.0), self.adds_bos, True)
+
+    def _text(self, sample: Text, ids: list[int]) -> Encoded:
+        begin = [self._tokenizer.bos_id] if self.adds_bos and sample.first else []
+        end = [self._tokenizer.eos_id] if sample.last else []
+        return Encoded(sample.where, np.asarray([*begin, *ids, *end], dtype=np.int64), None, sample.last)
+
+    def _ids(self, sample: Ids) -> Encoded:
+        ids = np.asarray(sample.ids, dtype=np.int64)
+        if len(ids) and ids.max() >= self._tokenizer.vocab_size:
+            raise RowError(
+                f"{sample.where}: token id {ids.max()} is beyond the tokenizer's vocabulary of "
+                f"{self._tokenizer.vocab_size:,}; name the tokenizer that made it with data.tokenizer"
+            )
+        weights = None if sample.weights is None else np.asarray(sample.weights, dtype=np.float32)
+        return Encoded(sample.where, ids, weights, True)
+
+    def _finish(self, one: _Ready, ids: list[int], offsets: NDArray[np.int64] | None) -> Encoded:
+        rendered, tokenizer = one.rendered, self._tokenizer
+        weights = None
+        if rendered.spans is not None:
+            offsets = self._offsets(one, ids) if offsets is None else offsets
+            weights = np.zeros(len(ids), dtype=np.float32)
+            for span in rendered.spans:
+                weights[(offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)] = span.weight
+        begin = [tokenizer.bos_id] if one.bos else []
+        eos = one.eos if one.eos is not None else rendered.end_weight > 0 and not self._is_ended(ids)
+        end = [tokenizer.eos_id] if eos else []
+        if weights is not None:
+            weights = np.concatenate(
+                [np.zeros(len(begin), np.float32), weights, np.full(len(end), rendered.end_weight, np.float32)]
+            )
+        return Encoded(one.where, np.asarray([*begin, *ids, *end], dtype=np.int64), weights, True)
+
+    def _is_ended(self, ids: list[int]) -> bool:
+        """Whether the last token that is no white space is a special one, or another that was added."""
+        for token in reversed(ids):
+            if token in self._tokenizer.added_ids:
+                return True
+            if self._tokenizer.decode([token]).strip():
+                return False
+        return False
+
+    def _offsets(self, one: _Ready, ids: list[int]) -> NDArray[np.int64]:
+        """Offsets [tokens, 2] that are right at the ends of the spans, from a tokenizer that tells none.
+
+        The text up to there is tokenised by itself; where that does not begin the whole's tokens, RowError.
+        """
+        spans = one.rendered.spans or []
+        ends = sorted({0, len(one.rendered.text), *(at for span in spans for at in (span.start, span.stop))})
+        starts = np.zeros(len(ids), dtype=np.int64)
+        stops = np.zeros(len(ids), dtype=np.int64)
+        done = 0
+        for begin, end in itertools.pairwise(ends):
+            part = self._tokenizer.encode_batch([one.rendered.text[:end]])[0]
+            if part != ids[: len(part)]:
+                raise RowError(
+                    f"{one.where}: the tokenizer joins what is trained with what is not (characters about {end:,}) and "
+                    "tells no offsets; use a tokenizer with a tokenizer.json, or data.trained_tokens=all"
+                )
+            starts[done : len(part)], stops[done : len(part)] = begin, end
+            done = len(part)
+        return np.stack([starts, stops], axis=1)
+
+
+def _trained(encoded: Encoded) -> Encoded:
+    """RowError where no token of a whole document has one before it and counts."""
+    weights = encoded.weights
+    if len(encoded.ids) < 2 or (weights is not None and not (weights[1:] > 0).any()):
+        raise RowError(f"{encoded.where}: no token to train among {len(encoded.ids):,}; leave the row out")
+    return encoded
+
+
+def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
+    """Whether begin- and end-of-text tokens are added, and why, in one line."""
+    if config.source == "tokens":
+        return "tokens are taken as they are: no begin- or end-of-text token is added"
+    adds = Encoder(config, tokenizer).adds_bos
+    bos = tokenizer.decode([tokenizer.bos_id]) if tokenizer.bos_id is not None else None
+    eos = f"{tokenizer.decode([tokenizer.eos_id])} ends each document"
+    why = "data.bos says so" if config.bos != "auto" else "as the tokenizer does" if adds else "the tokenizer adds none"
+    begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
+    if config.source in _CONVERSATIONS and Encoder(config, tokenizer).template is not None:
+        return f"conversations: as the chat template has them, nothing is added; other rows: {begins}, {eos}"
+    return f"{begins}, {eos}"
+
+
+def encoded_one_by_one(encoder: Encoder, samples: Iterator[Sample], most_chars: int) -> Iterator[Encoded]:
+    """All of `samples`, encoded in batches of about `most_chars` characters, which bounds memory."""
+    batch: list[Sample] = []
+    chars = 0
+    for sample in samples:
+        batch.append(sample)
+        chars += size_of(sample)
+        if chars >= most_chars:
+            yield from encoder.encode(batch)
+            batch, chars = [], 0
+    yield from encoder.encode(batch)
+
+
+def size_of(sample: Sample) -> int:
+    """About how many characters a sample has."""
+    if isinstance(sample, Text):
+        return len(sample.text)
+    if isinstance(sample, Completion):
+        return len(sample.prompt) + len(sample.completion)
+    if isinstance(sample, Ids):
+        return 4 * len(sample.ids)
+    return sum(len(message.get("content") or "") + 100 for message in sample.messages)

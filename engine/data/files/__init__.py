@@ -1,0 +1,1 @@
+"""The containers that rows come in: JSON, JSONL, CSV, Parquet and Arrow; one module per container."""

@@ -1,0 +1,194 @@
+"""What a container of rows is to the rest, and files as streams of bytes: decompressed, UTF-8, line by line."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line, open_regular, printable, real_path
+
+
+class Container(Protocol):
+    """What the module of a container has."""
+
+    COMPRESSED: bool
+    """Whether it comes compressed as a whole, `.gz` say; otherwise it does that inside, or not at all."""
+
+    def read(self, file: Path, bad: BadRows) -> Iterator[Row]:
+        """The rows in order, of which only some are in memory at a time.
+
+        What is wrong with one row goes to `bad`; UserError naming the file where no row after it can be read.
+        """
+        ...
+
+
+CONTAINERS = {
+    ".json": "penstock.engine.data.files.json_rows",
+    ".jsonl": "penstock.engine.data.files.json_lines",
+    ".ndjson": "penstock.engine.data.files.json_lines",
+    ".csv": "penstock.engine.data.files.csv_rows",
+    ".tsv": "penstock.engine.data.files.csv_rows",
+    ".parquet": "penstock.engine.data.files.parquet",
+    ".arrow": "penstock.engine.data.files.arrow",
+    ".feather": "penstock.engine.data.files.arrow",
+}
+"""Ending of a file's name -> the module of its container."""
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+LINE_BYTES = 64 << 20
+"""Most bytes of a line, or of a row, which is held whole."""
+
+_BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+
+
+def bare_name(file: Path) -> Path:
+    """The name without the ending of a compression."""
+    return file.with_suffix("") if file.suffix.lower() in COMPRESSIONS else file
+
+
+def container_of(file: Path) -> str | None:
+    """The ending by which `CONTAINERS` knows a file; None for one that holds no rows."""
+    ending = bare_name(file).suffix.lower()
+    return ending if ending in CONTAINERS else None
+
+
+def read_rows(file: Path, bad: BadRows) -> Iterator[Row]:
+    """The rows of a file in order, by the ending of its name. UserError for an ending that is unknown."""
+    ending = container_of(file)
+    if ending is None:
+        raise UserError(
+            f"{printable(file)}: no file of rows; its name ends in none of {', '.join(CONTAINERS)} "
+            f"(with {', '.join(COMPRESSIONS)} behind it where it is compressed)"
+        )
+    reader = cast(Container, importlib.import_module(CONTAINERS[ending]))
+    if file.suffix.lower() in COMPRESSIONS and not reader.COMPRESSED:
+        raise UserError(f"{printable(file)}: {ending} files are not read compressed; decompress it first")
+    try:
+        yield from reader.read(file, bad)
+    except OSError as error:
+        raise UserError(f"{printable(file)}: cannot be read: {error.strerror or error}") from error
+
+
+def open_bytes(file: Path) -> BinaryIO:
+    """The content as bytes, decompressed by the ending of the name. UserError while it is read where that is broken.
+
+    Links are followed, as data may lie anywhere; what would wait is refused.
+    """
+    raw = open(open_regular(real_path(file)), "rb")  # noqa: SIM115
+    ending = file.suffix.lower()
+    if ending not in COMPRESSIONS:
+        return raw
+    return cast(BinaryIO, io.BufferedReader(_Decompressed(raw, file, ending), 1 << 20))
+
+
+class _Decompressed(io.RawIOBase):
+    """The decompressed bytes of a file; what is wrong with it is a UserError."""
+
+    def __init__(self, raw: BinaryIO, file: Path, ending: str) -> None:
+        self._raw, self._file, self._ending = raw, file, ending
+        self._errors: tuple[type[BaseException], ...] = _BROKEN
+        self._stream: Any
+        if ending == ".gz":
+            self._stream = gzip.GzipFile(fileobj=raw)
+        elif ending == ".bz2":
+            self._stream, self._errors = bz2.BZ2File(raw), (*_BROKEN, OSError)
+        elif ending == ".xz":
+            self._stream = lzma.LZMAFile(raw)  # noqa: SIM115
+        else:
+            import zstandard
+
+            self._stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            self._errors = (*_BROKEN, zstandard.ZstdError)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except self._errors as error:
+            raise UserError(
+                f"{printable(self._file)}: not a whole {self._ending} file ({one_line(error)}); copy or download it "
+                "again"
+            ) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def open_utf8(file: Path) -> BinaryIO:
+    """`open_bytes` of a text, without its byte-order mark; UTF-16 with a mark becomes UTF-8."""
+    stream = open_bytes(file)
+    start = stream.peek(4)[:4]  # type: ignore[attr-defined]
+    if start.startswith(codecs.BOM_UTF8):
+        stream.read(3)
+    elif start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        raise UserError(f"{printable(file)}: UTF-32 text; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW")
+    elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return cast(BinaryIO, io.BufferedReader(_FromUtf16(stream, file), 1 << 20))
+    return stream
+
+
+class _FromUtf16(io.RawIOBase):
+    """UTF-16 with a byte-order mark, as UTF-8."""
+
+    def __init__(self, stream: BinaryIO, file: Path) -> None:
+        self._stream, self._file = stream, file
+        self._decoder = codecs.getincrementaldecoder("utf-16")()
+        self._ready, self._read = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._stream.read(1 << 16)
+            try:
+                self._ready = self._decoder.decode(data, final=not data).encode()
+            except UnicodeError as error:
+                at = self._read + getattr(error, "start", 0)
+                raise UserError(
+                    f"{printable(self._file)}: not UTF-16 text about byte {at:,}, though it begins so; save it as UTF-8"
+                ) from error
+            self._read += len(data)
+            if not data:
+                break
+        taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def decode_line(line: bytes, where: str) -> str:
+    """The text of a line. RowError naming the byte that is not UTF-8, and how to convert the file."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError(
+            f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start + 1:,} of the line); convert "
+            "the file, from Latin-1 say: iconv -f LATIN1 -t UTF-8 OLD > NEW"
+        ) from error
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a column without the fields that are null in it: columnar files give every struct all the fields
+    that any row has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

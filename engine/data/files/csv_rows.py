@@ -1,0 +1,71 @@
+"""Comma- and tab-separated values whose first line names the columns; every value is text.
+
+A `.csv` whose first line holds semicolons and no comma is separated by those, as many spreadsheets write it.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.engine.data.files import base
+from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line, printable
+
+COMPRESSED = True
+
+
+def read(file: Path, bad: BadRows) -> Iterator[Row]:
+    csv.field_size_limit(base.LINE_BYTES)
+    name = printable(file)
+    with base.open_utf8(file) as stream:
+        first = stream.readline(base.LINE_BYTES)
+        tabs = base.bare_name(file).suffix.lower() == ".tsv"
+        separator = "\t" if tabs else ";" if b";" in first and b"," not in first else ","
+        lines = csv.reader(_lines(first, stream, name), delimiter=separator, strict=True)
+        columns = _next(lines, name)
+        if columns is None:
+            return
+        twice = next((column for column in columns if column and columns.count(column) > 1), None)
+        if twice is not None:
+            raise UserError(f"{name}:1: the column '{one_line(twice)}' is there twice; name each once")
+        while True:
+            where = f"{name}:{lines.line_num + 1}"
+            values = _next(lines, name)
+            if values is None:
+                return
+            if not values:
+                continue
+            if len(values) != len(columns):
+                bad.add(
+                    RowError(
+                        f"{where}: {len(values)} values for {len(columns)} columns; put values that hold the "
+                        "separator or a line's end into double quotes"
+                    )
+                )
+                continue
+            yield Row(where, {key: value for key, value in zip(columns, values, strict=True) if key})
+
+
+def _next(lines: Iterator[list[str]], name: str) -> list[str] | None:
+    """None at the end. A quote that is out of place makes all that follows it uncertain."""
+    try:
+        return next(lines, None)
+    except csv.Error as error:
+        at = getattr(lines, "line_num", 0)
+        raise UserError(f"{name}:{at}: no row of values ({one_line(error)}); look at its double quotes") from error
+
+
+def _lines(first: bytes, stream: BinaryIO, name: str) -> Iterator[str]:
+    rest = iter(lambda: stream.readline(base.LINE_BYTES + 1), b"")
+    for number, line in enumerate(itertools.chain([first] if first else [], rest), start=1):
+        if len(line) > base.LINE_BYTES:
+            raise UserError(f"{name}:{number}: a line of more than {base.LINE_BYTES >> 20} MiB; split it")
+        try:
+            yield base.decode_line(line, f"{name}:{number}")
+        except RowError as error:  # a quoted value may go on behind it
+            raise UserError(str(error)) from error

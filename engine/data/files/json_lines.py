@@ -1,0 +1,49 @@
+"""JSON lines, each an object: a row per line; empty lines are none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.engine.data.files import base
+from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.storage.untrusted import parse_json, printable
+
+COMPRESSED = True
+
+
+def read(file: Path, bad: BadRows) -> Iterator[Row]:
+    with base.open_utf8(file) as stream:
+        for number in itertools.count(1):
+            line = stream.readline(base.LINE_BYTES + 1)
+            if not line:
+                return
+            where = f"{printable(file)}:{number}"
+            try:
+                row = _row(line, where)
+            except RowError as error:
+                bad.add(error)
+                while len(line) > base.LINE_BYTES and not line.endswith(b"\n"):  # the rest of a long line
+                    line = stream.readline(base.LINE_BYTES + 1) or b"\n"
+                continue
+            if row is not None:
+                yield row
+
+
+def _row(line: bytes, where: str) -> Row | None:
+    """None for an empty line. RowError naming `where` for what is no object."""
+    if len(line) > base.LINE_BYTES:
+        raise RowError(f"{where}: a line of more than {base.LINE_BYTES >> 20} MiB; split it into several documents")
+    if not line.strip():
+        return None
+    try:
+        record = parse_json(base.decode_line(line, where))
+    except RowError:
+        raise
+    except ValueError as error:
+        raise RowError(f"{where}: not a JSON object: {error}; each line needs one") from error
+    if not isinstance(record, dict):
+        hint = "; a list of rows goes into a .json file" if isinstance(record, list) else ""
+        raise RowError(f"{where}: not a JSON object, which each line needs{hint}")
+    return Row(where, record)

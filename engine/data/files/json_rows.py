@@ -1,0 +1,190 @@
+"""JSON: a list of objects, or one object of which one field is such a list; JSON lines under the name of JSON too.
+
+The list is decoded element by element, as far as it has been read.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.engine.data.files import base, json_lines
+from penstock.engine.data.rows import BadRows, Row, RowError
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable, require_sound
+
+COMPRESSED = True
+_READ_BYTES = 1 << 20
+_SPACE = re.compile(r"[ \t\n\r]*")
+_CUT_CHARS = 12  # of the longest token that a read may have cut, a literal or an escape
+
+
+def read(file: Path, bad: BadRows) -> Iterator[Row]:
+    if _is_lines(file):
+        yield from json_lines.read(file, bad)
+        return
+    with base.open_utf8(file) as stream:
+        text = _Text(stream, printable(file))
+        begin = text.next()
+        if begin == "[":
+            yield from _elements(text, bad, f"{printable(file)}:row ")
+        elif begin == "{":
+            yield from _object(text, bad, printable(file))
+        elif begin:
+            raise text.wrong("neither a list of objects nor an object that holds one")
+        if text.next():
+            raise text.wrong("something follows the end of the list; JSON lines belong into a .jsonl file")
+
+
+def _is_lines(file: Path) -> bool:
+    """Whether the first line is an object by itself and another line follows, or the object is a row."""
+    with base.open_utf8(file) as stream:
+        line = stream.readline(base.LINE_BYTES)
+        if not line.startswith(b"{") or not line.rstrip().endswith(b"}"):
+            return False
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return False
+        return any(more.strip() for more in stream) or _list_field(record) is None
+
+
+def _list_field(record: dict[str, Any]) -> str | None:
+    """The only field that is a list of objects, unless these are the messages of a conversation."""
+    lists = [key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 and not {"role", "from"} & record[lists[0]][0].keys() else None
+
+
+def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
+    """The rows of the one field that is a list of objects; `text` is behind the object's bracket."""
+    found: str | None = None
+    while text.next() == '"' or text.skip(","):
+        key = text.value()
+        if not isinstance(key, str) or not text.skip(":"):
+            raise text.wrong("a field's name and a colon are wanted")
+        if text.next() != "[":
+            text.value()
+            continue
+        text.advance()
+        if text.next() != "{":
+            while not text.skip("]"):
+                text.value()
+                text.skip(",")
+            continue
+        if found is not None:
+            raise text.wrong(
+                f"two lists of objects, '{printable(found)}' and '{printable(key)}'; leave one, or write a file each"
+            )
+        found = key
+        yield from _elements(text, bad, f"{name}:row ", opened=True)
+    if not text.skip("}"):
+        raise text.wrong("an object that does not end")
+    if found is None:
+        raise UserError(
+            f"{name}: an object without a list of objects; write a list of rows, or one object a line (.jsonl)"
+        )
+
+
+def _elements(text: _Text, bad: BadRows, where: str, opened: bool = False) -> Iterator[Row]:
+    """The objects of a list, whose bracket is next, or `opened`."""
+    if not opened:
+        text.advance()
+    number = 0
+    if text.skip("]"):
+        return
+    while True:
+        number += 1
+        value = text.value()
+        try:
+            if not isinstance(value, dict):
+                raise RowError(f"{where}{number}: not a JSON object, which each row needs")
+            try:
+                require_sound(value)
+            except ValueError as error:
+                raise RowError(f"{where}{number}: {error}") from error
+            yield Row(f"{where}{number}", value)
+        except RowError as error:
+            bad.add(error)
+        if text.skip("]"):
+            return
+        if not text.skip(","):
+            raise text.wrong(f"a comma or the end of the list is wanted behind row {number}")
+
+
+class _Text:
+    """The text of a stream as far as it is needed: JSON values are taken from its front one by one."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder()
+        self._text, self._at = "", 0
+        self._lines, self._bytes = 0, 0
+        self._ended = False
+
+    def wrong(self, what: str) -> UserError:
+        """What is wrong at the present place. The rest cannot be made out, so such a file is always refused."""
+        line = 1 + self._lines + self._text.count("\n", 0, self._at)
+        return UserError(f"{self._name}:{line}: not the JSON of rows: {what}")
+
+    def next(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None
+            self._at = space.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def advance(self) -> None:
+        self._at += 1
+
+    def skip(self, character: str) -> bool:
+        """Whether `character` is next; then it is taken."""
+        found = self.next() == character
+        self._at += found
+        return found
+
+    def value(self) -> Any:
+        """The next value. UserError naming the line where it is none."""
+        self.next()
+        while True:
+            try:
+                value, end = self._json.raw_decode(self._text, self._at)
+                if end < len(self._text) or not self._more():  # a number may go on
+                    self._at = end
+                    return value
+            except json.JSONDecodeError as error:
+                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _CUT_CHARS
+                if len(self._text) - self._at > base.LINE_BYTES:
+                    raise self.wrong(f"a row of more than {base.LINE_BYTES >> 20} MiB; split it") from error
+                if not cut or not self._more():
+                    self._at = error.pos
+                    raise self.wrong(f"{error.msg}, column {error.colno}") from error
+            except RecursionError as error:
+                raise self.wrong("nested too deep") from error
+
+    def _more(self) -> bool:
+        """Read on, at least as much as is not taken yet; False at the end."""
+        if self._ended:
+            return False
+        self._lines += self._text.count("\n", 0, self._at)
+        self._text, self._at = self._text[self._at :], 0
+        data = self._stream.read(max(_READ_BYTES, len(self._text)))
+        self._ended = not data
+        try:
+            self._text += self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self._name}: not UTF-8 text (byte 0x{error.object[error.start]:02x} about byte "
+                f"{self._bytes + error.start:,} of the file); convert it, from Latin-1 say: "
+                "iconv -f LATIN1 -t UTF-8 OLD > NEW"
+            ) from error
+        self._bytes += len(data)
+        return bool(data)

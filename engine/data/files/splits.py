@@ -1,0 +1,103 @@
+"""The splits of a data set: which files of a folder are for training, which for something else."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.data.files.base import COMPRESSIONS, CONTAINERS, bare_name, container_of
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import parse_object, printable, read_regular
+
+TRAIN = "train"
+_WORDS = {
+    TRAIN: ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_WORD_OF = {word: split for split, words in _WORDS.items() for word in words}
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+"""As the hub names the files of a split: `train_sft-00000-of-00003.parquet`."""
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""What `datasets` writes beside its rows."""
+
+
+def find_splits(root: Path) -> dict[str, list[Path]]:
+    """Split -> its files, sorted; `train` alone where nothing tells splits apart. Empty for a folder without rows.
+
+    Splits are what `datasets` saved as such, or told by the hub's names of files, by a word such as train, val or test
+    in a file's name or in its folder's. UserError for a folder with rows in several kinds of files.
+    """
+    if not root.is_dir():
+        return {TRAIN: [root]}
+    if (root / "dataset_dict.json").is_file():
+        names = _saved(root / "dataset_dict.json").get("splits")
+        if not isinstance(names, list) or not all(isinstance(name, str) and (root / name).is_dir() for name in names):
+            raise UserError(f"{printable(root)}: dataset_dict.json names splits that are not there; save it again")
+        return {name: _saved_files(root / name) for name in names}
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+        return {TRAIN: _saved_files(root)}
+    files = sorted(file for file in root.rglob("*") if _is_rows(file, root))
+    kinds = sorted({str(container_of(file)) for file in files})
+    if len(kinds) > 1:
+        raise UserError(
+            f"data.path: {printable(root)} holds {' and '.join(kinds)} files, which may be the same rows twice; name a "
+            "file, or a folder with one kind"
+        )
+    found: dict[str, list[Path]] = defaultdict(list)
+    for file in files:
+        found[_split_of(file, root) or ""].append(file)
+    rest = found.pop("", [])
+    return dict(found) or ({TRAIN: rest} if rest else {})
+
+
+def split_files(root: Path, split: str | None) -> list[Path]:
+    """The files of a split, of `train` where none is named. UserError telling which splits there are."""
+    splits = find_splits(root)
+    if not splits:
+        raise UserError(
+            f"data.path: {printable(root)} holds no file of rows ({', '.join(CONTAINERS)}, also with "
+            f"{', '.join(COMPRESSIONS)} behind)"
+        )
+    wanted = split or (TRAIN if len(splits) > 1 else next(iter(splits)))
+    if wanted not in splits:
+        names = ", ".join(map(printable, splits))
+        only = "; leave data.split out" if root.is_file() else f"; set data.split to one of: {names}"
+        raise UserError(f"data.split: {printable(root)} has no split '{printable(wanted)}'{only}")
+    return splits[wanted]
+
+
+def _is_rows(file: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return not hidden and file.name not in _ABOUT and container_of(file) is not None and file.is_file()
+
+
+def _split_of(file: Path, root: Path) -> str | None:
+    """The split that a file's name tells, or else that of a folder on the way to it."""
+    name = bare_name(file).stem
+    if (shard := _SHARD.fullmatch(name)) is not None:
+        return shard[1]
+    for part in (name, *reversed(file.relative_to(root).parts[:-1])):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _WORD_OF:
+                return _WORD_OF[word]
+    return None
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The Arrow files of a data set that `datasets` saved, in its order."""
+    files = _saved(folder / "state.json").get("_data_files")
+    names = [entry.get("filename") for entry in files if isinstance(entry, dict)] if isinstance(files, list) else []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{printable(folder)}: state.json names the file {printable(name)}, which is not there")
+    return [folder / str(name) for name in names]
+
+
+def _saved(file: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_regular(file, most_bytes=1 << 26))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{printable(file)}: cannot be read ({error}); save the data set again") from error

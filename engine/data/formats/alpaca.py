@@ -1,0 +1,50 @@
+"""Alpaca's instructions: `instruction` and `input` ask, `output` answers; `system` and `history` where there are any.
+
+Instruction and input, an empty line between them, become the user's turn where the tokenizer has a chat template. Where
+it has none, the prompt is the text that Alpaca was trained with ("Below is an instruction that describes a task...").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engine.data.formats.base import kind, optional_text, text_field, unpacked
+from penstock.engine.data.rows import RowError
+from penstock.engine.data.samples import Completion, Conversation
+
+FIELDS = ("instruction", "output", "input", "system", "history")
+_ABOUT = "Below is an instruction that describes a task"
+_WITH_INPUT = f"{_ABOUT}, paired with an input that provides further context."
+_WRITE = "Write a response that appropriately completes the request."
+
+
+def matches(fields: dict[str, Any]) -> bool:
+    return isinstance(fields.get("instruction"), str) and isinstance(fields.get("output"), str)
+
+
+def convert(fields: dict[str, Any], where: str) -> Conversation:
+    instruction, output = text_field(fields, "instruction", where), text_field(fields, "output", where)
+    given, system = optional_text(fields, "input", where), optional_text(fields, "system", where)
+    if not (instruction.strip() or given.strip()):
+        raise RowError(f"{where}: `instruction` and `input` are empty; one of them must ask something")
+    if not output.strip():
+        raise RowError(f"{where}: `output` is empty; there is nothing to train on")
+    history = _history(fields, where)
+    question = "\n\n".join(part for part in (instruction, given) if part)
+    messages = [{"role": "system", "content": system}] if system else []
+    for asked, answered in [*history, (question, output)]:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    prompt = f"{system or (_WITH_INPUT if given else f'{_ABOUT}.') + ' ' + _WRITE}\n\n"
+    for asked, answered in history:
+        prompt += f"### Instruction:\n{asked}\n\n### Response:\n{answered}\n\n"
+    prompt += f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{given}\n\n" if given else "") + "### Response:\n"
+    return Conversation(where, messages, plain=Completion(where, prompt, output))
+
+
+def _history(fields: dict[str, Any], where: str) -> list[tuple[str, str]]:
+    """Earlier questions and answers."""
+    history = unpacked(fields.get("history")) or []
+    for pair in history if isinstance(history, list) else [history]:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise RowError(f"{where}: `history` holds {kind(pair)}; a list of [question, answer] is wanted")
+    return [(asked, answered) for asked, answered in history]

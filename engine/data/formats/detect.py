@@ -1,0 +1,105 @@
+"""What a file or a folder holds, found by looking at its first rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.data.files.base import container_of, open_utf8, read_rows
+from penstock.engine.data.files.splits import find_splits, split_files
+from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format
+from penstock.engine.data.formats.messages import has_messages
+from penstock.engine.data.formats.sharegpt import has_turns
+from penstock.engine.data.rows import BadRows
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line, printable
+
+_ROWS = 20  # that are looked at
+_TEXT_FILES = 20
+_TEXT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """What a path holds: what to put into the data section of a recipe, and what to tell."""
+
+    source: str
+    """For data.source."""
+    split: str | None
+    """The split that is read; None where there are none."""
+    splits: list[str]
+    """All that there are."""
+    num_files: int
+    """Of the split."""
+    columns: list[str]
+    """Names of the fields in the first rows; none for plain text."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """For data.columns: where the format has another name for a field."""
+
+
+def detect(path: Path, split: str | None = None) -> Detected:
+    """What is at `path`, by the first rows of the split (train where none is named).
+
+    Raises UserError where nothing is there or no format fits, telling the columns that there are.
+    """
+    root = path.expanduser()
+    try:
+        if not root.exists():
+            raise UserError(f"data.path: {printable(root)} does not exist; name a file or a folder")
+        if root.is_file() and container_of(root) is None:
+            splits: dict[str, list[Path]] = {}
+        else:
+            splits = find_splits(root)
+        if not splits:
+            return _plain_text(root)
+        files = split_files(root, split)
+        chosen = next(name for name, listed in splits.items() if listed == files)
+        first = [row.fields for row in itertools.islice(read_rows(files[0], BadRows("skip")), _ROWS)]
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
+    if not first:
+        raise UserError(f"{printable(files[0])}: no row in it; name a file that has some")
+    source, rename = _format_of(first, files[0])
+    columns = list(dict.fromkeys(name for fields in first for name in fields))
+    return Detected(source, chosen if len(splits) > 1 else None, list(splits), len(files), columns, rename)
+
+
+def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, str]]:
+    """Format and what it renames, of rows that all match. UserError telling the columns where none does."""
+    for source in FORMATS:
+        reader = find_format(source)
+        if isinstance(reader, RowFormat) and any(map(reader.matches, rows)):
+            return source, {}
+    for name, value in rows[0].items():
+        if has_turns(value):
+            return "sharegpt", {"conversations": name}
+        if has_messages(value):
+            return "messages", {"messages": name}
+    columns = one_line(", ".join(dict.fromkeys(name for fields in rows for name in fields)), 300)
+    raise UserError(
+        f"{printable(file)}: no known format has the columns {columns}; say what they are, such as "
+        'data.source=prompt_completion data.columns={"prompt": "...", "completion": "..."} or data.source=jsonl '
+        'data.columns={"text": "..."}'
+    )
+
+
+def _plain_text(root: Path) -> Detected:
+    """A folder or a file of texts. UserError for one that is none."""
+    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    if not files:
+        raise UserError(f"data.path: {printable(root)} is an empty folder; name one with files")
+    for file in files[:_TEXT_FILES]:
+        with open_utf8(file) as stream:
+            start = stream.read(_TEXT_BYTES)
+        try:
+            text = start.decode("utf-8", "strict" if len(start) < _TEXT_BYTES else "ignore")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            raise UserError(
+                f"data.path: {printable(file)} is neither a file of rows that is known (.json, .jsonl, .csv, .tsv, "
+                ".parquet, .arrow) nor UTF-8 text; convert it, or name another path"
+            )
+    return Detected("text", None, [], len(files), [])

@@ -1,0 +1,46 @@
+"""`prompt` and `completion`: two texts, or two lists of messages; only the completion is trained, unless all is.
+
+Of messages, `tools` are read too, and an assistant's turn in the prompt counts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engine.data.formats.base import kind, required, unpacked
+from penstock.engine.data.formats.messages import has_messages, read_messages, read_tools
+from penstock.engine.data.rows import RowError
+from penstock.engine.data.samples import Completion, Conversation
+
+FIELDS = ("prompt", "completion", "tools")
+
+
+def matches(fields: dict[str, Any]) -> bool:
+    prompt, completion = fields.get("prompt"), fields.get("completion")
+    texts = isinstance(prompt, str) and isinstance(completion, str)
+    return texts or (has_messages(prompt) and has_messages(completion))
+
+
+def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
+    prompt, completion = (_messages_or_text(fields, name, where) for name in FIELDS[:2])
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise RowError(f"{where}: `completion` is empty; there is nothing to train on")
+        return Completion(where, prompt, completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise RowError(f"{where}: of `prompt` and `completion` one is a text and one a list; both must be the same")
+    asked = [message | {"weight": 0} for message in read_messages(prompt, where, "prompt")]
+    answered = read_messages(completion, where, "completion")
+    if not any(message["role"] == "assistant" for message in answered):
+        raise RowError(f"{where}: `completion` has no assistant's message; there is nothing to train on")
+    return Conversation(where, asked + answered, read_tools(fields, where))
+
+
+def _messages_or_text(fields: dict[str, Any], name: str, where: str) -> str | list[Any]:
+    value = required(fields, name, where)
+    messages = unpacked(value)
+    if isinstance(messages, list) and (has_messages(messages) or not isinstance(value, str)):
+        return messages
+    if not isinstance(value, str):
+        raise RowError(f"{where}: `{name}` is {kind(value)}; a text or a list of messages is wanted")
+    return value

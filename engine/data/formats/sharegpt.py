@@ -1,0 +1,72 @@
+"""ShareGPT's conversations: `conversations`, each with `from` and `value`; `system` and `tools` beside them.
+
+`role` and `content` in their place are read as well. A `function_call` is JSON with `name` and `arguments`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engine.data.formats.base import kind, list_field, optional_text, unpacked
+from penstock.engine.data.formats.messages import read_messages, read_tools
+from penstock.engine.data.rows import RowError
+from penstock.engine.data.samples import Conversation
+from penstock.storage.untrusted import one_line
+
+FIELDS = ("conversations", "system", "tools")
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+}
+"""`from` -> the role of the message."""
+
+
+def matches(fields: dict[str, Any]) -> bool:
+    return has_turns(fields.get("conversations"))
+
+
+def has_turns(value: Any) -> bool:
+    """Whether a value is a list of turns, by the first of them."""
+    value = unpacked(value)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "from" in value[0]
+
+
+def convert(fields: dict[str, Any], where: str) -> Conversation:
+    turns = list_field(fields, "conversations", where)
+    messages = [_message(turn, f"{where}: conversations[{index}]") for index, turn in enumerate(turns)]
+    system = optional_text(fields, "system", where)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(where, read_messages(messages, where, "conversations"), read_tools(fields, where))
+
+
+def _message(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise RowError(f"{where} is {kind(turn)}; an object with `from` and `value` is wanted")
+    who, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    role = ROLES.get(who.lower()) if isinstance(who, str) else None
+    if role is None:
+        found = "no `from`" if who is None else f"`from` '{one_line(who, 40)}'"
+        raise RowError(f"{where} has {found}; known are {', '.join(ROLES)}")
+    if value is None:
+        raise RowError(f"{where} has no `value`; give it a text")
+    message = {"role": role} | ({"weight": turn["weight"]} if turn.get("weight") is not None else {})
+    if who != "function_call":
+        return message | {"content": value}
+    called = unpacked(value)
+    calls = called if isinstance(called, list) else [called]
+    if not all(isinstance(call, dict) for call in calls):
+        raise RowError(f'{where}: a function_call is JSON: {{"name": ..., "arguments": {{...}}}}')
+    return message | {"tool_calls": [{"type": "function", "function": call} for call in calls]}

@@ -1,0 +1,120 @@
+"""From `data.source` and `data.path` to samples: which files, and what each of their rows says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.config import DataConfig
+from penstock.engine.data.files.base import read_rows
+from penstock.engine.data.files.splits import split_files
+from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
+from penstock.engine.data.rows import BadRows, RowError
+from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
+
+
+def source_files(config: DataConfig) -> list[Path]:
+    """The files that `config.source` reads, in order. Raises UserError when the path is missing or not there."""
+    if config.source == "random":
+        return []
+    if config.lacks_path:
+        raise UserError(f"data.path: data.source={config.source} needs it")
+    reader, root = find_format(config.source), Path(config.path or "").expanduser()
+    try:
+        if isinstance(reader, FileFormat) and not reader.NEEDS_PATH:
+            return sorted(reader.files(root))
+        if not root.exists():
+            raise UserError(
+                f"data.path: {root} does not exist; name a file or a folder that data.source={config.source} reads"
+            )
+        if isinstance(reader, RowFormat):
+            return _row_files(config, root)
+        if config.split is not None:
+            raise UserError(f"data.split: data.source={config.source} has no splits; leave it out")
+        return [root] if root.is_file() else sorted(reader.files(root))
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
+
+
+def _row_files(config: DataConfig, root: Path) -> list[Path]:
+    """A folder of `.jsonl` files with texts is read whole, as it was before there were splits; else a split's files."""
+    if config.source == "jsonl" and config.split is None and root.is_dir():
+        files = sorted(file for file in root.rglob("*.jsonl") if file.is_file())
+        if files:
+            return files
+    return split_files(root, config.split)
+
+
+def read_samples(config: DataConfig, bad: BadRows | None = None) -> Iterator[Sample]:
+    """The source's samples in order, at most `config.max_documents` documents; texts that are empty are skipped.
+
+    What becomes of a bad row is `bad`'s to say, without it `config.bad_rows`. Raises UserError naming the file (and
+    line) of what cannot be read.
+    """
+    bad = bad or BadRows(config.bad_rows)
+    samples = itertools.chain.from_iterable(read_file(config, file, bad) for file in source_files(config))
+    documents = 0
+    for sample in samples:
+        if config.max_documents is not None and documents >= config.max_documents:
+            return
+        yield sample
+        documents += getattr(sample, "last", True)
+
+
+def read_file(config: DataConfig, file: Path, bad: BadRows) -> Iterator[Sample]:
+    """The samples of one of `source_files`."""
+    reader = find_format(config.source)
+    try:
+        yield from (
+            _converted(reader, config.columns, file, bad) if isinstance(reader, RowFormat) else _texts(reader, file)
+        )
+    except OSError as error:
+        raise UserError(f"{printable(file)}: cannot be read: {error.strerror or error}") from error
+
+
+def _texts(reader: FileFormat, file: Path) -> Iterator[Sample]:
+    yield from reader.read(file)
+
+
+def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadRows) -> Iterator[Sample]:
+    unknown = sorted(columns.keys() - set(reader.FIELDS))
+    if unknown:
+        raise UserError(
+            f"data.columns: '{printable(unknown[0])}' is no field of the format; it reads {', '.join(reader.FIELDS)}"
+        )
+    for where, fields in read_rows(file, bad):
+        try:
+            sample = reader.convert(renamed(fields, columns), where)
+        except RowError as error:
+            bad.add(error)
+            continue
+        if sample is not None:
+            yield sample
+
+
+def renamed(fields: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """A row's fields by the names that the format has for them."""
+    if not columns:
+        return fields
+    taken = {column: name for name, column in columns.items()}
+    rest = {column: value for column, value in fields.items() if column not in taken and column not in columns}
+    return rest | {taken[column]: value for column, value in fields.items() if column in taken}
+
+
+def texts_of(sample: Sample) -> Iterator[str]:
+    """What people wrote in a sample: what a tokenizer can be trained on. Nothing for tokens."""
+    if isinstance(sample, Text):
+        yield sample.text
+    elif isinstance(sample, Completion):
+        yield from (sample.prompt, sample.completion)
+    elif isinstance(sample, Conversation):
+        yield from (message["content"] for message in sample.messages if message.get("content"))
+
+
+def is_empty(sample: Sample) -> bool:
+    """Whether a sample has nothing but white space."""
+    return not sample.ids if isinstance(sample, Ids) else not any(text.strip() for text in texts_of(sample))
