@@ -238,10 +238,15 @@ def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
             tree[section][name] = [_absolute(folder, item) for item in value]
         elif value is not None:
             tree[section][name] = _absolute(folder, value)
+    for part in tree["data"]["mixture"]:
+        if "path" in part:
+            part["path"] = _absolute(folder, part["path"])
     return from_dict(tree)
 
 
 def _absolute(folder: Path, path: str) -> str:
+    if path.startswith("hf://"):
+        return path
     return str(real_path(Path(path) if path.startswith("~") else folder / path))
 
 

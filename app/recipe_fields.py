@@ -133,6 +133,8 @@ def checked(value: Any, hint: Any, key: str) -> Any:
     if isinstance(found, dict):
         return _checked_json(found, key)
     for text in found if isinstance(found, list) else [found]:
+        if isinstance(text, dict):
+            _checked_json(text, key)
         if isinstance(text, str):
             _require_text(text, key)
     return found
@@ -181,7 +183,8 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is dict:
         return "a JSON object"
     if typing.get_origin(hint) is list:
-        return 'a list of texts such as ["a", "b"]'
+        inner = typing.get_origin(typing.get_args(hint)[0])
+        return "a list of JSON objects" if inner is dict else 'a list of texts such as ["a", "b"]'
     return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 

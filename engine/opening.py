@@ -300,8 +300,7 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
     )
     for remark in remarks(device):
         observer.on_message(remark)
-    split = f", {loader.num_split_documents:,} longer than the context and split" if loader.num_split_documents else ""
-    observer.on_message(f"data: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens{split}")
+    observer.on_message(f"data: {corpus.words()}{loader.report.words()}")
 
 
 def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from penstock.engine.config.values import MOST_SIZE, MOST_STEPS, MOST_TOKENS, require, require_most
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line
 
 Source = Literal[
     "python_stdlib",
@@ -38,7 +42,7 @@ class DataConfig:
     """Split of a data set of several; none takes train."""
     mixture: list[dict[str, Any]] = field(default_factory=list)
     """Several sources in place of one: objects with path, and where they differ from the fields here source, split,
-    columns and max_documents; weight is how often a document comes per epoch (2 twice, 0.5 every other one)."""
+    columns and max_documents; weight is how often a document comes per epoch (2 twice, 0.5 in every other one)."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names that a row's fields have in the file, by the names that the format has for them: {"messages": "chat"}."""
     chat_template: str | None = None
@@ -73,6 +77,12 @@ class DataConfig:
     says when they are looked at."""
 
     def __post_init__(self) -> None:
+        for number, part in enumerate(self.mixture):
+            _check_part(part, f"data.mixture[{number}]", self.source)
+        require(
+            self.path is None or not self.mixture,
+            f"data.path: {self.path} beside data.mixture; make it a part of the mixture, or leave one of them out",
+        )
         require(self.sequence_length >= 2, f"data.sequence_length: {self.sequence_length} must be at least 2")
         require(
             self.tokenizer_vocab_size > 256,
@@ -94,4 +104,66 @@ class DataConfig:
     @property
     def lacks_path(self) -> bool:
         """Whether the source reads a path and none is named."""
-        return self.path is None and self.source not in ("python_stdlib", "random")
+        return not self.mixture and self.path is None and self.source not in _PATHLESS
+
+    @property
+    def parts(self) -> list[DataConfig]:
+        """What is read, one source after the other: the parts of a mixture, or this itself."""
+        if not self.mixture:
+            return [self]
+        return [
+            replace(
+                self,
+                mixture=[],
+                validation_documents=None,
+                **{key: value for key, value in part.items() if key != "weight"},
+            )
+            for part in self.mixture
+        ]
+
+    @property
+    def part_weights(self) -> list[float]:
+        """How often a document of each part comes per epoch; empty where there is no mixture."""
+        return [float(part.get("weight", 1)) for part in self.mixture]
+
+
+_PATHLESS = ("python_stdlib", "random")
+_PART: dict[str, tuple[tuple[type, ...], str]] = {
+    "path": ((str,), "a text"),
+    "source": ((str,), "a text"),
+    "split": ((str,), "a text"),
+    "columns": ((dict,), "an object of texts"),
+    "max_documents": ((int,), "a whole number"),
+    "weight": ((int, float), "a number"),
+}
+"""What a part of a mixture may have, of which types, and how those read."""
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-4, 1e4
+
+
+def _check_part(part: object, where: str, usual: str) -> None:
+    """Raise UserError for a part of a mixture that is none; `usual` is the source of one that names none."""
+    if not isinstance(part, dict):
+        raise UserError(f'{where}: must be an object such as {{"path": "chats.jsonl", "weight": 2}}')
+    for key, value in part.items():
+        require(key in _PART, f"{where}: unknown field '{one_line(key, 40)}'; {_nearest(key, _PART)}")
+        types, words = _PART[key]
+        fits = isinstance(value, types) and not isinstance(value, bool)
+        require(fits, f"{where}.{key}: {one_line(repr(value), 60)} must be {words}")
+    source, sources = part.get("source", usual), [name for name in get_args(Source) if name != "random"]
+    require(source in sources, f"{where}.source: '{one_line(source, 40)}' mixes not; {_nearest(source, sources)}")
+    if (source in _PATHLESS) == ("path" in part):
+        lacks = "a source that reads its path" if "path" in part else "a path: a file, a folder or hf://OWNER/NAME"
+        raise UserError(f"{where}: lacks {lacks}")
+    columns = [text for pair in part.get("columns", {}).items() for text in pair]
+    require(all(isinstance(text, str) for text in columns), f"{where}.columns: must give names by names")
+    most, weight = part.get("max_documents", 1), part.get("weight", 1)
+    require(most >= 1, f"{where}.max_documents: {most} must be at least 1; leave it out to read all")
+    require(
+        _LEAST_WEIGHT <= weight <= _MOST_WEIGHT,  # not of NaN either
+        f"{where}.weight: {weight} must be from {_LEAST_WEIGHT} to {_MOST_WEIGHT:g}; leave the part out for none of it",
+    )
+
+
+def _nearest(word: object, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), names := list(names), n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else "valid names: " + ", ".join(names)

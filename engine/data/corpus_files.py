@@ -2,7 +2,8 @@
 
 `tokens.bin` holds the ids of all documents end to end, `documents.npy` where each begins, `tokens.crc32c` the CRC-32C
 (uint32, little-endian) of every BLOCK_BYTES of tokens.bin, and `meta.json` what they are, with the checksums of the
-other two and one of its own.
+other two and one of its own. Where some token does not count 1 as a target there is `weights.bin` too, float32 per
+token, with `weights.crc32c`.
 """
 
 from __future__ import annotations
@@ -11,29 +12,36 @@ import contextlib
 import hashlib
 import io
 import json
-import os
-import weakref
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.storage.crc import checksum
-from penstock.storage.disk import atomic_write, reporting
+from penstock.engine.data.span_files import BLOCK_BYTES as BLOCK_BYTES
+from penstock.engine.data.span_files import COPY_BYTES, BlockSums, SpanFile, SpanWriter, damage, read_sums
+from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError
 from penstock.storage.sealed import hex_crc, seal, unseal
 from penstock.storage.untrusted import Size, open_regular, parse_object, printable, read_regular, typed
 
-BLOCK_BYTES = 1 << 16
-"""Tokens under one checksum. Documents are drawn at random: a larger block would read much that is not wanted."""
-
 META, TOKENS, SUMS, DOCUMENTS = "meta.json", "tokens.bin", "tokens.crc32c", "documents.npy"
+WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"
+CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS)
 
 _MOST_META_BYTES = 1 << 20
 _MOST_BYTES = 1 << 50
-_COPY_BYTES = 1 << 23  # a multiple of BLOCK_BYTES
+
+
+class SourceFile(NamedTuple):
+    """A file that a corpus was made from."""
+
+    path: str
+    num_bytes: Size
+    mtime_ns: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class CorpusInfo:
     fingerprint: str
     """Of the source and tokenizer that it was made from: equal means that it need not be made again."""
     content: str
-    """SHA-256 of the token file: equal means the same tokens."""
+    """SHA-256 of the token file, or where there are weights of its and their SHA-256: equal means the same tokens."""
     dtype: Literal["uint16", "uint32"]
     num_tokens: Size
     num_documents: Size
@@ -55,85 +63,59 @@ class CorpusInfo:
     """Of tokens.crc32c; empty where an earlier version made the corpus, without checksums."""
     documents_crc32c: str = ""
     """Of documents.npy, likewise."""
+    weights_crc32c: str = ""
+    """Of weights.crc32c; empty where every token counts 1."""
+    num_trained: Size | None = None
+    """Tokens that are a target: those of weights above 0 that begin no document. None where it was not counted."""
+    part_documents: list[Size] = field(default_factory=list)
+    """Documents of each part of a mixture, which follow one another."""
+    skipped_rows: Size = 0
+    """Rows of the source that could not be used and were left out."""
+    settings: str = ""
+    """Of the fields of the recipe that say what is read; empty where an earlier version made the corpus."""
+    encoder: str = ""
+    """Of what made tokens of it; likewise."""
+    sources: list[SourceFile] = field(default_factory=list)
+    """The files that it was made from; none where they are very many, or of an earlier version."""
+
+    def words(self) -> str:
+        """Of a sentence about the data."""
+        said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        if self.weights_crc32c and self.num_trained is not None:
+            said += f", {self.num_trained:,} of them trained"
+        if self.part_documents:
+            said += f", parts of {', '.join(f'{count:,}' for count in self.part_documents)} documents"
+        return said + (f", {self.skipped_rows:,} rows left out as they could not be used" if self.skipped_rows else "")
 
 
-class Tokens:
-    """The token ids, uint16 or uint32: `tokens[start:stop]` reads those.
-
-    Each block is checked before the first of its tokens is handed out, once per process; UserError where it is damaged.
-    Read, not mapped: what a failing drive does to a mapping ends the process without a word.
-    """
+class Tokens(SpanFile):
+    """The token ids, uint16 or uint32."""
 
     def __init__(self, folder: Path, info: CorpusInfo, sums: NDArray[np.uint32]) -> None:
-        """`sums`: of every block. OSError where the file cannot be opened, UserError where its size is wrong."""
-        self.path, self.dtype = folder / TOKENS, np.dtype(info.dtype).newbyteorder("<")
-        self._info, self._sums = info, sums
-        fd = open_regular(self.path)
-        weakref.finalize(self, os.close, fd)
-        self._fd = fd
-        self._num_bytes = _token_bytes(info)
-        found = os.fstat(fd).st_size
-        if found != self._num_bytes:
-            raise damage(self.path, f"it has {found:,} bytes, and {self._num_bytes:,} were written")
-        self._checked = np.zeros(len(sums), dtype=bool)
+        super().__init__(folder / TOKENS, info.dtype, info.num_tokens, sums)
+        self._max = info.max_token_id
 
-    def __len__(self) -> int:
-        return self._info.num_tokens
-
-    def __getitem__(self, span: slice) -> NDArray[Any]:
-        start, stop, step = span.indices(len(self))
-        assert step == 1
-        start, stop = start * self.dtype.itemsize, max(start, stop) * self.dtype.itemsize
-        first, end = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        if self._checked[first:end].all():
-            return np.frombuffer(self.read_bytes(start, stop - start), dtype=self.dtype)
-        begin = first * BLOCK_BYTES
-        data = memoryview(self.read_bytes(begin, min(end * BLOCK_BYTES, self._num_bytes) - begin))
-        for block in range(first, end):
-            at = block * BLOCK_BYTES - begin
-            if (why := self._fault(block, data[at : at + BLOCK_BYTES])) is not None:
-                raise damage(self.path, why)
-        self._checked[first:end] = True
-        return np.frombuffer(data[start - begin : stop - begin], dtype=self.dtype)
-
-    def read_bytes(self, start: int, count: int) -> bytes:
-        """Bytes of the file as they are. UserError where the drive does not give them."""
-        with reporting(self.path, f"reading {count:,} bytes of tokens"):
-            data = os.pread(self._fd, count, start)
-            while len(data) < count:
-                more = os.pread(self._fd, count - len(data), start + len(data))
-                if not more:
-                    raise damage(self.path, f"it became shorter than {start + count:,} bytes while it was in use")
-                data += more
-        return data
-
-    def _fault(self, block: int, data: memoryview) -> str | None:
-        """What is wrong with a block."""
-        crc, wanted = checksum(data, 0), int(self._sums[block])
-        at = f"block {block:,} (bytes {block * BLOCK_BYTES:,} to {block * BLOCK_BYTES + len(data):,})"
-        if crc != wanted:
-            return f"{at} has CRC-32C {crc:08x}, and {wanted:08x} was written"
+    def _wrong(self, values: NDArray[Any]) -> str | None:
         # An id beyond what meta.json promises would index memory that is not the embedding's.
-        if int(np.frombuffer(data, dtype=self.dtype).max()) > self._info.max_token_id:
-            return f"{at} holds a token id above {self._info.max_token_id:,}, the largest of {META}"
-        return None
+        return f"a token id above {self._max:,}, the largest of {META}" if int(values.max()) > self._max else None
 
-    def verify(self) -> int:
-        """Read and check every block; the bytes read. UserError telling how many are damaged, and the first."""
-        faults = []
-        for begin in range(0, self._num_bytes, _COPY_BYTES):
-            data = memoryview(self.read_bytes(begin, min(_COPY_BYTES, self._num_bytes - begin)))
-            for at in range(0, len(data), BLOCK_BYTES):
-                fault = self._fault((begin + at) // BLOCK_BYTES, data[at : at + BLOCK_BYTES])
-                faults += [] if fault is None else [fault]
-        if faults:
-            more = f", one of {len(faults):,} damaged blocks of {len(self._sums):,}" if len(faults) > 1 else ""
-            raise damage(self.path, faults[0] + more)
-        return self._num_bytes
+
+class Weights(SpanFile):
+    """How much each token counts as a target, float32."""
+
+    def __init__(self, folder: Path, info: CorpusInfo) -> None:
+        sums = read_sums(folder / WEIGHT_SUMS, 4 * info.num_tokens, info.weights_crc32c)
+        super().__init__(folder / WEIGHTS, "float32", info.num_tokens, sums)
+
+    def _wrong(self, values: NDArray[Any]) -> str | None:
+        fine = bool((np.isfinite(values) & (values >= 0)).all())
+        return None if fine else "a weight that is none"
 
 
 class TokenCorpus:
     """A tokenised corpus: `tokens`, and `starts` [num_documents + 1] int64, the offset of each document in them.
+
+    `weights` is None where every token counts 1 as a target.
 
     What `prepare_corpus` makes ends every document with the end-of-text token.
     """
@@ -142,8 +124,12 @@ class TokenCorpus:
         """OSError and ValueError where a file is none of a corpus', UserError where it is damaged."""
         self.folder = folder
         self.starts = _read_starts(folder, info)
-        self.info, sums = (info, _read_sums(folder, info)) if info.sums_crc32c else _take_over(folder, info)
+        if info.sums_crc32c:
+            self.info, sums = info, read_sums(folder / SUMS, _token_bytes(info), info.sums_crc32c)
+        else:
+            self.info, sums = _take_over(folder, info)
         self.tokens = Tokens(folder, info, sums)
+        self.weights = Weights(folder, info) if info.weights_crc32c else None
 
     @classmethod
     def open(cls, folder: Path) -> TokenCorpus:
@@ -173,17 +159,10 @@ class TokenCorpus:
 def verify_corpus(folder: Path) -> int:
     """Read and check every file of a corpus; the bytes read. Raises UserError naming what is damaged."""
     corpus = TokenCorpus.open(folder)
-    others = sum((folder / name).stat().st_size for name in (META, SUMS, DOCUMENTS) if (folder / name).is_file())
-    return corpus.tokens.verify() + others
-
-
-def damage(path: Path, why: str) -> UserError:
-    """The UserError for a file of a corpus, or for its folder."""
-    folder = path if path.is_dir() else path.parent
-    return UserError(
-        f"{path}: damaged: {why}; restore the file, or delete the folder {folder} and resume, which makes the "
-        "tokenised corpus again from its source"
-    )
+    names = (META, SUMS, DOCUMENTS, WEIGHT_SUMS)
+    others = sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+    weights = 0 if corpus.weights is None else corpus.weights.verify()
+    return corpus.tokens.verify() + weights + others
 
 
 def read_info(folder: Path) -> CorpusInfo:
@@ -210,6 +189,10 @@ def _info(values: dict[str, Any]) -> CorpusInfo:
         raise ValueError(f"{info.num_documents} documents of {info.num_tokens} tokens")
     if bool(info.sums_crc32c) != bool(info.documents_crc32c):
         raise ValueError("one of two checksums is missing")
+    if info.weights_crc32c and not info.sums_crc32c:
+        raise ValueError("weights without checksums")
+    if info.part_documents and sum(info.part_documents) != info.num_documents:
+        raise ValueError(f"parts of {sum(info.part_documents)} documents, and {info.num_documents} in all")
     return info
 
 
@@ -239,22 +222,14 @@ def _array(content: bytes, length: int) -> NDArray[np.int64] | None:
     return np.frombuffer(rest, dtype="<i8") if wanted and len(rest) == 8 * length else None
 
 
-def _read_sums(folder: Path, info: CorpusInfo) -> NDArray[np.uint32]:
-    path, length = folder / SUMS, -(-_token_bytes(info) // BLOCK_BYTES)
-    content = read_regular(path, most_bytes=4 * length)
-    if (crc := hex_crc(content)) != info.sums_crc32c or len(content) != 4 * length:
-        raise damage(path, f"it has CRC-32C {crc}, and {info.sums_crc32c} was written")
-    return np.frombuffer(content, dtype="<u4")
-
-
 def _take_over(folder: Path, info: CorpusInfo) -> tuple[CorpusInfo, NDArray[np.uint32]]:
     """Give a corpus without checksums its own, once its tokens are known to be those that were written.
 
     Where the folder cannot be written this is done again each time that it is opened.
     """
-    path, digest, sums = folder / TOKENS, hashlib.sha256(), _BlockSums()
+    path, digest, sums = folder / TOKENS, hashlib.sha256(), BlockSums()
     with open(open_regular(path), "rb") as stream:
-        while data := stream.read(_COPY_BYTES):
+        while data := stream.read(COPY_BYTES):
             digest.update(data)
             sums.add(data)
     if digest.hexdigest() != info.content:
@@ -263,7 +238,7 @@ def _take_over(folder: Path, info: CorpusInfo) -> tuple[CorpusInfo, NDArray[np.u
     found = replace(info, sums_crc32c=hex_crc(content), documents_crc32c=hex_crc(documents))
     with contextlib.suppress(UserError):
         atomic_write(folder / SUMS, content)
-        atomic_write(folder / META, _meta_text(found))
+        write_info(folder, found)
     return found, np.frombuffer(content, dtype="<u4")
 
 
@@ -275,70 +250,114 @@ def _meta_text(info: CorpusInfo) -> str:
     return json.dumps(seal(asdict(info)), indent=2) + "\n"
 
 
-class _BlockSums:
-    """CRC-32C of each BLOCK_BYTES of what it is given; the last block may be shorter."""
-
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._rest = b""
-
-    def add(self, data: bytes) -> None:
-        whole = memoryview(self._rest + data)
-        end = len(whole) - len(whole) % BLOCK_BYTES
-        self._sums += [checksum(whole[at : at + BLOCK_BYTES], 0) for at in range(0, end, BLOCK_BYTES)]
-        self._rest = bytes(whole[end:])
-
-    def finish(self) -> bytes:
-        """The content of tokens.crc32c."""
-        last = [checksum(memoryview(self._rest), 0)] if self._rest else []
-        return np.asarray([*self._sums, *last], dtype="<u4").tobytes()
-
-
 class CorpusWriter:
     """Makes the files of a corpus in `folder`: appends documents to tokens.bin and remembers their offsets."""
 
     def __init__(self, folder: Path, dtype: Literal["uint16", "uint32"]) -> None:
         self._folder = folder
         self._dtype: Literal["uint16", "uint32"] = dtype
-        self._stream = (folder / TOKENS).open("wb")
-        self._digest, self._sums = hashlib.sha256(), _BlockSums()
+        self._tokens = SpanWriter(folder / TOKENS)
+        self._weights: SpanWriter | None = None
         self._starts = [0]
-        self._total = 0
+        self._total = self._trained = 0
         self._max = (-1, "")
+        self._parts: list[int] = []
 
-    def append(self, document: str, ids: NDArray[Any], last: bool) -> None:
-        """Add `ids` to the present document, which ends with them where they are its `last`."""
+    @property
+    def num_documents(self) -> int:
+        """Those that have ended."""
+        return len(self._starts) - 1
+
+    def append(self, document: str, ids: NDArray[Any], last: bool, weights: NDArray[np.float32] | None = None) -> None:
+        """Add `ids` to the present document, which ends with them where they are its `last`.
+
+        `weights`, one per id: how much each counts as a target; None: 1.
+        """
         if len(ids) and int(ids.max()) > self._max[0]:
             self._max = (int(ids.max()), document)
         assert not len(ids) or int(ids.max()) <= np.iinfo(self._dtype).max
-        data = ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
-        self._digest.update(data)
-        self._sums.add(data)
-        self._stream.write(data)
+        self._tokens.add(ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())
+        self._append_weights(len(ids), weights)
+        first = int(self._total == self._starts[-1])  # a document's first token is no target
+        self._trained += int((weights[first:] > 0).sum()) if weights is not None else max(0, len(ids) - first)
         self._total += len(ids)
         if last:
             self._starts.append(self._total)
 
-    def finish(self, fingerprint: str, eos_id: int) -> None:
+    def _append_weights(self, count: int, weights: NDArray[np.float32] | None) -> None:
+        if weights is None and self._weights is None:
+            return
+        found = np.ones(count, dtype="<f4") if weights is None else weights.astype("<f4")
+        assert len(found) == count
+        assert (np.isfinite(found) & (found >= 0)).all()
+        if self._weights is None:
+            if (found == 1).all():
+                return
+            self._weights = SpanWriter(self._folder / WEIGHTS)
+            for start in range(0, self._total, COPY_BYTES // 4):
+                self._weights.add(np.ones(min(COPY_BYTES // 4, self._total - start), dtype="<f4").tobytes())
+        self._weights.add(found.tobytes())
+
+    def end_part(self) -> None:
+        """What comes now belongs to the next part of a mixture."""
+        self._parts.append(self.num_documents - sum(self._parts))
+
+    def finish(
+        self,
+        fingerprint: str,
+        eos_id: int,
+        *,
+        skipped_rows: int = 0,
+        settings: str = "",
+        encoder: str = "",
+        sources: Sequence[SourceFile] = (),
+    ) -> None:
         """Make it a corpus, durably."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        content, sums = self._tokens.finish()
         documents = io.BytesIO()
         np.save(documents, np.asarray(self._starts, dtype="<i8"))
-        sums = self._sums.finish()
         atomic_write(self._folder / DOCUMENTS, documents.getvalue())
         atomic_write(self._folder / SUMS, sums)
+        weight_sums = b""
+        if self._weights is not None:
+            weight_content, weight_sums = self._weights.finish()
+            content = hashlib.sha256(f"{content} {weight_content}".encode()).hexdigest()
+            atomic_write(self._folder / WEIGHT_SUMS, weight_sums)
         info = CorpusInfo(
             fingerprint=fingerprint,
-            content=self._digest.hexdigest(),
+            content=content,
             dtype=self._dtype,
             num_tokens=self._total,
-            num_documents=len(self._starts) - 1,
+            num_documents=self.num_documents,
             max_token_id=self._max[0],
             max_token_document=printable(self._max[1]),
             eos_id=eos_id,
             sums_crc32c=hex_crc(sums),
             documents_crc32c=hex_crc(documents.getvalue()),
+            weights_crc32c=hex_crc(weight_sums) if weight_sums else "",
+            num_trained=self._trained,
+            part_documents=self._parts,
+            skipped_rows=skipped_rows,
+            settings=settings,
+            encoder=encoder,
+            sources=list(sources),
         )
-        atomic_write(self._folder / META, _meta_text(info))
+        write_info(self._folder, info)
+
+
+def write_info(folder: Path, info: CorpusInfo) -> None:
+    """Write meta.json. Durable."""
+    atomic_write(folder / META, _meta_text(info))
+
+
+def length_quantiles(corpus: TokenCorpus, shares: Sequence[float]) -> list[int]:
+    """Tokens of the document that is longer than such a share of all, for each of `shares` from 0 to 1."""
+    lengths = np.sort(np.diff(corpus.starts))
+    return [int(lengths[min(len(lengths) - 1, int(share * len(lengths)))]) for share in shares]
+
+
+def length_histogram(corpus: TokenCorpus, edges: Sequence[int]) -> list[int]:
+    """Documents of fewer tokens than the first of the ascending `edges`, from there to below the next, ..., and of as
+    many as the last or more: one more than there are edges."""
+    places = np.searchsorted(np.asarray(edges), np.diff(corpus.starts), side="right")
+    return [int(count) for count in np.bincount(places, minlength=len(edges) + 1)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.engine.data.packing import (
+    LongDocuments,
+    Order,
+    Packing,
+    Part,
+    Rows,
+    count_rows,
+    cut_pieces,
+    epoch_order,
+    mixture_parts,
+    num_windows,
+    pack_rows,
+    window,
+)
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import is_whole
+from penstock.storage.untrusted import is_whole, one_line
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class MicroBatch:
     positions: Tensor
     """[T] int64, counted from 0 in every document of the stream."""
     documents: list[int]
-    """Sorted stream offsets where a document starts; the first is 0, and every row starts one."""
+    """Sorted stream offsets where a document starts; the first is 0. Padding at the stream's end is one as well."""
     num_targets: int
     """Labels that are not -100."""
     lengths: list[int]
@@ -42,39 +55,24 @@ class MicroBatch:
     """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
 
 
-def split_documents(num_documents: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sorted indices of the documents to train on, and of the `held_out` ones for validation, which `seed` chooses.
-
-    Raises UserError when none is left to train on.
-    """
-    if held_out >= num_documents:
-        raise UserError(
-            f"data.validation_documents: {held_out}, but the corpus has {num_documents} documents, of which at least "
-            "one must be left to train on; hold out fewer"
-        )
-    order = _shuffled(np.random.SeedSequence(seed, spawn_key=(0,)), num_documents)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
-
-
-def _shuffled(seed: np.random.SeedSequence, count: int) -> NDArray[np.int64]:
-    """The numbers below `count` in random order, the same in every numpy release: raw generator words are sorted."""
-    return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
-
-
 class DataLoader:
     """An endless stream of optimizer steps' batches from a tokenised corpus, or an end to it.
 
-    Documents longer than a row are cut into pieces of a row's length, each a document of its own: positions restart
-    and attention does not reach back, but no token and no target is lost. Documents and pieces come in an order
-    shuffled by (seed, epoch), so that consecutive steps do not read one long document, and are laid end to end into
-    rows of `sequence_length` tokens; one that crosses a row's end goes on in the next row as a document of its own.
-    Nothing is padded, except with `one_document_per_row` (models that carry a state from token to token): then a row
-    holds one document or piece, followed by end-of-text padding that is not trained on.
+    What an epoch has, and in which order, is chosen by (seed, epoch): documents, and of those that are longer than a
+    row what `long_documents` makes of them (engine.data.packing). Split ones become pieces of a row's length, each a
+    document of its own: positions restart and attention does not reach back, but no token and no target is lost.
 
-    `documents` are the indices of those that it draws from; None: all. Not `endless`: after one epoch rows are filled
-    with padding. `num_split_documents` counts the documents that are longer than a row and so cannot be seen whole.
+    packing `wrap`: laid end to end into rows of `sequence_length` tokens; one that crosses a row's end goes on in the
+    next row as a document of its own. Nothing is padded, except with `one_document_per_row` (models that carry a state
+    from token to token, whatever the packing): then a row holds one document or piece, followed by end-of-text padding
+    that is not trained on. `best_fit` and `none`: a row is a number of documents that fit into it, whole; the rows of a
+    micro-batch lie end to end without anything between them, and the padding that is left is at the stream's end.
 
-    Raises UserError when the corpus holds a token id that is not below `vocab_size`.
+    `documents` are the indices of those that it draws from; None: all. `weights`: how often a document of each part of
+    the corpus comes per epoch; empty: once. Not `endless`: after one epoch rows are filled with padding. `report` says
+    what became of documents that are longer than a row.
+
+    Raises UserError when the corpus holds a token id that is not below `vocab_size`, and when nothing is left of it.
     """
 
     def __init__(
@@ -89,6 +87,10 @@ class DataLoader:
         one_document_per_row: bool = False,
         documents: NDArray[np.int64] | None = None,
         endless: bool = True,
+        packing: Packing = "wrap",
+        long_documents: LongDocuments = "split",
+        order: Order = "shuffled",
+        weights: Sequence[float] = (),
     ) -> None:
         corpus.require_vocabulary(vocab_size)
         assert global_batch_size % micro_batch_size == 0
@@ -99,38 +101,61 @@ class DataLoader:
         self._seed = seed
         self._one_document_per_row = one_document_per_row
         self._endless = endless
+        self._packed = packing != "wrap" and not one_document_per_row
+        self._ways = {"packing": packing, "long_documents": long_documents, "order": order}
+        self._packing, self._document_order = packing, order
         starts, stops = corpus.starts[:-1], corpus.starts[1:]
         self._held_out = 0
+        self._parts: list[Part] = []
+        if weights:
+            every = np.arange(len(starts)) if documents is None else documents
+            self._parts = mixture_parts(every, corpus.info.part_documents, weights)
         if documents is not None:
             self._held_out = len(starts) - len(documents)
             starts, stops = starts[documents], stops[documents]
-        lengths = stops - starts
-        self.num_split_documents = int((lengths > sequence_length).sum())
-        counts = -(-lengths // sequence_length)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        number = np.arange(len(first)) - first
-        self._starts = np.repeat(starts, counts) + number * sequence_length
-        """First token of each piece."""
-        self._document_stops = np.repeat(stops, counts)
-        """End of the document that each piece is cut from."""
+        self._pieces = cut_pieces(starts, stops, sequence_length, long_documents)
+        if not len(self._pieces.starts):
+            raise UserError(
+                f"data.long_documents: drop leaves nothing, as all {len(starts):,} documents are longer than "
+                f"data.sequence_length={sequence_length}; raise that, or split or cut them"
+            )
         self._start_epoch(0)
+        self.report = self._pieces.report._replace(filled=self._share_filled())
+
+    def _share_filled(self) -> float:
+        """Share of the first epoch's rows that is tokens; of a large one about so much."""
+        if not self._packed and not self._one_document_per_row:
+            return 1.0
+        lengths = self._pieces.tokens(self._order, self._sequence_length)
+        packing = self._packing if self._packed else "none"
+        rows = count_rows(lengths, self._sequence_length, packing, self._document_order)
+        return min(1.0, int(lengths.sum()) / max(1, rows * self._sequence_length))
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._index = 0  # of the current piece in this epoch's order
         self._offset = 0  # tokens of it already given out
-        self._order = _shuffled(np.random.SeedSequence([self._seed, epoch]), len(self._starts))
+        self._order = epoch_order(self._pieces, self._parts, self._seed, epoch, self._document_order)
+        self._window = self._row = 0  # the window of documents that are packed together, and its next row
+        self._window_rows: tuple[NDArray[np.int64], Rows] | None = None
+        self._windows = 0
+        if self._packed and len(self._order):
+            tokens = int(self._pieces.tokens(self._order, self._sequence_length).sum())
+            self._windows = num_windows(len(self._order), tokens, self._sequence_length)
 
     @property
     def cursor(self) -> dict[str, Any]:
         """Where the next step begins; JSON. `seek` with it gives exactly the steps that would have followed."""
+        place = {"window": self._window, "row": self._row} if self._packed else {}
+        place |= {} if self._packed else {"piece": self._index, "offset": self._offset}
+        ways = {name: value for name, value in self._ways.items() if value != _USUAL[name]}
         return {
             "corpus": self._corpus.info.content,
             "seed": self._seed,
             "held_out": self._held_out,
             "epoch": self._epoch,
-            "piece": self._index,
-            "offset": self._offset,
+            **place,
+            **ways,
         }
 
     def seek(self, cursor: dict[str, Any]) -> None:
@@ -148,7 +173,18 @@ class DataLoader:
             raise UserError(
                 f"data.validation_documents: {self._held_out}, but the run so far held out {held_out}; set it back"
             )
+        for name, value in self._ways.items():
+            if (before := cursor.get(name, _USUAL[name])) != value:
+                raise UserError(f"data.{name}: {value}, but the run so far used {one_line(before, 40)}; set it back")
+        if self._packed != ("row" in cursor):
+            raise self._lost("is of rows that are filled in another way")
         self._start_epoch(cursor["epoch"])
+        if self._packed:
+            self._window, self._row = cursor["window"], cursor["row"]
+            left = self._windows - self._window
+            if left < 0 or self._row >= (len(self._packed_window()[1]) if left else 1):
+                raise self._lost(f"is at row {self._row:,} of window {self._window:,} of {self._windows:,}")
+            return
         piece, offset = cursor["piece"], cursor["offset"]
         left = 1 if piece == len(self._order) else self._piece_tokens(piece) if piece < len(self._order) else 0
         if offset >= left:
@@ -163,61 +199,87 @@ class DataLoader:
 
     def _piece_tokens(self, index: int) -> int:
         """Tokens of a piece of this epoch's order."""
-        piece = self._order[index]
-        return min(self._sequence_length, int(self._document_stops[piece]) - int(self._starts[piece]))
+        return int(self._pieces.tokens(self._order[index : index + 1], self._sequence_length)[0])
 
     @property
     def exhausted(self) -> bool:
-        return not self._endless and self._index == len(self._order)
+        return not self._endless and self._epoch_ended
+
+    @property
+    def _epoch_ended(self) -> bool:
+        return self._window == self._windows if self._packed else self._index == len(self._order)
 
     def next_step(self) -> list[MicroBatch]:
         return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
     def next_micro_batch(self) -> MicroBatch:
-        length = self._sequence_length
-        ids = np.full(self._rows * length, self._corpus.info.eos_id, dtype=np.int64)
-        labels = np.full(self._rows * length, IGNORE_LABEL, dtype=np.int64)
-        positions = np.zeros(self._rows * length, dtype=np.int64)
-        documents: list[int] = []
-        lengths: list[int] = []
-        for row_start in range(0, self._rows * length, length):
-            row = slice(row_start, row_start + length)
-            starts, filled = self._fill_row(ids[row], labels[row], positions[row])
-            documents += [row_start + start for start in starts]
-            lengths += [stop - start for start, stop in itertools.pairwise([*starts, filled]) if stop > start]
-        return MicroBatch(
-            ids=torch.from_numpy(ids),
-            labels=torch.from_numpy(labels),
-            positions=torch.from_numpy(positions),
-            documents=documents,
-            num_targets=int((labels != IGNORE_LABEL).sum()),
-            lengths=lengths,
-            max_position=int(positions.max()),
-        )
+        stream = _Stream.empty(self._rows * self._sequence_length, self._corpus)
+        filled = None
+        if self._packed:
+            filled = self._fill_stream(stream)
+        else:
+            for row in range(self._rows):
+                self._fill_row(stream, row * self._sequence_length)
+        return stream.micro_batch(filled)
 
-    def _fill_row(
-        self, ids: NDArray[np.int64], labels: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> tuple[list[int], int]:
-        """Fill one row's views in place; returns its documents' starts and the number of tokens put in."""
-        length = len(ids)
-        documents: list[int] = []
+    def _fill_stream(self, stream: _Stream) -> int | None:
+        """Lay packed rows end to end; the number of tokens put in, None where they fill the stream.
+
+        The padding behind them has the position 0: it is a document of its own, and nobody looks at it.
+        """
+        at = 0
+        for _ in range(self._rows):
+            if self.exhausted:
+                break
+            for piece in self._next_row():
+                start, stop = int(self._pieces.starts[piece]), int(self._pieces.stops[piece])
+                count = min(self._sequence_length, stop - start)
+                stream.add(at, start, count, stop)
+                stream.positions[at : at + count] = np.arange(count)
+                at += count
+        if at == len(stream.ids):
+            return None
+        stream.documents.append(at)
+        return at
+
+    def _next_row(self) -> NDArray[np.int64]:
+        """The pieces of the next row."""
+        while self._epoch_ended:  # an epoch of a mixture may be empty
+            self._start_epoch(self._epoch + 1)
+        members, rows = self._packed_window()
+        found = members[rows.row(self._row)]
+        self._row += 1
+        if self._row == len(rows):
+            self._window, self._row, self._window_rows = self._window + 1, 0, None
+        return found
+
+    def _packed_window(self) -> tuple[NDArray[np.int64], Rows]:
+        """The pieces of the present window, and the rows that they make."""
+        if self._window_rows is None:
+            members = self._order[window(self._window, self._windows, len(self._order))]
+            lengths = self._pieces.tokens(members, self._sequence_length)
+            seed = np.random.SeedSequence([self._seed, self._epoch], spawn_key=(self._window,))
+            rows = pack_rows(lengths, self._sequence_length, self._packing, self._document_order, seed)
+            self._window_rows = members, rows
+        return self._window_rows
+
+    def _fill_row(self, stream: _Stream, row_start: int) -> None:
+        """Fill the row of the stream that begins at `row_start`."""
+        length = self._sequence_length
+        positions = stream.positions[row_start : row_start + length]
         filled = 0
         while filled < length:
             if self.exhausted:
                 break
-            if self._index == len(self._order):
+            while self._epoch_ended:
                 self._start_epoch(self._epoch + 1)
             piece = self._order[self._index]
-            document_stop = int(self._document_stops[piece])
-            stop = min(int(self._starts[piece]) + self._sequence_length, document_stop)
-            start = int(self._starts[piece]) + self._offset
+            document_stop = int(self._pieces.stops[piece])
+            stop = min(int(self._pieces.starts[piece]) + length, document_stop)
+            start = int(self._pieces.starts[piece]) + self._offset
             count = min(length - filled, stop - start)
-            targets = min(count, document_stop - start - 1)
-            tokens = self._corpus.tokens[start : start + max(count, targets + 1)]
-            ids[filled : filled + count] = tokens[:count]
-            labels[filled : filled + targets] = tokens[1 : 1 + targets]
+            stream.add(row_start + filled, start, count, document_stop)
             positions[filled:] = np.arange(length - filled)
-            documents.append(filled)
             filled += count
             if start + count == stop:
                 self._index += 1
@@ -226,16 +288,74 @@ class DataLoader:
                 self._offset += count
             if self._one_document_per_row:
                 break
-        if not documents:
-            documents.append(0)
+        if not filled:
+            stream.documents.append(row_start)
             positions[:] = np.arange(length)
-        return documents, filled
+
+
+_USUAL = {"packing": "wrap", "long_documents": "split", "order": "shuffled"}
+"""What a cursor does not tell: runs had nothing else before."""
+
+
+@dataclass
+class _Stream:
+    """A micro-batch that is being filled: arrays of its fields, end-of-text padding where nothing is put in."""
+
+    corpus: TokenCorpus
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    weights: NDArray[np.float32] | None
+    """[T] those of the labels; 1 where there is none."""
+    documents: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def empty(cls, tokens: int, corpus: TokenCorpus) -> _Stream:
+        return cls(
+            corpus,
+            np.full(tokens, corpus.info.eos_id, dtype=np.int64),
+            np.full(tokens, IGNORE_LABEL, dtype=np.int64),
+            np.zeros(tokens, dtype=np.int64),
+            None if corpus.weights is None else np.ones(tokens, dtype=np.float32),
+            [],
+            [],
+        )
+
+    def add(self, at: int, start: int, count: int, document_stop: int) -> None:
+        """Lay `count` tokens of the corpus from `start` at `at`: a document, whose targets end at `document_stop`."""
+        targets = min(count, document_stop - start - 1)
+        stop = start + max(count, targets + 1)
+        tokens = self.corpus.tokens[start:stop]
+        self.ids[at : at + count] = tokens[:count]
+        labels = self.labels[at : at + targets]
+        labels[:] = tokens[1 : 1 + targets]
+        if self.corpus.weights is not None and self.weights is not None:
+            weights = self.corpus.weights[start + 1 : start + 1 + targets]
+            labels[weights == 0] = IGNORE_LABEL
+            self.weights[at : at + targets] = np.where(weights == 0, 1, weights)
+        self.documents.append(at)
+        self.lengths.append(count)
+
+    def micro_batch(self, filled: int | None) -> MicroBatch:
+        weighted = self.weights is not None and bool((self.weights != 1).any())
+        return MicroBatch(
+            ids=torch.from_numpy(self.ids),
+            labels=torch.from_numpy(self.labels),
+            positions=torch.from_numpy(self.positions),
+            documents=self.documents,
+            num_targets=int((self.labels != IGNORE_LABEL).sum()),
+            lengths=self.lengths,
+            max_position=int(self.positions.max()),
+            weights=torch.from_numpy(self.weights) if weighted else None,
+            filled=filled,
+        )
 
 
 def _is_cursor(cursor: object) -> bool:
     if not isinstance(cursor, dict) or not isinstance(cursor.get("corpus"), str) or "seed" not in cursor:
         return False
-    places = [cursor.get(name) for name in ("epoch", "piece", "offset")]
+    places = [cursor.get(name) for name in ("epoch", *(("window", "row") if "row" in cursor else ("piece", "offset")))]
     return all(isinstance(place, int) and is_whole(place) and place >= 0 for place in places)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from penstock.engine.config import Recipe
 from penstock.engine.data.corpus import prepare_text, random_corpus
 from penstock.engine.data.corpus_files import TokenCorpus
-from penstock.engine.data.loader import DataLoader, ValidationSet, split_documents
+from penstock.engine.data.loader import DataLoader, ValidationSet
+from penstock.engine.data.packing import split_documents
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.errors import UserError
@@ -56,6 +57,10 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
         one_document_per_row=spec.recurrent,
         documents=documents,
         endless=not validation,
+        packing=data.packing,
+        long_documents=data.long_documents,
+        order=data.order,
+        weights=[] if validation else data.part_weights,
     )
 
 

@@ -5,12 +5,11 @@ import json
 import shutil
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from corpora import loader_of, make_corpus, unique_documents
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
@@ -26,9 +25,9 @@ from penstock.engine.data.corpus import (
     prepare_tokenizer,
     random_corpus,
 )
-from penstock.engine.data.corpus_files import CorpusWriter, TokenCorpus
 from penstock.engine.data.formats import text as text_format
-from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet, split_documents
+from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from penstock.engine.data.packing import split_documents
 from penstock.engine.data.reading import read_samples
 from penstock.engine.data.tokenizer import EOS_TOKEN, load_tokenizer, train_tokenizer
 from penstock.engine.model.tokens import IGNORE_LABEL
@@ -47,20 +46,6 @@ def jsonl(tmp_path):
 @pytest.fixture
 def tokenizer(tmp_path):
     return train_tokenizer(TEXTS, 300, tmp_path / "tokenizer")
-
-
-def make_corpus(folder: Path, documents: list[list[int]]) -> TokenCorpus:
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = CorpusWriter(folder, "uint16")
-    for index, ids in enumerate(documents):
-        writer.append(f"document {index}", np.asarray(ids), True)
-    writer.finish("test", eos_id=0)
-    return TokenCorpus.open(folder)
-
-
-def loader_of(corpus: TokenCorpus, length: int, rows: int = 1, per_step: int = 1, **more: Any) -> DataLoader:
-    sizes = {"sequence_length": length, "global_batch_size": rows * per_step, "micro_batch_size": rows}
-    return DataLoader(corpus, **{"vocab_size": 10_000} | sizes | more)
 
 
 def check_rows(batch: MicroBatch, rows: int, length: int) -> list[tuple[int, int]]:
@@ -219,20 +204,19 @@ def test_text_made_ahead_is_found(tmp_path, jsonl, monkeypatch):
 
 def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
     config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
-    read, go_on = threading.Event(), threading.Event()
+    read = threading.Event()
     pieces = corpus_module.read_samples
 
     def slow(config):
         for piece in pieces(config):
             read.set()
-            assert go_on.wait(60)
+            assert corpus_module._cancelled.wait(60)
             yield piece
 
     monkeypatch.setattr(corpus_module, "read_samples", slow)
     prepare_text_ahead(config, tmp_path / "data")
     assert read.wait(60)
     cancel_text_ahead()
-    go_on.set()
     for thread in threading.enumerate():
         if thread.name == "tokenize":
             thread.join()
@@ -255,12 +239,6 @@ def test_token_id_beyond_the_vocabulary_names_document_and_id(tmp_path):
         DataLoader(corpus, vocab_size=700, sequence_length=8, global_batch_size=1)
 
 
-def unique_documents(lengths: list[int]) -> list[list[int]]:
-    """Documents whose every token names itself."""
-    ends = np.cumsum(lengths)
-    return [list(range(int(end) - length + 1, int(end) + 1)) for end, length in zip(ends, lengths, strict=True)]
-
-
 @sampled(10, 40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
@@ -273,7 +251,7 @@ def test_an_epoch_gives_every_token_and_target_once(tmp_path_factory, lengths, l
     documents = unique_documents(lengths)
     corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents)
     loader = loader_of(corpus, length, rows, per_step=2, seed=seed, one_document_per_row=alone)
-    assert loader.num_split_documents == sum(n > length for n in lengths)
+    assert loader.report.split == sum(n > length for n in lengths)
     following = {a: b for ids in documents for a, b in itertools.pairwise(ids)}
     seen: list[int] = []
     while len(seen) < 2 * corpus.info.num_tokens:

@@ -1,0 +1,258 @@
+"""Which documents an epoch has, in which order, and which rows they are laid into: pure functions of their lengths.
+
+The same numbers come out in every numpy release: only raw generator words, stable sorts and whole numbers are used.
+Packing looks at a window of documents at a time, so a corpus of any size begins at once. Best fit takes O(n log n) of a
+window's n documents: one million documents take about two seconds on one core (docs/results/packing.md).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.config import DataConfig
+from penstock.engine.data.corpus_files import TokenCorpus
+from penstock.storage.errors import UserError
+
+Packing = Literal["wrap", "best_fit", "none"]
+LongDocuments = Literal["split", "cut", "drop"]
+Order = Literal["shuffled", "kept"]
+Indices = NDArray[np.int64]
+
+WINDOW_DOCUMENTS = 1 << 13
+"""Documents that are packed together, at least: with fewer there is less to choose from."""
+WINDOW_ROWS = 256
+"""Rows that a window fills, at least: its last one stays partly empty."""
+_OPEN_ROWS = 16
+"""Rows that documents whose order is kept may go into: as far as one may come before another."""
+_LOOKED_AT = 64
+"""Windows of a large epoch that `count_rows` packs."""
+_ROW_BITS = 32
+
+
+class PackingReport(NamedTuple):
+    """What became of the documents that are longer than a row, and how full the rows are."""
+
+    split: int = 0
+    cut: int = 0
+    dropped: int = 0
+    filled: float = 1.0
+    """Share of the first epoch's rows that is tokens of documents."""
+
+    def words(self) -> str:
+        """Of a sentence about the data; empty where there is nothing to say."""
+        counts = (("split", self.split), ("cut to it", self.cut), ("left out", self.dropped))
+        said = [f", {count:,} longer than the context and {what}" for what, count in counts if count]
+        return "".join(said) + (f", rows {self.filled:.1%} filled" if self.filled < 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What is laid into rows: documents, and parts of those that are longer than a row, in the corpus' order."""
+
+    starts: Indices
+    """[pieces] the first token of each."""
+    stops: Indices
+    """[pieces] the end of the tokens that may be its targets: a part of a document has a row's length, and the target
+    of its last token is the next part's first."""
+    first: Indices
+    """[documents + 1] each document's first piece."""
+    report: PackingReport
+
+    def tokens(self, pieces: Indices, capacity: int) -> Indices:
+        """The number of tokens of these pieces."""
+        lengths: Indices = self.stops[pieces] - self.starts[pieces]
+        return np.minimum(lengths, capacity)
+
+
+def shuffled(seed: np.random.SeedSequence, count: int) -> Indices:
+    """The numbers below `count` in random order, the same in every numpy release: raw generator words are sorted."""
+    return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
+
+
+def cut_pieces(starts: Indices, stops: Indices, capacity: int, how: LongDocuments) -> Pieces:
+    """The pieces of documents from `starts` to `stops` [documents], none longer than `capacity` tokens."""
+    lengths = stops - starts
+    long = lengths > capacity
+    counts, report = -(-lengths // capacity), PackingReport(split=int(long.sum()))
+    if how == "cut":
+        stops, counts, report = (
+            np.minimum(stops, starts + capacity),
+            np.minimum(counts, 1),
+            PackingReport(cut=report.split),
+        )
+    elif how == "drop":
+        counts, report = np.where(long, 0, counts), PackingReport(dropped=report.split)
+    first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+    number = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+    return Pieces(np.repeat(starts, counts) + number * capacity, np.repeat(stops, counts), first, report)
+
+
+class Part(NamedTuple):
+    """Documents of a mixture that come `weight` times an epoch: those from `first` up to `stop`."""
+
+    first: int
+    stop: int
+    weight: float
+
+
+def mixture_parts(documents: Indices, part_documents: Sequence[int], weights: Sequence[float]) -> list[Part]:
+    """The parts of a corpus whose `part_documents` follow one another, as places in the ascending `documents` of it."""
+    ends = np.searchsorted(documents, np.cumsum([0, *part_documents])).tolist()
+    return [Part(ends[i], ends[i + 1], weight) for i, weight in enumerate(weights)]
+
+
+def _drawn(part: Part, number: int, seed: int, epoch: int) -> Indices:
+    """The documents of a part that an epoch has, ascending.
+
+    The part is gone through in an order of its own, over and over, `weight` times an epoch: after any number of epochs
+    no document has come more than once more than another.
+    """
+    count = part.stop - part.first
+    begin, end = (int(Fraction(repr(part.weight)) * count * at) for at in (epoch, epoch + 1))
+    if end - begin == count:
+        return np.arange(part.first, part.stop)
+    order = shuffled(np.random.SeedSequence(seed, spawn_key=(1, number)), count)
+    return part.first + np.sort(order[np.arange(begin, end) % max(1, count)])
+
+
+def epoch_order(pieces: Pieces, parts: Sequence[Part], seed: int, epoch: int, order: Order) -> Indices:
+    """The pieces of an epoch in the order in which they are taken. No `parts`: every piece comes once."""
+    chosen: Indices | None = None
+    if parts:
+        documents = np.concatenate([_drawn(part, number, seed, epoch) for number, part in enumerate(parts)])
+        counts = np.diff(pieces.first)[documents]
+        ends = np.cumsum(counts)
+        chosen = np.repeat(pieces.first[documents] - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+    count = len(pieces.starts) if chosen is None else len(chosen)
+    if order == "kept":
+        return np.arange(count) if chosen is None else chosen
+    places = shuffled(np.random.SeedSequence([seed, epoch]), count)
+    return places if chosen is None else chosen[places]
+
+
+def best_fit(lengths: Indices, capacity: int) -> list[int]:
+    """The row of each document: the longest first, each into the row that it leaves the least room in."""
+    rows = [0] * len(lengths)
+    open_rows: list[int] = []  # ascending: the room left in a row, and behind it in the low bits the row
+    count = 0
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        place = bisect_left(open_rows, length << _ROW_BITS)
+        if place == len(open_rows):
+            room, row = capacity, count
+            count += 1
+        else:
+            room, row = divmod(open_rows.pop(place), 1 << _ROW_BITS)
+        rows[document] = row
+        if room > length:
+            insort(open_rows, (room - length) << _ROW_BITS | row)
+    return rows
+
+
+def fit_in_order(lengths: Indices, capacity: int) -> list[int]:
+    """The row of each document, each into the open row that it leaves the least room in; the oldest is closed first."""
+    rows: list[int] = []
+    open_rows: list[list[int]] = []  # room left and row, the oldest first
+    count = 0
+    for length in lengths.tolist():
+        fitting = [found for found in open_rows if found[0] >= length]
+        if fitting:
+            found = min(fitting)
+        else:
+            del open_rows[: len(open_rows) + 1 - _OPEN_ROWS]
+            open_rows.append(found := [capacity, count])
+            count += 1
+        found[0] -= length
+        rows.append(found[1])
+    return rows
+
+
+class Rows(NamedTuple):
+    """Rows of documents: row i has those of `members` from `starts[i]` up to `starts[i + 1]`."""
+
+    members: Indices
+    """[documents] places in the lengths that were packed."""
+    starts: Indices
+    """[rows + 1]"""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row(self, index: int) -> Indices:
+        return self.members[self.starts[index] : self.starts[index + 1]]
+
+
+def pack_rows(
+    lengths: Indices, capacity: int, packing: Packing, order: Order, seed: np.random.SeedSequence | None
+) -> Rows:
+    """The rows of a window of documents, in the order in which they are trained: shuffled by `seed` unless kept."""
+    if packing == "none":
+        return Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+    found = np.asarray((fit_in_order if order == "kept" else best_fit)(lengths, capacity), dtype=np.int64)
+    count = int(found.max()) + 1 if len(found) else 0
+    if order == "shuffled" and seed is not None:
+        found = np.argsort(shuffled(seed, count), kind="stable")[found]
+    sizes = np.bincount(found, minlength=count)
+    return Rows(np.argsort(found, kind="stable"), np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)]))
+
+
+def num_windows(num_pieces: int, num_tokens: int, capacity: int) -> int:
+    """Windows of an epoch, of equal numbers of pieces."""
+    return max(1, min(num_pieces // WINDOW_DOCUMENTS, num_tokens // (WINDOW_ROWS * capacity)))
+
+
+def window(index: int, windows: int, num_pieces: int) -> slice:
+    """The places of a window in the epoch's order."""
+    return slice(index * num_pieces // windows, (index + 1) * num_pieces // windows)
+
+
+def count_rows(lengths: Indices, capacity: int, packing: Packing, order: Order) -> int:
+    """Rows of an epoch whose documents, in its order, have these lengths; of a large one about so many."""
+    tokens = int(lengths.sum())
+    if packing == "wrap":
+        return -(-tokens // capacity)
+    if packing == "none":
+        return len(lengths)
+    windows = num_windows(len(lengths), tokens, capacity)
+    looked_at = min(windows, _LOOKED_AT)
+    found = 0
+    for number in range(looked_at):
+        places = window(number * windows // looked_at, windows, len(lengths))
+        found += len(pack_rows(lengths[places], capacity, packing, order, None))
+    return -(-found * windows // looked_at)
+
+
+def split_documents(num_documents: int, held_out: int, seed: int) -> tuple[Indices, Indices]:
+    """Sorted indices of the documents to train on, and of the `held_out` ones for validation, which `seed` chooses.
+
+    Raises UserError when none is left to train on.
+    """
+    if held_out >= num_documents:
+        raise UserError(
+            f"data.validation_documents: {held_out}, but the corpus has {num_documents} documents, of which at least "
+            "one must be left to train on; hold out fewer"
+        )
+    order = shuffled(np.random.SeedSequence(seed, spawn_key=(0,)), num_documents)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def rows_per_epoch(
+    corpus: TokenCorpus, config: DataConfig, sequence_length: int, *, one_document_per_row: bool = False
+) -> int:
+    """Rows of `sequence_length` that the first epoch of training fills; of a large packed corpus about so many."""
+    starts, stops = corpus.starts[:-1], corpus.starts[1:]
+    documents = np.arange(len(starts))
+    if config.validation_documents is not None:
+        documents = split_documents(len(starts), config.validation_documents, config.seed)[0]
+    pieces = cut_pieces(starts[documents], stops[documents], sequence_length, config.long_documents)
+    parts = mixture_parts(documents, corpus.info.part_documents, config.part_weights)
+    order = epoch_order(pieces, parts, config.seed, 0, config.order)
+    packing: Packing = "none" if one_document_per_row else config.packing
+    return count_rows(pieces.tokens(order, sequence_length), sequence_length, packing, config.order)

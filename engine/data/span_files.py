@@ -1,0 +1,157 @@
+"""Files of a number per token: their checksums, and reading them so that no damaged number is handed out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.storage.crc import checksum
+from penstock.storage.disk import reporting
+from penstock.storage.errors import UserError
+from penstock.storage.sealed import hex_crc
+from penstock.storage.untrusted import open_regular, read_regular
+
+BLOCK_BYTES = 1 << 16
+"""Under one checksum. Documents are drawn at random: a larger block would read much that is not wanted."""
+COPY_BYTES = 1 << 23
+"""Read or written at once; a multiple of BLOCK_BYTES."""
+
+
+class SpanFile:
+    """A number per token: `file[start:stop]` reads those.
+
+    Each block is checked before the first of its numbers is handed out, once per process; UserError where it is
+    damaged. Read, not mapped: what a failing drive does to a mapping ends the process without a word.
+    """
+
+    def __init__(self, path: Path, dtype: str, length: int, sums: NDArray[np.uint32]) -> None:
+        """`sums`: of every block. OSError where the file cannot be opened, UserError where its size is wrong."""
+        self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
+        self._length, self._sums = length, sums
+        fd = open_regular(self.path)
+        weakref.finalize(self, os.close, fd)
+        self._fd = fd
+        self._num_bytes = length * self.dtype.itemsize
+        found = os.fstat(fd).st_size
+        if found != self._num_bytes:
+            raise damage(self.path, f"it has {found:,} bytes, and {self._num_bytes:,} were written")
+        self._checked = np.zeros(len(sums), dtype=bool)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, span: slice) -> NDArray[Any]:
+        start, stop, step = span.indices(len(self))
+        assert step == 1
+        start, stop = start * self.dtype.itemsize, max(start, stop) * self.dtype.itemsize
+        first, end = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        if self._checked[first:end].all():
+            return np.frombuffer(self.read_bytes(start, stop - start), dtype=self.dtype)
+        begin = first * BLOCK_BYTES
+        data = memoryview(self.read_bytes(begin, min(end * BLOCK_BYTES, self._num_bytes) - begin))
+        for block in range(first, end):
+            at = block * BLOCK_BYTES - begin
+            if (why := self._fault(block, data[at : at + BLOCK_BYTES])) is not None:
+                raise damage(self.path, why)
+        self._checked[first:end] = True
+        return np.frombuffer(data[start - begin : stop - begin], dtype=self.dtype)
+
+    def read_bytes(self, start: int, count: int) -> bytes:
+        """Bytes of the file as they are. UserError where the drive does not give them."""
+        with reporting(self.path, f"reading {count:,} bytes"):
+            data = os.pread(self._fd, count, start)
+            while len(data) < count:
+                more = os.pread(self._fd, count - len(data), start + len(data))
+                if not more:
+                    raise damage(self.path, f"it became shorter than {start + count:,} bytes while it was in use")
+                data += more
+        return data
+
+    def _fault(self, block: int, data: memoryview) -> str | None:
+        """What is wrong with a block."""
+        crc, wanted = checksum(data, 0), int(self._sums[block])
+        at = f"block {block:,} (bytes {block * BLOCK_BYTES:,} to {block * BLOCK_BYTES + len(data):,})"
+        if crc != wanted:
+            return f"{at} has CRC-32C {crc:08x}, and {wanted:08x} was written"
+        why = self._wrong(np.frombuffer(data, dtype=self.dtype))
+        return None if why is None else f"{at} holds {why}"
+
+    def _wrong(self, values: NDArray[Any]) -> str | None:
+        """What cannot be among the numbers of a block."""
+        raise NotImplementedError
+
+    def verify(self) -> int:
+        """Read and check every block; the bytes read. UserError telling how many are damaged, and the first."""
+        faults = []
+        for begin in range(0, self._num_bytes, COPY_BYTES):
+            data = memoryview(self.read_bytes(begin, min(COPY_BYTES, self._num_bytes - begin)))
+            for at in range(0, len(data), BLOCK_BYTES):
+                fault = self._fault((begin + at) // BLOCK_BYTES, data[at : at + BLOCK_BYTES])
+                faults += [] if fault is None else [fault]
+        if faults:
+            more = f", one of {len(faults):,} damaged blocks of {len(self._sums):,}" if len(faults) > 1 else ""
+            raise damage(self.path, faults[0] + more)
+        return self._num_bytes
+
+
+def damage(path: Path, why: str) -> UserError:
+    """The UserError for a file of a corpus, or for its folder."""
+    folder = path if path.is_dir() else path.parent
+    return UserError(
+        f"{path}: damaged: {why}; restore the file, or delete the folder {folder} and resume, which makes the "
+        "tokenised corpus again from its source"
+    )
+
+
+def read_sums(path: Path, num_bytes: int, wanted: str) -> NDArray[np.uint32]:
+    """The checksums of the blocks of a file of `num_bytes`; `wanted` is their own."""
+    length = -(-num_bytes // BLOCK_BYTES)
+    content = read_regular(path, most_bytes=4 * length)
+    if (crc := hex_crc(content)) != wanted or len(content) != 4 * length:
+        raise damage(path, f"it has CRC-32C {crc}, and {wanted} was written")
+    return np.frombuffer(content, dtype="<u4")
+
+
+class BlockSums:
+    """CRC-32C of each BLOCK_BYTES of what it is given; the last block may be shorter."""
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._rest = b""
+
+    def add(self, data: bytes) -> None:
+        whole = memoryview(self._rest + data)
+        end = len(whole) - len(whole) % BLOCK_BYTES
+        self._sums += [checksum(whole[at : at + BLOCK_BYTES], 0) for at in range(0, end, BLOCK_BYTES)]
+        self._rest = bytes(whole[end:])
+
+    def finish(self) -> bytes:
+        """The content of tokens.crc32c."""
+        last = [checksum(memoryview(self._rest), 0)] if self._rest else []
+        return np.asarray([*self._sums, *last], dtype="<u4").tobytes()
+
+
+class SpanWriter:
+    """Writes a file of numbers with its checksums."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("wb")
+        self._digest, self._sums = hashlib.sha256(), BlockSums()
+
+    def add(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._sums.add(data)
+        self._stream.write(data)
+
+    def finish(self) -> tuple[str, bytes]:
+        """Make it durable; its SHA-256, and the content of its file of checksums."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return self._digest.hexdigest(), self._sums.finish()
