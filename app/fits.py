@@ -1,4 +1,4 @@
-"""Whether recipes fit this machine, as plans of them said: kept (app/user_cache.py), so that a list need not plan.
+"""Whether recipes fit this machine, as plans of them said: kept (storage/user_cache.py), so that a list need not plan.
 
 An answer holds for a recipe file's content, on one machine with about as much free memory and disk.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.app.user_cache import cache_folder, code_digest, read_kept, write_kept
+from penstock.storage.user_cache import cache_folder, code_digest, read_kept, write_kept
 
 _MOST_FILES = 256
 _CODE = ("machine", "forecast", "plan", "schedule", "model", "attention", "hf", "optim")

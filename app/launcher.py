@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from penstock.app import child, control, memory_limit
+from penstock.app import control, memory_limit
 from penstock.app.launch import require_inputs
 from penstock.app.recipe import resolve_paths, to_run_json
 from penstock.app.run_files import open_append, open_read, remove_own
 from penstock.app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
 from penstock.engine.config import Recipe
+from penstock.storage import child
 from penstock.storage.disk import atomic_write, disk_error, require_writable
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import RefusedFileError

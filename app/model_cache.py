@@ -1,6 +1,6 @@
 """What models are made of, kept between plans: taking one apart takes PyTorch and transformers, which take seconds.
 
-A file a model (app/user_cache.py). Only a plan reads it, never a training.
+A file a model (storage/user_cache.py). Only a plan reads it, never a training.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 
 from penstock import engine
-from penstock.app.user_cache import cache_folder, code_digest, read_kept, write_kept
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.model_folder import read_config_file
 from penstock.storage.untrusted import typed
+from penstock.storage.user_cache import cache_folder, code_digest, read_kept, write_kept
 
 _MOST_FILES = 64
 _CODE = ("model", "attention", "hf")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.app import child
+from penstock.storage import child
 from penstock.storage.errors import UserError
 
 _READ_BYTES = 1 << 16

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from penstock.app import child
+from penstock.storage import child
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -76,8 +76,8 @@ def test_children_take_nothing_from_the_folder_that_they_start_in(tmp_path: Path
     for name in ("penstock", "app", "torch", "json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('code of the current folder')")
-    code = "import os; from penstock.app import child; os.execve(c[0], c, child.environment()) if (c := child.command("
-    code += "'app.bench.process', 'penstock.app.shipped:names', '[]')) else 0"
+    code = "import os; from penstock.storage import child; c = child.command("
+    code += "'app.bench.process', 'penstock.app.shipped:names', '[]'); os.execve(c[0], c, child.environment())"
     process = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=tmp_path,

@@ -24,7 +24,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.app import child
+from penstock.storage import child
 from penstock.storage.errors import UserError
 
 WIDTH, HEIGHT = 120, 36

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.app import child
+from penstock.storage import child
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
 from penstock.tui.web.access import Access, is_remote

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.app import child
+from penstock.storage import child
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import real_path
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.app import child
 from penstock.app.bench import plan as bench_plan
 from penstock.app.bench.cases import COMPILE_CORES, COMPILE_S, MEMORY_S_PER_GB, START_S, Rates, cases_of
 from penstock.app.bench.cases import Case as SuiteCase
@@ -25,6 +24,7 @@ from penstock.app.gpu_check.found import run_telling
 from penstock.app.gpu_check.results import Results, Rows
 from penstock.app.gpu_check.schedule import Case, Job, Stage
 from penstock.engine.machine.peaks import peak_flops
+from penstock.storage import child
 
 SUITES = "gpu"
 FIRST = ("long-7b", "short", "long-8b")

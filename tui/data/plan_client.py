@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.app import child
 from penstock.app.recipe import Recipe, to_dict
+from penstock.storage import child
 from penstock.tui.data import processes
 
 Phase = Literal["idle", "starting", "planning", "advising", "done"]

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.app import child, memory_limit
+from penstock.app import memory_limit
+from penstock.storage import child
 
 
 async def begin(command: Sequence[str], folder: Path, *, stdin: int, line_bytes: int) -> asyncio.subprocess.Process:

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 from textual import messages
 from textual.drivers.web_driver import WebDriver
 
-from penstock.app import child, memory_limit
+from penstock.app import memory_limit
+from penstock.storage import child
 
 MOST_MEMORY_BYTES = 4 << 30
 """Of addresses; the application takes a quarter of a GiB of them at the largest size of a window."""
