@@ -90,7 +90,7 @@ def open_session(
             detail=True,
         )
     batch = typical_batch(loader)
-    documents = [m.documents for m in batch]
+    documents, filled = [m.documents for m in batch], [m.filled for m in batch]
     identity = run_identity(recipe)
     with contextlib.ExitStack() as undo:
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
@@ -120,7 +120,7 @@ def open_session(
             reader_bytes=readers.pinned_bytes(len(drives)),
         )
         with checklist.step("searching a plan"):
-            found = task.search(machine, documents=documents, rough=train.calibrate)
+            found = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
             _refuse_unless_exact(spec, found.plan, observer)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
@@ -154,7 +154,7 @@ def open_session(
         for warning in store.warnings:
             observer.on_message(warning)
         if recorded is not None:
-            found = task.search(machine, documents=documents, only=recorded.choice)
+            found = task.search(machine, documents=documents, filled=filled, only=recorded.choice)
             compilation = Compilation(
                 layers=compilation.layers and recorded.compiled is not False,
                 optimizer=compilation.optimizer and recorded.optimizer_mode != "fused",
@@ -175,7 +175,7 @@ def open_session(
             known = (found.best.chunk_tokens, found.best.choice)
             with checklist.step("planning with these times"):
                 only = known if fixed else None
-                found = task.search(machine, calibration, documents, known=known, only=only, before=found)
+                found = task.search(machine, calibration, documents, filled, known=known, only=only, before=found)
         reservation.settle(found.plan)
         _tell_plan(observer, task, machine, found, calibration, batch)
         session = Session(
@@ -232,7 +232,8 @@ def _tell_plan(
     kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
     for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
         observer.on_message(line, detail=True)
-    simulation = predict(found.plan, machine, calibration, [m.documents for m in batch])
+    documents, filled = [m.documents for m in batch], [m.filled for m in batch]
+    simulation = predict(found.plan, machine, calibration, documents, filled)
     predicted = forecast(task, machine, found, calibration, batch, simulation)
     measured = None if calibration is None else calibration.to_json()
     observer.on_plan(predicted | {"attention": kernels, "calibration": measured}, simulation.spans)

@@ -22,7 +22,6 @@ from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec, layouts
-from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD, PlanOptions
 from penstock.engine.preparing import Checklist
@@ -110,7 +109,7 @@ class Session:
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation = lanes, reservation
         self.fallbacks = lanes.fallbacks
-        self._carrier = BatchCarrier(plan.chunks, device)
+        self._carrier = BatchCarrier(plan.chunks, device, compiled=compute.compiled)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         with checklist.step("allocating memory"):
@@ -175,14 +174,10 @@ class Session:
 
     def fetch(self) -> StepData:
         micro_batches = self.loader.next_step()
-        return StepData(*self._carried(micro_batches), cursor=self.loader.cursor)
+        return self._carrier.step(micro_batches, self.loader.cursor)
 
     def fetch_evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
-        return EvaluationData(*self._carried(micro_batches))
-
-    def _carried(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[MicroBatch], list[ChunkTokens], int]:
-        """The first fields of a Batch, its tokens on the compute device."""
-        return micro_batches, self._carrier.carry(micro_batches), sum(m.num_targets for m in micro_batches)
+        return self._carrier.evaluation(micro_batches)
 
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""

@@ -66,8 +66,9 @@ def train_step(session: Session) -> StepMetrics:
     session.begin_step(data)
     step = session.step
     ops: list[Op] = []
-    documents = [m.documents for m in data.micro_batches]
-    for ops in session.builder.stream(step, commit_previous=session.commit_due(step - 1), documents=documents):
+    documents, cut = [m.documents for m in data.micro_batches], list(data.cut.values())
+    commit = session.commit_due(step - 1)
+    for ops in session.builder.stream(step, commit_previous=commit, documents=documents, chunks=cut):
         session.executor.submit(ops)
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known

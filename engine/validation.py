@@ -30,29 +30,32 @@ def validate(session: Session) -> ValidationMetrics:
     assert session.validation is not None
     started, step, runtime = time.perf_counter(), session.step, session.runtime
     commit = session.commit_due(step) or step == session.recipe.train.steps
-    total, tokens = 0.0, 0
+    total, weight, tokens = 0.0, 0.0, 0
     under_way: deque[tuple[int, int]] = deque()
     """(number, last op) of the passes that have been handed over; tokens of two of them are on the compute device."""
 
     def finish_pass() -> None:
-        nonlocal total, tokens
+        nonlocal total, weight, tokens
         number, last = under_way.popleft()
         session.executor.wait(last)
         data = runtime.end_evaluation(number)
-        total, tokens = total + data.total_loss, tokens + data.num_targets
+        total, weight = total + data.total_loss, weight + data.total_weight
+        tokens += data.num_targets
 
     runtime.drop_tokens()
     for number, micro_batches in enumerate(session.validation.passes(), start=1):
         if len(under_way) == 2:
             finish_pass()
-        runtime.begin_evaluation(number, session.fetch_evaluation(micro_batches))
-        documents = [m.documents for m in micro_batches]
+        data = session.fetch_evaluation(micro_batches)
+        runtime.begin_evaluation(number, data)
+        documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
         ops: list[Op] = []
-        for ops in session.builder.evaluate(step, number, commit_previous=commit and number == 1, documents=documents):
+        due_now = commit and number == 1
+        for ops in session.builder.evaluate(step, number, commit_previous=due_now, documents=documents, chunks=cut):
             session.executor.submit(ops)
         under_way.append((number, ops[-1].id))
     while under_way:
         finish_pass()
     return ValidationMetrics(
-        step=step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - started, time=time.time()
+        step=step, loss=total / weight, tokens=tokens, seconds=time.perf_counter() - started, time=time.time()
     )

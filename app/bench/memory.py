@@ -257,7 +257,7 @@ def _batch_bytes(session: Session) -> int:
     """Bytes of the step's tokens and what is known about them, each storage once."""
     data = session.runtime.data(session.step)
     tensors = [tensor for batch in data.micro_batches for tensor in (batch.ids, batch.labels, batch.positions)]
-    tensors += [tensor for chunk in data.chunks for tensor in chunk.tensors()]
+    tensors += [tensor for chunk in data.chunks.values() for tensor in chunk.tensors()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

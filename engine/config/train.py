@@ -112,4 +112,7 @@ class TrainConfig:
             value = getattr(self, name)
             require(0 <= value < 1, f"train.{name}: {value} must lie in 0..1")
         require(self.clip_norm is None or self.clip_norm > 0, f"train.clip_norm: {self.clip_norm} must be above 0")
+        require(self.z_loss >= 0, f"train.z_loss: {self.z_loss} must not be negative")
+        aux = self.router_aux_loss
+        require(aux is None or aux >= 0, f"train.router_aux_loss: {aux} must not be negative")
         require(self.weight_decay >= 0, f"train.weight_decay: {self.weight_decay} must not be negative")

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from penstock.engine.attention.pairs import chunk_pairs
 from penstock.engine.machine.profile import AttentionRate, Machine
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.actions import ACTIONS, Cost
@@ -98,8 +98,9 @@ def _twins(op: Op) -> tuple[Op, ...]:
 class Costs:
     """Seconds of any op of a plan on a machine, while nothing else shares what it uses.
 
-    `documents`: per micro-batch the sorted starts of its documents; None: one document a row. `merged`: each chunk
-    stands for so many (engine/forecast/extrapolate.py).
+    `documents`: per micro-batch the sorted starts of its documents; None: one document a row. `filled`: per micro-batch
+    its tokens before the padding (plan.filled_chunks); None: there is none. `merged`: each chunk stands for so many
+    (engine/forecast/extrapolate.py).
     """
 
     def __init__(
@@ -108,11 +109,13 @@ class Costs:
         machine: Machine,
         calibration: Calibration | None = None,
         documents: Sequence[Sequence[int]] | None = None,
+        filled: Filled | None = None,
         merged: int = 1,
     ) -> None:
         self._plan, self._machine = plan, machine
         self._calibration = calibration or Calibration()
         self._documents = plan.row_documents if documents is None else documents
+        self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(filled)}
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
@@ -176,7 +179,7 @@ class Costs:
         return self._same[block]
 
     def tokens(self, op: Op) -> int:
-        chunk = self._plan.chunks[op.index]
+        chunk = self._chunks[op.index]
         return chunk.end - chunk.start
 
     def pairs(self, op: Op) -> int:
@@ -187,8 +190,8 @@ class Costs:
             return 0
         key = (self._same[op.block], op.index, op.slots[a.KEYS] if work.one_chunk_of_keys else WHOLE)
         if key not in self._pairs:
-            chunk = self._plan.chunks[op.index]
-            other = self._plan.chunks[op.slots[a.KEYS]] if work.one_chunk_of_keys else None
+            chunk = self._chunks[op.index]
+            other = self._chunks[op.slots[a.KEYS]] if work.one_chunk_of_keys else None
             self._pairs[key] = chunk_pairs(
                 chunk.start,
                 chunk.end,

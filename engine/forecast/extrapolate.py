@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from penstock.engine.forecast.costs import Calibration, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import BufferPlan, Chunk, Plan
+from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan
 from penstock.engine.plan.problem import HIDDEN_SLOTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -48,6 +48,7 @@ def estimate(
     machine: Machine,
     calibration: Calibration | None = None,
     documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
     *,
     full: bool = False,
     settled: bool = True,
@@ -58,9 +59,10 @@ def estimate(
     The spans are those of the layers simulated. Raises engine.forecast.simulate.Deadlock.
     """
     if full or num_ops(plan) <= FULL_OPS:
-        return simulate(plan, Costs(plan, machine, calibration, documents), machine, documents, settled=settled)
-    runs, small, joined, costs = _small(plan, machine, calibration, documents)
-    found = simulate(small, costs, machine, joined, settled=False)
+        costs = Costs(plan, machine, calibration, documents, filled)
+        return simulate(plan, costs, machine, documents, filled, settled=settled)
+    runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled)
+    found = simulate(small, costs, machine, joined, filled, settled=False)
     return _extended(plan, runs, found)
 
 
@@ -69,6 +71,7 @@ def estimate_evaluation(
     machine: Machine,
     calibration: Calibration | None = None,
     documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
     *,
     full: bool = False,
 ) -> float:
@@ -76,12 +79,14 @@ def estimate_evaluation(
     runs: list[_Run] = []
     small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
-        costs = Costs(plan, machine, calibration, documents)
+        costs = Costs(plan, machine, calibration, documents, filled)
     else:
         # Where all chunks' hidden states fit their slots, none crosses the link.
-        runs, small, joined, costs = _small(plan, machine, calibration, documents, more_than=HIDDEN_SLOTS)
-    clocks = Clocks(machine)
-    clocks.run([op for ops in ScheduleBuilder(small).evaluate(1, 1, documents=joined) for op in ops], costs)
+        more_than = HIDDEN_SLOTS
+        runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
+    clocks, chunks = Clocks(machine), small.filled_chunks(filled)
+    passes = ScheduleBuilder(small).evaluate(1, 1, documents=joined, chunks=chunks)
+    clocks.run([op for ops in passes for op in ops], costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     return clocks.times[-1][2] + dropped_s
@@ -92,9 +97,10 @@ def _small(
     machine: Machine,
     calibration: Calibration | None,
     documents: Sequence[Sequence[int]] | None,
+    filled: Filled | None,
     more_than: int = 0,
-) -> tuple[list[_Run], Plan, list[list[int]], Costs]:
-    """The plan with a few layers of each run, chunks and parts; its documents, and what its ops cost.
+) -> tuple[list[_Run], Plan, list[list[int]], Filled | None, Costs]:
+    """The plan with a few layers of each run, chunks and parts; its documents and padding, and what its ops cost.
 
     It has `more_than` so many chunks if the plan has.
     """
@@ -103,9 +109,10 @@ def _small(
     times = -(-len(plan.chunks) // MOST_CHUNKS)
     while times > 1 and len(_few_chunks(shallow, times).chunks) <= more_than:
         times -= 1
-    small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, documents, times)
-    merged = round(len(plan.chunks) / len(small.chunks))
-    return runs, small, joined, Costs(small, machine, calibration, joined, merged=merged)
+    small = _few_parts(_few_chunks(shallow, times))
+    joined, few_filled = _joined(plan, documents, filled, times)
+    merged = round(len(plan.filled_chunks(filled)) / len(small.filled_chunks(few_filled)))
+    return runs, small, joined, few_filled, Costs(small, machine, calibration, joined, few_filled, merged=merged)
 
 
 def _pace(ends: Sequence[float], run: _Run) -> float:
@@ -219,14 +226,26 @@ def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> in
     return next(c.index for c in chunks if c.micro_batch == batch and c.start <= start < c.end)
 
 
-def _joined(plan: Plan, documents: Sequence[Sequence[int]] | None, times: int) -> list[list[int]]:
-    """Per micro-batch of `_few_chunks` the starts of its documents."""
+def _joined(
+    plan: Plan, documents: Sequence[Sequence[int]] | None, filled: Filled | None, times: int
+) -> tuple[list[list[int]], Filled | None]:
+    """Per micro-batch of `_few_chunks` the starts of its documents, and its tokens before the padding.
+
+    What is in front of the padding of those that become one is laid end to end.
+    """
     starts = plan.row_documents if documents is None else documents
     _, batches = _group(plan, times)
-    return [
-        [start + i * plan.window_tokens for i, found in enumerate(starts[first : first + batches]) for start in found]
-        for first in range(0, plan.problem.micro_batches, batches)
-    ]
+    ends = [plan.window_tokens if end is None else end for end in filled or [None] * plan.problem.micro_batches]
+    joined: list[list[int]] = []
+    totals: list[int | None] = []
+    for first in range(0, plan.problem.micro_batches, batches):
+        found, total = [], 0
+        for of_one, end in zip(starts[first : first + batches], ends[first : first + batches], strict=True):
+            found += [total + start for start in of_one if start < end]
+            total += end
+        joined.append(found or [0])
+        totals.append(total)
+    return joined, None if filled is None else totals
 
 
 def _shallow(plan: Plan, blocks: list[int]) -> Plan:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.engine.attention.pairs import visible_pairs
 from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Filled, Plan
 from penstock.storage.layout import ParamSpec
 
 BACKWARD = 2
@@ -86,16 +86,17 @@ class StepFlops:
         return self.layer_matmul + self.head_matmul + self.attention_forward + self.attention_backward
 
 
-def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepFlops:
+def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: Filled | None = None) -> StepFlops:
     """FLOPs that a step of `plan` carries out over documents of these lengths in tokens.
 
-    The layers compute padding too. Backward computes a layer's matrix products again except the one whose output
+    The layers compute padding too, where it is not at the end of a micro-batch, of which `filled` tokens come before
+    it. Backward computes a layer's matrix products again except the one whose output
     nobody reads (ModelSpec.unread), and none where the plan saves the chunk's graph (Plan.saved_graphs). Queries, keys
     and values are computed once more where the layer saved its input only (Plan.recomputed), attention with them, and
     where keys and values are streamed.
     """
     lengths = list(lengths)
-    tokens = [chunk.end - chunk.start for chunk in plan.chunks]
+    tokens = {chunk.index: chunk.end - chunk.start for chunk in plan.filled_chunks(filled)}
     layer_matmul = forward = backward = 0
     for index, shape in enumerate(spec.attention, start=1):
         block = spec.blocks[index]
@@ -103,7 +104,7 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int]) -> StepF
         again = once - unread_matmul(spec, block, spec.unread[index - 1])
         passes = 2 if index in plan.recomputed else 1
         extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
-        for chunk, count in enumerate(tokens):
+        for chunk, count in tokens.items():
             layer_matmul += count * (once * (1 + BACKWARD) + extra)
             if (index, chunk) not in plan.saved_graphs:
                 layer_matmul += count * again

@@ -14,7 +14,7 @@ from penstock.engine.forecast.search import SearchResult, promised_s
 from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.peaks import hfu, mfu, peak_flops
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.schedule.actions import LANES
 from penstock.storage.chunk import ChunkFormat
@@ -42,15 +42,16 @@ def forecast(
     """
     plan = found.plan
     documents = None if batch is None else [m.documents for m in batch]
+    filled = None if batch is None else [m.filled for m in batch]
     if simulation is None and calibration is None and documents is None and num_ops(plan) > WHOLE_OPS:
         simulation = found.best.simulation
     elif simulation is None:
-        simulation = predict(plan, machine, calibration, documents)
-    validation_s = validation_seconds(task, machine, plan, calibration, documents)
+        simulation = predict(plan, machine, calibration, documents, filled)
+    validation_s = validation_seconds(task, machine, plan, calibration, documents, filled)
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
     step_s = promised_s(simulation.step_s)
     tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
-    wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths).total
+    wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths, filled).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
     return plan.to_json() | {
         "fits": True,
@@ -82,9 +83,10 @@ def predict(
     machine: Machine,
     calibration: Calibration | None = None,
     documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
 ) -> Simulation:
     """The step that the forecast promises."""
-    return estimate(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
+    return estimate(plan, machine, calibration, documents, filled, full=num_ops(plan) <= WHOLE_OPS)
 
 
 def validation_seconds(
@@ -93,13 +95,15 @@ def validation_seconds(
     plan: Plan,
     calibration: Calibration | None = None,
     documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
 ) -> float:
     """Seconds that a validation adds to the run; 0 where the recipe asks for none."""
     train = task.recipe.train
     if train.validate_every is None:
         return 0.0
     passes = -(-(train.validation_sequences or train.global_batch_size) // train.global_batch_size)
-    return passes * estimate_evaluation(plan, machine, calibration, documents, full=num_ops(plan) <= WHOLE_OPS)
+    seconds = estimate_evaluation(plan, machine, calibration, documents, filled, full=num_ops(plan) <= WHOLE_OPS)
+    return passes * seconds
 
 
 def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.profile import Machine
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.optim.base import find_optimizer
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
 from penstock.storage.errors import BudgetError
@@ -119,6 +119,7 @@ class PlanRequest:
         machine: Machine,
         calibration: Calibration | None = None,
         documents: Sequence[Sequence[int]] | None = None,
+        filled: Filled | None = None,
         *,
         known: tuple[int, PlanOptions] | None = None,
         only: tuple[int, PlanOptions] | None = None,
@@ -132,6 +133,7 @@ class PlanRequest:
             machine,
             calibration,
             documents,
+            filled,
             known=known,
             only=only,
             before=before,

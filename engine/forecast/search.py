@@ -12,7 +12,7 @@ from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.extrapolate import estimate, num_ops
 from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan, state_exceeds_disk
 from penstock.engine.plan.problem import KV_SLOTS, PlanInput, PlanOptions
 from penstock.storage.errors import BudgetError
@@ -112,6 +112,7 @@ class _Search:
     machine: Machine
     calibration: Calibration | None
     documents: Sequence[Sequence[int]] | None
+    filled: Filled | None
     rough: bool
     tried: list[Candidate] = field(default_factory=list)
     refused: list[tuple[int, PlanOptions, BudgetError]] = field(default_factory=list)
@@ -143,7 +144,7 @@ class _Search:
         """Simulate a plan, unless one that runs the same schedule has been."""
         key = decisions(plan)
         if key not in self.simulated:
-            found = estimate(plan, self.machine, self.calibration, self.documents, settled=not self.rough)
+            found = estimate(plan, self.machine, self.calibration, self.documents, self.filled, settled=not self.rough)
             self.simulated[key] = found
         self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
         return candidate
@@ -200,6 +201,7 @@ def search(
     machine: Machine,
     calibration: Calibration | None = None,
     documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
     *,
     known: tuple[int, PlanOptions] | None = None,
     only: tuple[int, PlanOptions] | None = None,
@@ -214,7 +216,7 @@ def search(
     `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
     Raises BudgetError, that of the combination which lacks least, where none fits.
     """
-    hunt = _Search(problem_at, machine, calibration, documents, rough)
+    hunt = _Search(problem_at, machine, calibration, documents, filled, rough)
     lengths = list(chunks)
     if only is not None and (taken := hunt.attempt(*only)) is not None:
         return SearchResult(taken, hunt.tried, hunt.refused)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.engine.events import Span
 from penstock.engine.forecast.costs import Costs
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.schedule.actions import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, stays_aside
 from penstock.engine.schedule.ops import Op, span_of
@@ -58,24 +58,26 @@ def simulate(
     costs: Costs,
     machine: Machine,
     documents: Sequence[Sequence[int]] | None = None,
+    filled: Filled | None = None,
     *,
     settled: bool = True,
 ) -> Simulation:
     """The second step of a run of `plan`, as the first has no update to apply. Raises Deadlock.
 
-    `documents`: per micro-batch the sorted starts of its documents (ScheduleBuilder.step). Not `settled`: the first
+    `documents`, `filled`: of each micro-batch the sorted starts of its documents (ScheduleBuilder.step), and its tokens
+    before the padding. Not `settled`: the first
     step is only taken to have been there, nothing of it being under way any more; this takes half the time to find out.
     """
-    builder = ScheduleBuilder(plan)
+    builder, chunks = ScheduleBuilder(plan), plan.filled_chunks(filled)
     clocks = Clocks(machine)
     start = 0.0
     if settled:
-        first = builder.step(1, documents=documents)
+        first = builder.step(1, documents=documents, chunks=chunks)
         clocks.run(first, costs)
         start = clocks.done_at[first[-1].id]
     else:
         builder.follow(1)
-    second = builder.step(2, documents=documents)
+    second = builder.step(2, documents=documents, chunks=chunks)
     clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
     end = clocks.done_at[second[-1].id]
     spans = clocks.spans(start)

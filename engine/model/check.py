@@ -58,6 +58,7 @@ class TokenStream:
     labels: Tensor
     positions: Tensor
     documents: list[int]
+    weights: Tensor | None = None
 
     @staticmethod
     def of(documents: Sequence[Tensor]) -> TokenStream:

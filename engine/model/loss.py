@@ -79,45 +79,55 @@ class CrossEntropy:
     """Cross entropy over row blocks; compiled into one kernel per block, or eager."""
 
     def __init__(self, *, compile: bool) -> None:
-        self._block: Callable[[Tensor, Tensor, Tensor], Tensor] = _block_eager_
+        self._block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] = _block_eager_
         if compile:
             self._block = torch.compile(_block_, dynamic=True)  # not fullgraph: see engine/optim/adamw.py
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, labels: Tensor, scale: float, work_bytes: int) -> Tensor:
-        """Sum of the cross entropy (float64, 0-dim) of logits [n, vocab]; leaves scale x its gradient in `logits`.
+    def __call__(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, scale: float, work_bytes: int, z_loss: float = 0.0
+    ) -> Tensor:
+        """Sum over rows of weight x cross entropy (float64, 0-dim) of logits [n, vocab]; leaves in `logits` the
+        gradient of scale x the sum over rows of weight x (cross entropy + z_loss x logsumexp(row)^2).
 
-        labels: int64 [n]. Rows are taken to float32 `work_bytes` at a time, at least one (float64 stays float64).
+        labels: int64 [n]; weights: float64 [n]. Rows are taken to float32 `work_bytes` at a time, at least one (float64
+        stays float64). The second term, which keeps the logits' partition function near 1, is PaLM's (arXiv 2204.02311,
+        section 5); what is returned is without it.
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         factor = torch.full((), scale, dtype=dtype, device=logits.device)
+        z = torch.full((), z_loss, dtype=dtype, device=logits.device) if z_loss else None
         loss = torch.zeros((), dtype=torch.float64, device=logits.device)
         step = max(1, work_bytes // (logits.shape[1] * dtype.itemsize))
-        for rows, targets in zip(even_pieces(logits, step), even_pieces(labels, step), strict=True):
-            loss += self._block(rows, targets, factor)
+        for rows, targets, shares in zip(*(even_pieces(t, step) for t in (logits, labels, weights)), strict=True):
+            loss += self._block(rows, targets, shares.to(dtype)[:, None], factor, z)
         return loss
 
 
-def _block_(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """One block, for torch.compile: two passes over the logits, nothing else of their size."""
-    x = logits.to(scale.dtype)
-    x = x - x.amax(dim=-1, keepdim=True)
+def _block_(logits: Tensor, labels: Tensor, weights: Tensor, factor: Tensor, z: Tensor | None) -> Tensor:
+    """One block, for torch.compile: two passes over the logits, nothing else of their size. weights: [n, 1]."""
+    x, scale = logits.to(factor.dtype), weights * factor
+    most = x.amax(dim=-1, keepdim=True)
+    x = x - most
     total = x.exp().sum(dim=-1, keepdim=True)
     target = x.gather(1, labels[:, None])
     hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
-    gradient = x.exp() * (scale / total) - torch.where(hit, scale, torch.zeros_like(scale))
+    slope = scale if z is None else scale * (1 + 2 * z * (total.log() + most))
+    gradient = x.exp() * (slope / total) - torch.where(hit, scale, torch.zeros_like(scale))
     logits.copy_(gradient)
-    return (total.log() - target).sum(dtype=torch.float64)
+    return (weights * (total.log() - target)).sum(dtype=torch.float64)
 
 
-def _block_eager_(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+def _block_eager_(logits: Tensor, labels: Tensor, weights: Tensor, factor: Tensor, z: Tensor | None) -> Tensor:
     """One block in place throughout: one copy of the rows in float32 is the largest thing that ever exists here."""
-    work = logits.to(scale.dtype, copy=True)
-    work.sub_(work.amax(dim=-1, keepdim=True))
+    work, scale = logits.to(factor.dtype, copy=True), weights * factor
+    most = work.amax(dim=-1, keepdim=True)
+    work.sub_(most)
     index = labels[:, None]
     target = work.gather(1, index)
     total = work.exp_().sum(dim=-1, keepdim=True)
-    work.mul_(scale / total)
+    slope = scale if z is None else scale * (1 + 2 * z * (total.log() + most))
+    work.mul_(slope / total)
     work.scatter_(1, index, work.gather(1, index) - scale)
     logits.copy_(work)
-    return (total.log() - target).sum(dtype=torch.float64)
+    return (weights * (total.log() - target)).sum(dtype=torch.float64)

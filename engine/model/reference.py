@@ -18,7 +18,7 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, layouts
-from penstock.engine.model.tokens import IGNORE_LABEL, ChunkTokens, Stream, chunk_ranges
+from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, mean_by_weight, total_weight
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
 from penstock.engine.optim.lr import clip_coefficient
 
@@ -51,7 +51,8 @@ class Training:
         for gradient in self.gradients.values():
             gradient.zero_()
         weights, gradients = self.by_name(self.weights), self.by_name(self.gradients)
-        loss = forward_backward(self.runner, weights, gradients, streams, chunk_tokens, logits_bytes)
+        z_loss = self.train.z_loss
+        loss = forward_backward(self.runner, weights, gradients, streams, chunk_tokens, logits_bytes, z_loss=z_loss)
 
         squares = [torch.linalg.vector_norm(gradient).square().double() for gradient in self.gradients.values()]
         norm = float(torch.stack(squares).sum().sqrt())
@@ -75,13 +76,15 @@ def forward_backward(
     logits_bytes: int,
     *,
     in_pieces: bool = False,
+    z_loss: float = 0.0,
 ) -> float:
-    """Mean loss per target of the streams; adds its gradients to `gradients` (float32).
+    """Mean loss of the streams' targets by their weights; adds its gradients to `gradients` (float32).
 
-    `weights`: all parameters in the runner's dtype. `in_pieces`: attention goes over one chunk of keys at a time.
+    `weights`: all parameters in the runner's dtype. `in_pieces`: attention goes over one chunk of keys at a time. With
+    `z_loss` the gradients, not the loss, are those of PaLM's term as well (model/loss.py).
     """
     layers, num_layers = runner.layers, len(runner.spec.attention)
-    num_targets = sum(int((stream.labels != IGNORE_LABEL).sum()) for stream in streams)
+    total = sum(total_weight(stream.labels, stream.weights) for stream in streams)
     ranges = [chunk_ranges(stream, None if runner.spec.recurrent else chunk_tokens) for stream in streams]
     chunks = [chunk for s, cuts in zip(streams, ranges, strict=True) for chunk in _cut(runner, s, cuts, in_pieces)]
 
@@ -105,7 +108,8 @@ def forward_backward(
     here, sums = _of_block(runner, HEAD, weights), _of_block(runner, HEAD, gradients)
     losses, backwards = torch.zeros(len(chunks)), range(len(chunks))[::-1]
     for i in backwards:
-        losses[i], hidden[i] = runner.head(here, hidden[i], chunks[i].tokens, 1 / num_targets, sums, logits_bytes)
+        tokens, scale = chunks[i].tokens, mean_by_weight(1.0, total)
+        losses[i], hidden[i] = runner.head(here, hidden[i], tokens, scale, sums, logits_bytes, z_loss=z_loss)
 
     # Backward: a layer's gradient is of its input now, no longer of its output.
     for layer in range(num_layers)[::-1]:
@@ -116,7 +120,7 @@ def forward_backward(
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
     for i in backwards:
         runner.embed_backward(here, chunks[i].tokens, hidden[i], sums)
-    return float(losses.double().sum()) / num_targets
+    return mean_by_weight(float(losses.double().sum()), total)
 
 
 def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Tensor]:
@@ -136,6 +140,7 @@ def _cut(runner: ModelRunner, stream: Stream, ranges: Sequence[tuple[int, int]],
     chunks = []
     for start, end in ranges:
         positions = stream.positions[start:end]
-        tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions).to(runner.device)
+        weights = None if stream.weights is None else stream.weights[start:end]
+        tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions, weights).to(runner.device)
         chunks.append(_Chunk(tokens, runner.inputs(positions, longest), keys))
     return chunks

@@ -127,25 +127,28 @@ class ModelRunner:
         loss_scale: float,
         grads: Mapping[str, Tensor],
         logits_bytes: int,
+        *,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Loss and gradients of the last layer's output x [n, hidden] against the labels of those tokens that have one.
 
-        Returns the sum over labels of the cross entropy (float64, 0-dim, not scaled) and dx [n, hidden], the gradient
-        of loss_scale x that sum; adds the parameters' gradients to `grads`. Logits exist for as many tokens at once as
-        fit `logits_bytes` with all that goes with them, at least one.
+        Returns the sum over labels of weight x cross entropy (float64, 0-dim, not scaled) and dx [n, hidden], the
+        gradient of loss_scale x that sum, and of its like over z_loss x logsumexp(logits)^2 (model/loss.py); adds the
+        parameters' gradients to `grads`. Logits exist for as many tokens at once as fit `logits_bytes` with all that
+        goes with them, at least one.
         """
         dx = torch.zeros_like(x)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._skeleton.bound(weights) as bound:
             cost = self._find_logits_cost(bound)
-            step = loss_terms.rows_at_once(logits_bytes, cost)
-            for part, labels in _pieces(tokens, step):
+            step, work_bytes = loss_terms.rows_at_once(logits_bytes, cost), logits_bytes // loss_terms.WORK_SHARE
+            for part, labels, shares in _pieces(tokens, step):
                 part_x = x.index_select(0, part).requires_grad_()
                 with torch.enable_grad():
                     logits = self._skeleton.logits(part_x)
                 # `data`, as autograd would see a write to `detach()` and rebuild the way back with a copy of it.
                 dlogits = logits.data if cost.in_place else logits.data.clone()
-                loss += self._cross_entropy(dlogits, labels, loss_scale, logits_bytes // loss_terms.WORK_SHARE)
+                loss += self._cross_entropy(dlogits, labels, shares, loss_scale, work_bytes, z_loss)
                 wanted = [part_x, *bound.values()]
                 part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)
                 del logits, dlogits
@@ -161,10 +164,10 @@ class ModelRunner:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad(), self._skeleton.bound(weights) as bound:
             step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
-            for part, labels in _pieces(tokens, step):
+            for part, labels, shares in _pieces(tokens, step):
                 logits = self._skeleton.logits(x.index_select(0, part))
                 # Their gradient takes their place, and nobody reads it: one pass more, and no other kernel.
-                loss += self._cross_entropy(logits, labels, 1.0, logits_bytes // loss_terms.WORK_SHARE)
+                loss += self._cross_entropy(logits, labels, shares, 1.0, logits_bytes // loss_terms.WORK_SHARE)
                 del logits
         return loss
 
@@ -176,8 +179,8 @@ class ModelRunner:
         return self._logits_cost
 
 
-def _pieces(tokens: ChunkTokens, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and labels of the tokens that have a target, at most so many at once; nothing where none has one."""
+def _pieces(tokens: ChunkTokens, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows, labels and weights of the tokens that have a target, at most so many at once; nothing if none has one."""
     if tokens.rows.numel():
-        rows, labels = (loss_terms.even_pieces(tensor, most) for tensor in (tokens.rows, tokens.labels))
-        yield from zip(rows, labels, strict=True)
+        found = (loss_terms.even_pieces(tensor, most) for tensor in (tokens.rows, tokens.labels, tokens.weights))
+        yield from zip(*found, strict=True)

@@ -6,7 +6,8 @@ the answers when the batch is fetched, so they travel with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ IGNORE_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class ChunkTokens:
-    """The n tokens of one chunk; int64 tensors."""
+    """The n tokens of one chunk; int64 tensors, but for the weights."""
 
     ids: Tensor
     """[n] token ids."""
@@ -29,31 +30,59 @@ class ChunkTokens:
     """[t] the tokens that have a target, ascending."""
     labels: Tensor
     """[t] their targets."""
+    weights: Tensor
+    """[t] float64, above 0: how much the loss of each target counts."""
     distinct: Tensor
     """[u] the token ids that occur, ascending."""
     places: Tensor
     """[n] where each token's id is in `distinct`."""
 
     @staticmethod
-    def of(ids: Tensor, labels: Tensor, positions: Tensor) -> ChunkTokens:
-        """From tensors [n] in host memory; a label of -100 is no target."""
+    def of(ids: Tensor, labels: Tensor, positions: Tensor, weights: Tensor | None = None) -> ChunkTokens:
+        """From tensors [n] in host memory; a label of -100 or of weight 0 is no target. No weights: 1 for all."""
         distinct, places = np.unique(ids.numpy(), return_inverse=True)
-        rows = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
+        rows = targets(labels, weights).nonzero().squeeze(-1)
+        ones = torch.ones(rows.numel(), dtype=torch.float64)
         return ChunkTokens(
             ids=ids,
             positions=positions,
             rows=rows,
             labels=labels[rows],
+            weights=ones if weights is None else weights[rows].double(),
             distinct=torch.from_numpy(distinct),
             places=torch.from_numpy(places),
         )
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(self, f.name) for f in fields(self)]
+        """All of them in 8 bytes an element, as int64: what travels together."""
+        return [getattr(self, f.name).view(torch.int64) for f in fields(self)]
+
+    @staticmethod
+    def of_tensors(tensors: Sequence[Tensor]) -> ChunkTokens:
+        """What `tensors` were made of."""
+        whole = ChunkTokens(*tensors)
+        return replace(whole, weights=whole.weights.view(torch.float64))
 
     def to(self, device: torch.device) -> ChunkTokens:
         """The same on `device`; waits for it."""
-        return ChunkTokens(*(tensor.to(device) for tensor in self.tensors()))
+        return ChunkTokens.of_tensors([tensor.to(device) for tensor in self.tensors()])
+
+
+def targets(labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Which tokens [n] have a target, of labels [n] and their weights."""
+    found = labels != IGNORE_LABEL
+    return found if weights is None else found & (weights > 0)
+
+
+def total_weight(labels: Tensor, weights: Tensor | None) -> float:
+    """Sum of the weights of all targets, their number where each counts as much as the others."""
+    found = targets(labels, weights)
+    return float(found.sum()) if weights is None else float(weights[found].sum(dtype=torch.float64))
+
+
+def mean_by_weight(weighted_sum: float, total: float) -> float:
+    """The mean of what adds up to `weighted_sum`, with weights that add up to `total`; 0 where there is nothing."""
+    return weighted_sum / total if total else 0.0
 
 
 class Stream(Protocol):
@@ -67,6 +96,11 @@ class Stream(Protocol):
     @property
     def labels(self) -> Tensor:
         """Int64 [T]; -100 has no loss."""
+        ...
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Float32 [T]: how much the loss of each label counts; None: 1 for all."""
         ...
 
     @property

@@ -8,7 +8,8 @@ size or a place.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.engine.plan.problem import (
@@ -23,6 +24,9 @@ from penstock.engine.plan.problem import (
     Pool,
     Tier,
 )
+
+Filled = Sequence[int | None]
+"""Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +137,10 @@ class Plan:
         """Per micro-batch the starts of its documents when every row is one."""
         return [list(range(0, self.window_tokens, self.problem.row_tokens))] * self.problem.micro_batches
 
+    def filled_chunks(self, filled: Filled | None) -> Sequence[Chunk]:
+        """What a step computes whose micro-batches have `filled` tokens before their padding."""
+        return self.chunks if filled is None else filled_chunks(self.chunks, filled)
+
     @property
     def max_chunk_tokens(self) -> int:
         return max(chunk.end - chunk.start for chunk in self.chunks)
@@ -221,6 +229,24 @@ def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int
         for m in range(micro_batches)
         for local, (start, end) in enumerate(bounds)
     )
+
+
+def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1) -> list[Chunk]:
+    """The chunks that a batch needs whose micro-batches have `filled` tokens before their padding (None: it has none).
+
+    What begins in the padding is left out, and what it begins in ends there, rounded up to `multiple` tokens from the
+    chunk's start. The first chunk always stays: a step goes through every block, whatever it holds.
+    """
+    found = []
+    for chunk in chunks:
+        if chunk.micro_batch >= len(filled):
+            break
+        end = filled[chunk.micro_batch]
+        real = chunk.end if end is None else end - chunk.start
+        if real > 0 or chunk.index == 0:
+            end = min(chunk.end, chunk.start + max(1, -(-real // multiple)) * multiple)
+            found.append(chunk if end == chunk.end else replace(chunk, end=end))
+    return found
 
 
 def aligned(nbytes: int) -> int:

@@ -33,7 +33,7 @@ UPDATE_PARTS = 8
 0.1 to 0.2 ms of Python."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace on the compute lane: eight buffers of 4,096 KiB, as engine/machine/device.py asks for."""
-BYTES_PER_TOKEN = 6 * 8
+BYTES_PER_TOKEN = 7 * 8
 """Device memory of a token in a fetched step, at most: the tensors of engine/model/tokens.py."""
 INPUTS_CACHE_BYTES = 64 * 2**20
 """Rotary tables and the like of recent chunks are kept on the device up to this size; beyond it they are made again."""

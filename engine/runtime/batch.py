@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
-from penstock.engine.model.tokens import ChunkTokens
-from penstock.engine.plan.plan import Chunk
+from penstock.engine.model.tokens import ChunkTokens, total_weight
+from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 
 
@@ -22,21 +22,25 @@ class Batch:
 
     micro_batches: Sequence[MicroBatch]
     """In host memory."""
-    chunks: Sequence[ChunkTokens]
-    """The tokens of the plan's chunks, on the compute device."""
+    cut: dict[int, Chunk]
+    """Index -> chunk, of the plan's chunks that hold tokens, as far as they do: what is computed."""
+    chunks: dict[int, ChunkTokens]
+    """The tokens of each, on the compute device."""
     num_targets: int
     """Tokens with a loss in all micro-batches."""
+    total_weight: float
+    """Sum of their weights in the loss."""
 
 
 @dataclass(slots=True)
 class EvaluationData(Batch):
     total_loss: float = math.nan
-    """Sum of the negative log-likelihood of the targets, nats."""
+    """Sum of the negative log-likelihood of the targets by their weights, nats."""
 
 
 @dataclass(slots=True)
 class StepData(Batch):
-    """What a step's ops need besides the state; the loss is the mean over its targets."""
+    """What a step's ops need besides the state; the loss is the mean over its targets by their weights."""
 
     cursor: dict[str, Any]
     """Data position after the step."""
@@ -48,6 +52,18 @@ class StepData(Batch):
 
 _TENSORS = len(fields(ChunkTokens))
 assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
+COMPILED_MULTIPLE = 128
+"""Tokens: where layers are compiled, each length of a chunk is a graph of its own, to be made in the middle of the run.
+So chunks end at a few places only: at a quarter, a half, three quarters or all of their length, in whole tiles of
+matrix products."""
+
+
+def cut_multiple(chunks: Sequence[Chunk], compiled: bool) -> int:
+    """To what multiple of tokens the last chunk of a stream is rounded up."""
+    if not compiled:
+        return 1
+    quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
+    return COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
 
 
 class BatchCarrier:
@@ -57,8 +73,9 @@ class BatchCarrier:
     it, and the tensors are complete before any op can read them. A step's device memory is freed with its last tensor.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False) -> None:
+        """`chunks`: the plan's."""
+        self._chunks, self._multiple = chunks, cut_multiple(chunks, compiled)
         self._device = device
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -66,24 +83,41 @@ class BatchCarrier:
             self._numel = sum(chunk.end - chunk.start for chunk in chunks) * _TENSORS
             self._pinned = torch.empty(self._numel, dtype=torch.int64, pin_memory=True)
 
-    def carry(self, micro_batches: Sequence[MicroBatch]) -> list[ChunkTokens]:
-        """The plan's chunks of a step, by index; of fewer micro-batches than a step has, theirs."""
+    def step(self, micro_batches: Sequence[MicroBatch], cursor: dict[str, Any]) -> StepData:
+        return StepData(**self._batch(micro_batches), cursor=cursor)
+
+    def evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
+        """Of as many micro-batches as a step has, or fewer."""
+        return EvaluationData(**self._batch(micro_batches))
+
+    def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        """The fields of a Batch."""
+        cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
+        tokens = self._carry(micro_batches, cut)
+        return {
+            "micro_batches": micro_batches,
+            "cut": {chunk.index: chunk for chunk in cut},
+            "chunks": {chunk.index: of_chunk for chunk, of_chunk in zip(cut, tokens, strict=True)},
+            "num_targets": sum(m.num_targets for m in micro_batches),
+            "total_weight": sum(total_weight(m.labels, m.weights) for m in micro_batches),
+        }
+
+    def _carry(self, micro_batches: Sequence[MicroBatch], cut: Sequence[Chunk]) -> list[ChunkTokens]:
         chunks = []
-        for chunk in self._chunks:
-            if chunk.micro_batch == len(micro_batches):
-                break
+        for chunk in cut:
             batch, tokens = micro_batches[chunk.micro_batch], slice(chunk.start, chunk.end)
-            chunks.append(ChunkTokens.of(batch.ids[tokens], batch.labels[tokens], batch.positions[tokens]))
+            weights = None if batch.weights is None else batch.weights[tokens]
+            chunks.append(ChunkTokens.of(batch.ids[tokens], batch.labels[tokens], batch.positions[tokens], weights))
         if self._device.type != "cuda":
             return chunks
-        tensors = [tensor for chunk in chunks for tensor in chunk.tensors()]
+        tensors = [tensor for of_chunk in chunks for tensor in of_chunk.tensors()]
         used = pack(tensors, self._pinned)
         with torch.cuda.stream(self._stream):
             flat = torch.empty(self._numel, dtype=torch.int64, device=self._device)
             flat[:used].copy_(self._pinned[:used], non_blocking=True)
         self._stream.synchronize()
         there = unpack(flat, [tensor.numel() for tensor in tensors])
-        return [ChunkTokens(*there[i : i + _TENSORS]) for i in range(0, len(there), _TENSORS)]
+        return [ChunkTokens.of_tensors(there[i : i + _TENSORS]) for i in range(0, len(there), _TENSORS)]
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor) -> int:

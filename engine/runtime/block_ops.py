@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
+from penstock.engine.model.tokens import mean_by_weight
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.optim.lr import clip_coefficient
 from penstock.engine.runtime.failures import DivergedError, first_not_finite
@@ -65,9 +66,9 @@ class BlockOps:
     @handles(a.HEAD)
     def _head(self, op: Op) -> None:
         views, chunk = self._views, self._views.chunk(op)
-        scale = 1.0 / views.steps[op.step].num_targets
-        x, gradients = views.hidden(op.slots[a.X], chunk), views.gradients(op)
-        loss, dx = self._runner.head(views.weights(op), x, views.tokens(op), scale, gradients, self._logits_bytes)
+        scale, z_loss = mean_by_weight(1.0, views.steps[op.step].total_weight), self._train.z_loss
+        x, weights, gradients = views.hidden(op.slots[a.X], chunk), views.weights(op), views.gradients(op)
+        loss, dx = self._runner.head(weights, x, views.tokens(op), scale, gradients, self._logits_bytes, z_loss=z_loss)
         self._losses[op.index] = loss
         views.hidden(op.slots[a.OUT], chunk).copy_(dx)
 
@@ -116,7 +117,7 @@ class BlockOps:
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
         if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
             raise DivergedError(f"step {op.step}: {culprit} is not finite")
-        data.loss = float(losses.sum()) / data.num_targets
+        data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), data.total_weight)
         data.grad_norm = float(squares.sum().sqrt())
         clip = clip_coefficient(data.grad_norm, self._train.clip_norm)
         for device in {torch.device("cpu"), self._device}:
@@ -126,7 +127,7 @@ class BlockOps:
     def _evaluate(self, op: Op) -> None:
         data = self._views.evaluated[op.batch]
         self._to_host(self._evaluations, self._evaluations_on_host)
-        data.total_loss = float(self._evaluations_on_host[: len(data.chunks)].sum())
+        data.total_loss = float(self._evaluations_on_host[list(data.cut)].sum())
 
     def _to_host(self, source: Tensor, target: Tensor) -> None:
         """Copy what ops that are done have left on the compute device, and wait for that copy alone."""

@@ -26,7 +26,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.base import Optimizer, UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS
-from penstock.engine.runtime.batch import BatchCarrier, StepData
+from penstock.engine.runtime.batch import BatchCarrier
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
 from penstock.engine.runtime.runtime import Runtime
@@ -130,8 +130,8 @@ def _compute_ops(
         runtime = Runtime(
             plan, layouts, runner, optimizer, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
         )
-        targets = sum(m.num_targets for m in batch)
-        runtime.begin(1, StepData(batch, BatchCarrier(plan.chunks, device).carry(batch), targets, {}))
+        whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
+        runtime.begin(1, BatchCarrier(plan.chunks, device).step(whole, {}))
         costs = Costs(plan, machine, None, documents)
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)

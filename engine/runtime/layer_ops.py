@@ -40,7 +40,7 @@ class LayerOps:
     # ------------------------------------------------------------------ operands
 
     def _layer(self, op: Op) -> tuple[int, Chunk]:
-        return self._views.block_index(op.block) - 1, self._plan.chunks[op.index]
+        return self._views.block_index(op.block) - 1, self._views.chunk(op)
 
     def _shape(self, layer: int) -> AttentionShape:
         shape = self._shapes[layer]
@@ -63,7 +63,7 @@ class LayerOps:
 
     def _slot(self, kind: str, op: Op, shape: AttentionShape) -> list[Tensor]:
         """Streamed: K and V, or dK and dV, of the chunk in the op's slot."""
-        chunk = self._plan.chunks[op.slots.get(a.KEYS, op.index)]
+        chunk = self._views.chunk(op, op.slots.get(a.KEYS))
         dtype = self._dtype if kind == "kv" else torch.float32
         return self._keys_and_values(self._gpu.window[kind][op.slots[kind]], _tokens(chunk), shape, dtype)
 
@@ -73,11 +73,11 @@ class LayerOps:
         return raw[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
 
     def _queries(self, op: Op, shape: AttentionShape) -> Tensor:
-        return self._typed("q", self._dtype, _tokens(self._plan.chunks[op.index]), shape.heads, shape.qk_dim)
+        return self._typed("q", self._dtype, _tokens(self._views.chunk(op)), shape.heads, shape.qk_dim)
 
     def _saved(self, op: Op, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] of the op's chunk."""
-        raw, tokens = self._gpu.saved[op.slots[a.SAVED]], _tokens(self._plan.chunks[op.index])
+        raw, tokens = self._gpu.saved[op.slots[a.SAVED]], _tokens(self._views.chunk(op))
         lse_bytes = 4 * shape.heads * tokens
         out_bytes = tokens * shape.heads * shape.v_dim * self._dtype.itemsize
         lse = raw[:lse_bytes].view(torch.float32).view(shape.heads, tokens)
@@ -245,7 +245,7 @@ class LayerOps:
     def _operands(self, op: Op, call: AttentionCall) -> Operands:
         """Streamed: the running chunk's queries over one chunk of keys."""
         layer, chunk = self._layer(op)
-        shape, keys = self._shape(layer), self._plan.chunks[op.slots[a.KEYS]]
+        shape, keys = self._shape(layer), self._views.chunk(op, op.slots[a.KEYS])
         # What the layer's tokens may see: its documents, or the blocks that it cuts them into.
         documents = self._layers.documents(layer, self._views.documents(op, chunk), self._plan.window_tokens)
         k, v = self._slot("kv", op, shape)
@@ -253,7 +253,7 @@ class LayerOps:
 
     def _given(self, op: Op, shape: AttentionShape) -> Gradients:
         """Streamed: the gradient of attention's output, which is in its slot or in the chunk's saved graph."""
-        tokens = _tokens(self._plan.chunks[op.index])
+        tokens = _tokens(self._views.chunk(op))
         dout = self._typed("dout", self._dtype, tokens, shape.heads, shape.v_dim)
         if a.SAVED in op.slots:
             return Gradients(dout, *self._saved(op, shape))

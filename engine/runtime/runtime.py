@@ -72,7 +72,7 @@ class Runtime:
     def drop_tokens(self) -> None:
         """Forget the tokens of the steps so far, which have been computed."""
         for done in self._views.steps.values():
-            done.chunks = ()
+            done.chunks = {}
 
     def begin_evaluation(self, batch: int, data: EvaluationData) -> None:
         """Give the tokens of a validation's pass, numbered from 1, before its ops are submitted."""

@@ -98,5 +98,5 @@ class Tuning:
         """Seconds of a step of the plan with these times."""
         task = replace(self.task, graph_bytes=None)
         known = (found.best.chunk_tokens, found.best.choice)
-        documents = [m.documents for m in self.batch]
-        return task.search(self.machine, calibration, documents, known=known, only=known).best.step_s
+        documents, filled = [m.documents for m in self.batch], [m.filled for m in self.batch]
+        return task.search(self.machine, calibration, documents, filled, known=known, only=known).best.step_s

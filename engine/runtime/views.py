@@ -38,8 +38,9 @@ class Views:
     def block_index(self, name: str) -> int:
         return self._blocks[name][0]
 
-    def chunk(self, op: Op) -> Chunk:
-        return self.plan.chunks[op.index]
+    def chunk(self, op: Op, index: int | None = None) -> Chunk:
+        """The op's chunk, or the one of its batch that bears `index`, as far as it holds tokens."""
+        return self.batch(op).cut[op.index if index is None else index]
 
     # ------------------------------------------------------------------ buffers
 

@@ -51,12 +51,24 @@ class ActivationSchedule:
         self._window: list[Any] = [None] * plan.window_chunks
         """Which (layer, chunk, step) each chunk's place in the window holds: on the compute device, or in RAM where
         keys and values are streamed."""
-        self.documents: Sequence[Sequence[int]] | None = None
-        """Per micro-batch of the step being emitted the sorted starts of its documents, where they are known."""
+        self.streams: dict[int, list[Chunk]] = {}
+        """Micro-batch -> its chunks, of the batch being emitted; one without any is not there."""
+        self._documents: Sequence[Sequence[int]] | None = None
+        """Per micro-batch of the batch being emitted the sorted starts of its documents, where they are known."""
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
         """Streamed: whose gradients of keys and values each chunk's place in RAM holds, or one of the slots."""
+
+    def begin(self, chunks: Sequence[Chunk], documents: Sequence[Sequence[int]] | None) -> None:
+        """What is emitted from now on is about these chunks, of each micro-batch the first ones."""
+        self.streams, self._documents = {}, documents
+        for chunk in chunks:
+            self.streams.setdefault(chunk.micro_batch, []).append(chunk)
+
+    def ends_stream(self, chunk: Chunk) -> bool:
+        """Whether no chunk of its micro-batch comes after it."""
+        return chunk is self.streams[chunk.micro_batch][-1]
 
     def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int, int]:
         """What a slot holds that belongs to a layer's chunk in the step being emitted."""
@@ -223,18 +235,22 @@ class ActivationSchedule:
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
-        for other in reversed(self._plan.chunks):
-            if other.micro_batch == chunk.micro_batch:
-                self.load_window(layer, other)
+        for other in reversed(self.streams[chunk.micro_batch]):
+            self.load_window(layer, other)
 
     def load_window_ahead(self, layer: int, chunk: Chunk) -> None:
-        """This chunk's place in the window is free for the chunk that needs it next, in backward's order."""
-        chunks, plan = self._plan.chunks, self._plan
-        if chunk.micro_batch > 0:
-            if layer not in plan.recomputed:
-                self.load_window(layer, chunks[chunk.index - plan.window_chunks])
-        elif layer > 1 and layer - 1 not in plan.recomputed:
-            self.load_window(layer - 1, chunks[len(chunks) - plan.window_chunks + chunk.local])
+        """This chunk's place in the window is free for the chunk that needs it next, in backward's order; so are those
+        behind it where its stream ends with it."""
+        micro_batches = list(self.streams)
+        before = micro_batches.index(chunk.micro_batch) - 1
+        if before < 0:
+            layer -= 1
+        if layer < 1 or layer in self._plan.recomputed:
+            return
+        following = self.streams[micro_batches[before]]
+        behind = following[chunk.local + 1 :][::-1] if self.ends_stream(chunk) else []
+        for other in [*behind, *following[chunk.local : chunk.local + 1]]:
+            self.load_window(layer, other)
 
     # ------------------------------------------------------------------ keys and values, streamed
 
@@ -246,13 +262,13 @@ class ActivationSchedule:
         reach = self._plan.blocks[layer].sliding_window
         row = self._plan.problem.row_tokens
         first = chunk.start // row * row  # a row starts a document
-        if self.documents is not None:
-            starts = self.documents[chunk.micro_batch]
+        if self._documents is not None:
+            starts = self._documents[chunk.micro_batch]
             first = max(first, starts[bisect_right(starts, chunk.start) - 1])
         if reach is not None:
             first = max(first, chunk.start - reach + 1)
-        base = chunk.index - chunk.local
-        found = [other for other in self._plan.chunks[base : chunk.index] if other.end > first]
+        before = self.streams[chunk.micro_batch][: chunk.local]
+        found = [other for other in before if other.end > first]
         return found if chunk.local % 2 else found[::-1]
 
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
@@ -264,8 +280,7 @@ class ActivationSchedule:
     def store_kv(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
         """Keys and values in `slot` leave, to be streamed by later chunks and in backward."""
         region = self._kv_region(layer, chunk)
-        last = chunk.local == self._plan.window_chunks - 1
-        if last and (mode == "evaluate" or (mode == "forward" and layer in self._plan.recomputed)):
+        if self.ends_stream(chunk) and (mode == "evaluate" or (mode == "forward" and layer in self._plan.recomputed)):
             return  # nobody reads them, or backward makes them again before
         if region[0] == r.RAM_WINDOW_KV:
             self._window[chunk.local] = self.content(layer, chunk)
@@ -282,7 +297,7 @@ class ActivationSchedule:
 
     def restore_window(self, layer: int, chunk: Chunk) -> None:
         """Before backward of a micro-batch whose last chunk is `chunk`: spilled keys and values come back to RAM."""
-        for other in reversed(self._plan.chunks[chunk.index - chunk.local : chunk.index + 1]):
+        for other in reversed(self.streams[chunk.micro_batch]):
             if ("kv", layer, other.index) not in self._on_nvme:
                 continue
             if self._window[other.local] == self.content(layer, other):

@@ -108,19 +108,33 @@ class ScheduleBuilder:
         """Whether `finish` would commit anything: a gradient waits, or has been applied since the last commit."""
         return self._state.waiting is not None or self._state.uncommitted is not None
 
-    def step(self, step: int, *, commit_previous: bool = False, documents: Documents | None = None) -> list[Op]:
+    def step(
+        self,
+        step: int,
+        *,
+        commit_previous: bool = False,
+        documents: Documents | None = None,
+        chunks: Sequence[Chunk] | None = None,
+    ) -> list[Op]:
         """Ops of step `step`. `commit_previous` commits a generation once the waiting gradient is applied.
 
         `documents`: per micro-batch the sorted starts of its documents; where keys and values are streamed, those that
-        no query of a chunk can see are then left out.
+        no query of a chunk can see are then left out. `chunks`: what the step computes (plan.filled_chunks); None: all
+        of the plan's chunks.
         """
-        return [op for ops in self.stream(step, commit_previous=commit_previous, documents=documents) for op in ops]
+        parts = self.stream(step, commit_previous=commit_previous, documents=documents, chunks=chunks)
+        return [op for ops in parts for op in ops]
 
     def stream(
-        self, step: int, *, commit_previous: bool = False, documents: Documents | None = None
+        self,
+        step: int,
+        *,
+        commit_previous: bool = False,
+        documents: Documents | None = None,
+        chunks: Sequence[Chunk] | None = None,
     ) -> Iterator[list[Op]]:
         """The same ops block by block, so that the lanes start on the first while the rest is being built."""
-        self._begin(step, 0, documents)
+        self._begin(step, 0, documents, self._plan.chunks if chunks is None else chunks)
         for _ in self._passes(self._tasks(), commit_previous):
             yield self._emitter.take()
         self._state.applied(committed=commit_previous)
@@ -130,16 +144,24 @@ class ScheduleBuilder:
         yield self._emitter.take()
 
     def evaluate(
-        self, step: int, batch: int, *, documents: Documents, commit_previous: bool = False
+        self,
+        step: int,
+        batch: int,
+        *,
+        documents: Documents,
+        commit_previous: bool = False,
+        chunks: Sequence[Chunk] | None = None,
     ) -> Iterator[list[Op]]:
         """Ops, block by block, that find the loss of the micro-batches of `documents` as of the end of step `step`.
 
-        There may be fewer of them than a step has. Ops that look at the tokens bear the number `batch`, which is above
-        0 and no other's after the step.
+        There may be fewer of them than a step has; `chunks` as for a step. Ops that look at the tokens bear the number
+        `batch`, which is above 0 and no other's after the step.
         """
         assert batch > 0
-        self._begin(step, batch, documents)
-        chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
+        if chunks is None:
+            chunks = [chunk for chunk in self._plan.chunks if chunk.micro_batch < len(documents)]
+        self._begin(step, batch, documents, chunks)
+        chunks = list(chunks)
         head = len(self._plan.blocks) - 1
         visits: list[_Visit] = [("evaluate", layer, chunks) for layer in range(head)]
         # The head begins with the chunk that was computed last.
@@ -149,9 +171,10 @@ class ScheduleBuilder:
         self._emit(a.EVALUATE, "all", reads=[r.place(r.GPU_EVALUATIONS)], writes=[r.place(r.RAM_EVALUATION)])
         yield self._emitter.take()
 
-    def _begin(self, step: int, batch: int, documents: Documents | None) -> None:
+    def _begin(self, step: int, batch: int, documents: Documents | None, chunks: Sequence[Chunk]) -> None:
+        assert chunks[0].index == 0, "the first chunk begins and ends what is done once a step"
         self._emitter.step, self._emitter.batch = step, batch
-        self._activations.documents = documents
+        self._activations.begin(chunks, documents)
 
     def follow(self, step: int) -> None:
         """Go on as if step `step` had been carried out and all of it were done: its gradient waits."""
@@ -171,7 +194,8 @@ class ScheduleBuilder:
 
     def _tasks(self) -> list[_Task]:
         plan, head = self._plan, len(self._plan.blocks) - 1
-        chunks = list(plan.chunks)
+        streams = list(self._activations.streams.values())
+        chunks = [chunk for stream in streams for chunk in stream]
         visits: list[_Visit] = [("forward", layer, chunks) for layer in range(head)]
         # The head goes in backward's order: its last gradients are the first ones needed.
         visits.append(("head", head, chunks[::-1]))
@@ -180,8 +204,7 @@ class ScheduleBuilder:
                 visits.append(("backward", layer, chunks[::-1]))
                 continue
             # One micro-batch at a time: its keys and values are in the window when its backward begins.
-            for end in range(len(chunks), 0, -plan.window_chunks):
-                stream = chunks[end - plan.window_chunks : end]
+            for stream in reversed(streams):
                 visits += [("recompute", layer, stream), ("backward", layer, stream[::-1])]
         return _in_order(visits)
 
@@ -322,7 +345,7 @@ class ScheduleBuilder:
     def _compute_whole(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values are in the window over its micro-batch."""
         layer, chunk, activations = task.layer, task.chunk, self._activations
-        window, last = activations.window(chunk), chunk.local == self._plan.window_chunks - 1
+        window, last = activations.window(chunk), activations.ends_stream(chunk)
         if task.mode != "backward":
             slots[a.SAVED] = activations.saved.take(activations.content(layer, chunk))
             activations.write_window(layer, chunk)
@@ -386,7 +409,7 @@ class ScheduleBuilder:
     def _backward_streamed(self, task: _Task, operands: _Operands, slots: dict[str, int]) -> None:
         layer, chunk, activations = task.layer, task.chunk, self._activations
         name, has_graph = self._plan.blocks[layer].name, (layer, chunk.index) in self._plan.saved_graphs
-        if chunk.local == self._plan.window_chunks - 1:
+        if activations.ends_stream(chunk):
             activations.restore_window(layer, chunk)
         graph = r.saved_graph(layer, chunk.index) if has_graph else r.place(r.GPU_GRAPH)
         saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]

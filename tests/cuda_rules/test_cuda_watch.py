@@ -107,7 +107,7 @@ def test_a_stream_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch
     for waits in (True, False):
         if not waits:
             monkeypatch.setattr(Stream, "synchronize", lambda self: None)
-        tokens = BatchCarrier(chunks, DEVICE).carry([Replay.batch_of(64, 64, 1, 100)])[0]
+        tokens = BatchCarrier(chunks, DEVICE).step([Replay.batch_of(64, 64, 1, 100)], {}).chunks[0]
         cuda.watch.begin(an_op(int(not waits), "compute"))
         cuda.use(tokens.ids, write=False)
         cuda.watch.end()

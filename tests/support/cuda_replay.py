@@ -41,7 +41,7 @@ from penstock.engine.optim.adamw import Scalars, scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
-from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, StepData
+from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -111,14 +111,22 @@ class Arithmetic:
         self._cuda.use(*grads.values(), write=True)
 
     def head(
-        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, loss_scale: float, grads: Tensors, logits_bytes: int
+        self,
+        weights: Tensors,
+        x: Tensor,
+        tokens: ChunkTokens,
+        loss_scale: float,
+        grads: Tensors,
+        logits_bytes: int,
+        *,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
+        self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         self._cuda.use(*grads.values(), write=True)
         return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
 
     def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
-        self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, write=False)
+        self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         return self._cuda.scratch(1, dtype=torch.float64)[0]
 
     # ------------------------------------------------------------------ LayerRunner
@@ -352,7 +360,7 @@ class Replay:
         """As engine.validation: one pass, of one micro-batch."""
         self.runtime.drop_tokens()
         micro_batches = [self._micro_batch()]
-        data = EvaluationData(micro_batches, self._carrier.carry(micro_batches), 1)
+        data = self._carrier.evaluation(micro_batches)
         self.runtime.begin_evaluation(batch, data)
         last = 0
         for ops in self.builder.evaluate(step, batch, documents=[m.documents for m in micro_batches]):
@@ -378,12 +386,7 @@ class Replay:
 
     def _fetch(self) -> StepData:
         micro_batches = [self._micro_batch() for _ in range(self.plan.problem.micro_batches)]
-        return StepData(
-            micro_batches=micro_batches,
-            chunks=self._carrier.carry(micro_batches),
-            num_targets=sum(batch.num_targets for batch in micro_batches),
-            cursor={},
-        )
+        return self._carrier.step(micro_batches, {})
 
     def _micro_batch(self) -> MicroBatch:
         self._batches += 1

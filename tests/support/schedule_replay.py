@@ -1,12 +1,12 @@
 """An independent reading of an op list: whether dependencies order every two ops that touch a resource, and what every
 slot, region and file holds when an op looks there."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
 
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
@@ -20,12 +20,24 @@ class Replay:
     """Follows activations through a schedule; the content of a place is (kind, block, chunk, step), and for the
     gradients of keys and values also the queries that have added to them."""
 
-    def __init__(self, plan: Plan, documents: list[list[int]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        documents: list[list[int]],
+        cut: Mapping[tuple[int, int], Sequence[Chunk]] | None = None,
+    ) -> None:
+        """`cut`: (step, batch) -> the chunks that it computes, where those are not all of the plan's."""
         self.plan, self.documents = plan, documents
+        self._cut = {of: {chunk.index: chunk for chunk in chunks} for of, chunks in (cut or {}).items()}
+        self._whole = {chunk.index: chunk for chunk in plan.chunks}
+        self._nbytes: dict[tuple[Any, ...], int] = {}
         self.held: dict[Resource, Any] = {}
         self.spilled: set[tuple[int, int]] = set()
         self.graphs = 0
         self._number = {block.name: i for i, block in enumerate(plan.blocks)}
+
+    def _chunks(self, op: Op) -> dict[int, Chunk]:
+        return self._cut.get((op.step, op.batch), self._whole)
 
     def perform(self, op: Op) -> None:
         if op.action.kind:
@@ -38,6 +50,7 @@ class Replay:
 
     def _move(self, verb: str, kind: str, op: Op) -> None:
         content = self._content(kind, op)
+        assert verb == "discard" or self._nbytes.setdefault(content, op.nbytes) == op.nbytes, "cut in between"
         assert not op.batch or (verb in ("load", "store") and kind in ("x", "kv")), "a validation saves nothing"
         if verb in ("unspill", "discard"):  # the file goes with its content
             assert self.held[op.writes[0]] == content
@@ -61,7 +74,7 @@ class Replay:
 
     def _window(self, op: Op) -> list[int]:
         """Chunks of the op's micro-batch up to its own."""
-        chunk = self.plan.chunks[op.index]
+        chunk = self._chunks(op)[op.index]
         return [chunk.index - chunk.local + i for i in range(chunk.local + 1)]
 
     def _attending(self, op: Op) -> bool:
@@ -134,13 +147,14 @@ class Replay:
     def _visible(self, op: Op) -> set[int]:
         """Chunks of which some key is seen by some query of the op's chunk, counted one by one."""
         reach = self.plan.blocks[self._number[op.block]].sliding_window or 10**9
-        chunk = self.plan.chunks[op.index]
+        chunks = self._chunks(op)
+        chunk = chunks[op.index]
         starts = self.documents[chunk.micro_batch]
         seen: set[int] = set()
         for query in range(chunk.start, chunk.end):
             document = max(start for start in starts if start <= query)
             seen.update(range(max(document, query - reach + 1), query + 1))
-        return {c for c in self._window(op) if seen & set(range(self.plan.chunks[c].start, self.plan.chunks[c].end))}
+        return {c for c in self._window(op) if seen & set(range(chunks[c].start, chunks[c].end))}
 
     def _layer_backward_top(self, op: Op) -> None:
         self._hidden("x", op)
@@ -164,8 +178,9 @@ class Replay:
         place = r.dkv(op.slots[a.DKV])
         self._wants(place, self._content("dkv", op), op)
         queries = self.held[place][4]
-        chunk = self.plan.chunks[op.index]
-        later = [c for c in self.plan.chunks if c.micro_batch == chunk.micro_batch and c.local >= chunk.local]
+        chunks = self._chunks(op)
+        chunk = chunks[op.index]
+        later = [c for c in chunks.values() if c.micro_batch == chunk.micro_batch and c.local >= chunk.local]
         expected = [c.index for c in later if op.index in self._visible(structs.replace(op, index=c.index))]
         assert sorted(queries) == expected, "each query that sees these keys has added to them once"
 

@@ -11,6 +11,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import sampled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,10 +37,60 @@ def test_cross_entropy_is_torchs(compile: bool, dtype: torch.dtype, tolerance: f
     exact = logits.double().clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(exact, labels, reduction="sum")
     (gradient,) = torch.autograd.grad(0.3 * expected, exact)
-    loss = CrossEntropy(compile=compile)(logits, labels, 0.3, work_bytes)
+    loss = CrossEntropy(compile=compile)(logits, labels, torch.ones(20, dtype=torch.float64), 0.3, work_bytes)
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(logits.double(), gradient, rtol=tolerance, atol=tolerance * 0.3)
+
+
+@sampled(30, 200)
+@given(
+    weights=st.lists(st.floats(2.0**-10, 8.0, width=32), min_size=1, max_size=12),
+    z_loss=st.sampled_from([0.0, 1e-4, 0.3]),
+    rows_at_once=st.integers(1, 12),
+)
+def test_weighted_loss_and_z_loss_are_autograds(weights: list[float], z_loss: float, rows_at_once: int) -> None:
+    """In float64: the sum of weight x cross entropy, and the gradient of that and of the squared log-partition's."""
+    rows, vocab = len(weights), 31
+    generator = torch.Generator().manual_seed(rows)
+    logits = 4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64) + 2
+    labels, shares = torch.randint(vocab, (rows,), generator=generator), torch.tensor(weights).double()
+    exact = logits.clone().requires_grad_()
+    entropy = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    total = (shares * (entropy + z_loss * torch.logsumexp(exact, -1).square())).sum()
+    (gradient,) = torch.autograd.grad(0.7 * total, exact)
+    loss = CrossEntropy(compile=False)(logits, labels, shares, 0.7, 8 * vocab * rows_at_once, z_loss)
+    torch.testing.assert_close(loss, (shares * entropy.detach()).sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(logits, gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_the_compiled_loss_takes_weights_and_z_loss(z_loss: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(9, 40, generator=generator)
+    labels, shares = torch.randint(40, (9,), generator=generator), torch.rand(9, generator=generator).double() + 0.1
+    both = [logits.clone(), logits.clone()]
+    losses = [
+        CrossEntropy(compile=compile)(x, labels, shares, 0.5, 1 << 20, z_loss)
+        for compile, x in zip((False, True), both, strict=True)
+    ]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(both[1], both[0], rtol=1e-5, atol=1e-7)
+
+
+def test_weights_of_one_leave_every_bit_as_it_is() -> None:
+    """What the kernel did before there were weights, written out."""
+    logits = 5 * torch.randn(50, 97, generator=torch.Generator().manual_seed(2))
+    labels = torch.arange(50)
+    work = logits - logits.amax(-1, keepdim=True)
+    target = work.gather(1, labels[:, None])
+    work.exp_()
+    total = work.sum(-1, keepdim=True)
+    factor = torch.full((), 1 / 50)
+    work.mul_(factor / total).scatter_(1, labels[:, None], work.gather(1, labels[:, None]) - factor)
+    loss = CrossEntropy(compile=False)(logits, labels, torch.ones(50, dtype=torch.float64), 1 / 50, 1 << 20)
+    assert torch.equal(logits, work)
+    assert torch.equal(loss, (total.log() - target).sum(dtype=torch.float64))
 
 
 @given(st.integers(1, 500), st.integers(1, 300))

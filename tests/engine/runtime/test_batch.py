@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.engine.runtime.batch import pack, unpack
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.schedule.actions import NORM
@@ -79,6 +80,16 @@ def test_chunk_tokens_are_those_of_the_labels_and_ids() -> None:
     assert tokens.labels.tolist() == [2, 9]
     assert tokens.distinct.tolist() == [2, 7, 9]
     assert torch.equal(tokens.distinct[tokens.places], ids)
+    assert tokens.weights.tolist() == [1.0, 1.0]
+    weighted = ChunkTokens.of(ids, torch.tensor([2, 7, 9, 9, -100]), ids, torch.tensor([0.1, 0, 2, 0.5, 3]))
+    assert weighted.rows.tolist() == [0, 2, 3], "a label of weight 0 is no target"
+    assert torch.equal(weighted.weights, torch.tensor([0.1, 2, 0.5]).double())
+    flat = torch.empty(100, dtype=torch.int64)
+    used = pack(weighted.tensors(), flat)
+    assert used * 8 == sum(t.numel() for t in weighted.tensors()) * 8 <= 5 * BYTES_PER_TOKEN
+    back = ChunkTokens.of_tensors(unpack(flat, [t.numel() for t in weighted.tensors()]))
+    assert torch.equal(back.weights, weighted.weights)
+    assert torch.equal(back.labels, weighted.labels)
     empty = ChunkTokens.of(ids, torch.full((5,), -100), torch.arange(5))
     assert empty.rows.numel() == empty.labels.numel() == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from samples import sampled
 from schedule_replay import Replay, races
 from small_problems import planned, problem, some_plan
 
-from penstock.engine.plan.plan import Plan, cut_chunks
+from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions
 from penstock.engine.runtime.block_ops import BlockOps
@@ -49,18 +49,26 @@ Documents = list[list[int]]
 
 
 def steps_of(
-    plan: Plan, steps: int = 3, documents: Documents | None = None, passes: dict[int, list[int]] | None = None
+    plan: Plan,
+    steps: int = 3,
+    documents: Documents | None = None,
+    passes: dict[int, list[int]] | None = None,
+    filled: Sequence[list[int | None]] = (),
 ) -> list[Op]:
-    """Ops of a whole run that commits every other step, be it in a validation."""
+    """Ops of a whole run that commits every other step, be it in a validation; `filled`: of the first few steps, and of
+    the validations after them."""
     builder = ScheduleBuilder(plan)
+    padding = dict(enumerate(filled, start=1))
     ops: list[Op] = []
     for step in range(1, steps + 1):
-        ops += builder.step(step, commit_previous=step % 2 == 1, documents=documents)
+        chunks = filled_chunks(plan.chunks, padding[step]) if step in padding else None
+        ops += builder.step(step, commit_previous=step % 2 == 1, documents=documents, chunks=chunks)
         for number, count in enumerate((passes or {}).get(step, ()), start=1):
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
-            for some in builder.evaluate(step, number, documents=looked_at, commit_previous=commit):
-                ops += some
+            chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
+            evaluation = builder.evaluate(step, number, documents=looked_at, commit_previous=commit, chunks=chunks)
+            ops += [op for some in evaluation for op in some]
     ops += builder.finish(commit=True)
     assert not builder.uncommitted
     assert builder.finish(commit=True) == []
@@ -197,6 +205,67 @@ def test_every_op_finds_what_it_wants_where_it_looks(
     files = [place for place, content in replay.held.items() if str(place[0]).startswith("nvme.") and content]
     assert files == [], "a file is left when the step is over"
     assert replay.graphs == 0
+
+
+fillings = st.lists(st.lists(st.none() | st.integers(0, 160), min_size=3, max_size=3), min_size=2, max_size=2)
+"""Of two steps, per micro-batch: its tokens before the padding, in 160ths of its length."""
+
+
+@sampled(30, 300)
+@given(planned(), fillings, validations, st.booleans())
+def test_padding_is_left_out_of_the_schedule(
+    plan: Plan, shares: list[list[int | None]], passes: dict[int, list[int]], known: bool
+) -> None:
+    """What begins in the padding has no op, what it begins in is cut, and every op still finds what it wants."""
+    tokens, micro_batches = plan.window_tokens, plan.problem.micro_batches
+    filled = [[None if s is None else s * tokens // 160 for s in step[:micro_batches]] for step in shares]
+    cut = {(step, 0): filled_chunks(plan.chunks, of_step) for step, of_step in enumerate(filled, start=1)}
+    for step, counts in passes.items():
+        if step <= 2:
+            for number, count in enumerate(counts, start=1):
+                cut[step, number] = filled_chunks(plan.chunks, filled[step - 1][:count])
+    ops = steps_of(plan, 2, plan.row_documents if known else None, passes, filled)
+    replay = Replay(plan, plan.row_documents, cut)
+    for op in ops:
+        replay.perform(op)
+    assert replay.graphs == 0
+    assert [place for place, held in replay.held.items() if str(place[0]).startswith("nvme.") and held] == []
+    assert list(races(ops)) == []
+    computed = Counter((op.step, op.batch, op.action.phase == "forward", op.block, op.index) for op in ops
+                       if op.action in TRAINS | EVALUATES)  # fmt: skip
+    assert set(computed.values()) == {1}
+    for (step, batch), chunks in cut.items():
+        if step in (1, 2):
+            for block in plan.blocks:
+                found = {key[-1] for key in computed if key[:2] == (step, batch) and key[3] == block.name}
+                assert found == {chunk.index for chunk in chunks}
+    parts = {buffer.name: 1 if buffer.state == "gpu" else buffer.num_updates for buffer in plan.buffers.values()}
+    for step in (1, 2):
+        updates = Counter(op.block for op in ops if op.action.phase == "update" and op.step == step)
+        assert updates == parts, "a step updates everything, whatever it holds"
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 60), st.integers(1, 70), st.integers(1, 40),
+    st.lists(st.none() | st.integers(0, 60), min_size=3, max_size=3),
+)  # fmt: skip
+def test_a_batch_needs_the_chunks_that_hold_its_tokens(
+    micro_batches: int, tokens: int, chunk_tokens: int, multiple: int, filled: list[int | None]
+) -> None:
+    filled = [None if n is None else min(n, tokens) for n in filled[:micro_batches]]
+    chunks = cut_chunks(micro_batches, 1, tokens, chunk_tokens, False)
+    found = filled_chunks(chunks, filled, multiple)
+    assert found[0].index == 0
+    covered = {(c.micro_batch, t) for c in found for t in range(c.start, c.end)}
+    real = {(m, t) for m, n in enumerate(filled) for t in range(tokens if n is None else n)}
+    assert real <= covered
+    assert len(covered) < len(real) + max(1, micro_batches) * multiple + 1
+    if multiple == 1 and filled[0] != 0:
+        assert covered == real
+    for chunk in found:
+        whole = chunks[chunk.index]
+        assert chunk.end == whole.end or (chunk.end - chunk.start) % multiple == 0
+        assert (chunk.start, chunk.local, chunk.micro_batch) == (whole.start, whole.local, whole.micro_batch)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())
