@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.engine.config.values import MOST_SEQUENCES, MOST_STEPS, MOST_TOKENS, require, require_most
+from penstock.storage.untrusted import one_line
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,14 +38,17 @@ class TrainConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the decay after warm-up. wsd: constant, and at the end train.decay_steps of 1 - sqrt."""
+    """Shape of the decay after warm-up. wsd: constant, and over the last train.decay_steps down by 1 - sqrt. Such a run
+    can be made longer: resume it, from before its decay or from a checkpoint of then, with more train.steps."""
     decay_steps: int | None = None
     """Steps of the decay that ends a wsd schedule; none is a tenth of all steps."""
     lr_groups: dict[str, float] = field(default_factory=dict)
     """Pattern of parameter names, with * -> factor on the learning rate, as {"*embed_tokens*": 0.1}; the first pattern
-    that fits counts."""
+    that fits counts, and where none does the factor is 1. At 0 parameters stay as they are."""
     layer_lr_decay: float = 1.0
-    """Factor on the learning rate from one layer to the one below it: the head has train.lr, the embedding least."""
+    """Factor on the learning rate from one layer to the one below it, times that of train.lr_groups: the head and the
+    norm before it have train.lr, the last layer this factor of it, the layer below its square, and so on down to the
+    embedding, which has the least even where it is the head, too."""
     beta1: float = 0.9
     """Adam's decay of the first moment."""
     beta2: float = 0.95
@@ -108,6 +113,7 @@ class TrainConfig:
         require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio: {self.min_lr_ratio} must lie in 0..1")
         require(self.warmup_steps >= 0, f"train.warmup_steps: {self.warmup_steps} must not be negative")
         require(self.warmup_steps <= self.steps, f"train.warmup_steps: {self.warmup_steps} exceeds train.steps")
+        self._check_schedule()
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"train.{name}: {value} must lie in 0..1")
@@ -116,3 +122,23 @@ class TrainConfig:
         aux = self.router_aux_loss
         require(aux is None or aux >= 0, f"train.router_aux_loss: {aux} must not be negative")
         require(self.weight_decay >= 0, f"train.weight_decay: {self.weight_decay} must not be negative")
+
+    def _check_schedule(self) -> None:
+        """The learning rate over steps and parameters; whether patterns fit is said where the model is known."""
+        given, left = self.decay_steps, self.steps - self.warmup_steps
+        require(
+            given is None or self.lr_schedule == "wsd",
+            f"train.decay_steps: {given} is for train.lr_schedule wsd, which is {self.lr_schedule}; set wsd, or leave "
+            "train.decay_steps out",
+        )
+        require(given is None or given >= 1, f"train.decay_steps: {given} must be at least 1")
+        require(
+            given is None or given <= left,
+            f"train.decay_steps: {given} exceeds the {left} of train.steps that train.warmup_steps leaves",
+        )
+        require(0 < self.layer_lr_decay <= 1, f"train.layer_lr_decay: {self.layer_lr_decay} must be above 0, at most 1")
+        for pattern, factor in self.lr_groups.items():
+            require(
+                isinstance(factor, (int, float)) and 0 <= factor < math.inf,
+                f"train.lr_groups: the factor of '{one_line(pattern)}' is {one_line(factor)}; give 0 or more",
+            )

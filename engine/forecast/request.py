@@ -22,8 +22,9 @@ from penstock.engine.forecast.problem import (
 from penstock.engine.forecast.search import SearchResult, chunk_options, search, why_not
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec, depths, layouts
 from penstock.engine.optim.base import find_optimizer
+from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
@@ -46,6 +47,9 @@ class PlanRequest:
     """Pinned RAM that the reader takes for itself."""
     graph_bytes: Mapping[str, int] | None = None
     """Calibration.graph_bytes_per_token, once there is one."""
+
+    def __post_init__(self) -> None:
+        lr_factors(self.recipe.train, depths(self.spec))  # its refusals come before anything is made
 
     def problem(self, chunk_tokens: int) -> PlanInput:
         """What the planner has to solve with chunks of that length."""

@@ -256,7 +256,7 @@ def _updates_per_s(sizes: Sizes, seconds: float) -> float:
     compiled = sizes.compiled and optimizer_compiles().ok
     spec, layout = find_optimizer(TrainConfig()), FlatLayout((), {}, numel, numel)
     optimizer, where = spec.make("compiled" if compiled else "fused"), UpdateRange(layout, 0, numel)
-    values = optimizer.scalars(TrainConfig(), 1, 1.0, cpu)
+    values = optimizer.scalars(TrainConfig(), TrainConfig().lr, 1, 1.0, cpu)
     total = _STATE_PARTS * (len(spec.state_kinds) + 2) * numel * 4
     arena = HostArena(total, budget_bytes=total)
     try:

@@ -17,10 +17,11 @@ from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import EMBED, HEAD, layouts
+from penstock.engine.model.spec import EMBED, HEAD, depths, layouts
 from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, mean_by_weight, total_weight
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
-from penstock.engine.optim.lr import clip_coefficient
+from penstock.engine.optim.groups import lr_factors, with_factors
+from penstock.engine.optim.lr import clip_coefficient, learning_rate
 
 Tensors = Mapping[str, Tensor]
 """By the parameter's state-dict name."""
@@ -34,6 +35,7 @@ class Training:
         optimizer = find_optimizer(train)
         self.runner, self.train, self.num_steps = runner, train, 0
         self.optimizer, self.layouts = optimizer.make("eager"), layouts(runner.spec)
+        self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(runner.spec)))
         sizes = {buffer: layout.numel for buffer, layout in self.layouts.items()}
         self.state = {b: {kind: torch.zeros(numel) for kind in optimizer.state_kinds} for b, numel in sizes.items()}
         for buffer, layout in self.layouts.items():
@@ -59,7 +61,8 @@ class Training:
         clip = clip_coefficient(norm, self.train.clip_norm)
 
         self.num_steps += 1
-        scalars = self.optimizer.scalars(self.train, self.num_steps, clip, torch.device("cpu"))
+        lr = learning_rate(self.train, self.num_steps)
+        scalars = self.optimizer.scalars(self.train, lr, self.num_steps, clip, torch.device("cpu"))
         for buffer, layout in self.layouts.items():
             whole = UpdateRange(layout, 0, layout.numel)
             # Updates the master weights by the clipped gradient and rounds them into the weights.

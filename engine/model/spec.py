@@ -74,5 +74,12 @@ class ModelSpec:
     """Compute dtype -> per layer the bytes a token that a saved graph takes, where model/graph_size.py found them."""
 
 
+def depths(spec: ModelSpec) -> dict[str, int]:
+    """Parameter -> blocks from the head down to its own: 0 in the head, 1 in the last layer, most in the embedding,
+    whether or not the head shares it."""
+    numbers = {block.name: len(spec.blocks) - 1 - i for i, block in enumerate(spec.blocks)}
+    return {param.name: numbers[buffer] for buffer, params in spec.buffers.items() for param in params}
+
+
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
     return {name: FlatLayout.build(params) for name, params in spec.buffers.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.optim.base import Mode, UpdateRange
-from penstock.engine.optim.lr import learning_rate, on_device
+from penstock.engine.optim.lr import on_device
 
 PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
 """Elements updated at once where the update is not compiled, per device type: there are up to ten copies in float32, in
@@ -32,12 +32,11 @@ class Scalars:
     """The same two as floats."""
 
 
-def scalars(config: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
-    """Scalars of optimizer step `step` (1-based) with gradients scaled by `clip`.
+def scalars(config: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
+    """Scalars of optimizer step `step` (1-based) at learning rate `lr`, with gradients scaled by `clip`.
 
     Order: lr, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / (1 - beta2^step), clip, 1 - lr * weight_decay.
     """
-    lr = learning_rate(config, step)
     inverses = [1 / (1 - beta**step) for beta in (config.beta1, config.beta2)]
     common = [lr, config.beta1, config.beta2, config.eps, *inverses, clip]
     rows = torch.tensor([[*common, 1 - lr * config.weight_decay], [*common, 1.0]], dtype=torch.float32)
@@ -103,8 +102,8 @@ class AdamW:
             self._update["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)
             self._update["cuda"] = torch.compile(adamw, dynamic=True)
 
-    def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
-        return scalars(train, step, clip, device)
+    def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
+        return scalars(train, lr, step, clip, device)
 
     @torch.no_grad()
     def step(

@@ -80,8 +80,14 @@ class UpdateRange:
         return min(max(self.layout.decay_numel - self.start, 0), self.end - self.start)
 
     def parameters(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of `flat` [end - start] by parameter; for optimizers that see each whole, whose range is the buffer."""
-        return self.layout.views(flat)
+        """Views of `flat` [end - start] by parameter; for optimizers that see each whole, whose ranges cut none."""
+        assert flat.shape == (self.end - self.start,), (tuple(flat.shape), self.start, self.end)
+        offsets = {param: self.layout.offset(param.name) - self.start for param in self.layout.params}
+        return {
+            param.name: flat[offset : offset + param.numel].view(param.shape)
+            for param, offset in offsets.items()
+            if 0 <= offset < self.end - self.start
+        }
 
 
 class Optimizer(Protocol):
@@ -89,8 +95,9 @@ class Optimizer(Protocol):
 
     mode: Mode
 
-    def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Any:
-        """What `step` number `step` (1-based) needs besides tensors, on `device`; gradients count `clip` times."""
+    def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Any:
+        """What `step` number `step` (1-based) at learning rate `lr` needs besides tensors, on `device`; gradients count
+        `clip` times."""
 
     def step(
         self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, scalars: Any

@@ -10,16 +10,28 @@ from torch import Tensor
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
 
+DECAY_SHARE = 10
+"""A wsd schedule decays in one part in so many of its steps where the recipe does not say in how many."""
+
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of step `step` (1-based): linear warm-up from 0, then decay to `min_lr_ratio` at the last step."""
+    """Learning rate of step `step` (1-based): linear warm-up from 0, then decay to `min_lr_ratio` at the last step.
+
+    wsd stays at the peak until `decay_steps` are left, and falls by 1 - sqrt(their share that is done) (Hagele et al.,
+    arXiv 2405.18392): where the decay begins depends on the number of all steps alone.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    span = max(1, config.steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
     if config.lr_schedule == "constant":
         return config.lr
-    shape = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    begin = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        begin = max(begin, config.steps - (config.decay_steps or -(-config.steps // DECAY_SHARE)))
+    progress = min(1.0, max(0, step - begin) / max(1, config.steps - begin))
+    if config.lr_schedule == "wsd":
+        shape = 1 - math.sqrt(progress)
+    else:
+        shape = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 

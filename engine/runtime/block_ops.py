@@ -13,7 +13,7 @@ from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.tokens import mean_by_weight
 from penstock.engine.optim.base import Optimizer
-from penstock.engine.optim.lr import clip_coefficient
+from penstock.engine.optim.lr import clip_coefficient, learning_rate
 from penstock.engine.runtime.failures import DivergedError, first_not_finite
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views
@@ -120,8 +120,9 @@ class BlockOps:
         data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), data.total_weight)
         data.grad_norm = float(squares.sum().sqrt())
         clip = clip_coefficient(data.grad_norm, self._train.clip_norm)
+        lr = learning_rate(self._train, op.step)
         for device in {torch.device("cpu"), self._device}:
-            data.scalars[device.type] = self._optimizer.scalars(self._train, op.step, clip, device)
+            data.scalars[device.type] = self._optimizer.scalars(self._train, lr, op.step, clip, device)
 
     @handles(a.EVALUATE)
     def _evaluate(self, op: Op) -> None:

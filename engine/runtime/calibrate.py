@@ -261,7 +261,7 @@ def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: to
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
-    values = optimizer.scalars(train, 1, 1.0, cpu)
+    values = optimizer.scalars(train, train.lr, 1, 1.0, cpu)
     where = UpdateRange(FlatLayout((ParamSpec("all", (numel,), True),), {"all": 0}, numel, numel // 2), 0, numel)
     times = [
         elapsed_s(lambda: optimizer.step(state, gradient, weights, where, values), cpu) for _ in range(3 * REPEATS)

@@ -11,8 +11,9 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import ModelSpec, depths
 from penstock.engine.optim.base import Mode, Optimizer, find_optimizer
+from penstock.engine.optim.groups import lr_factors, with_factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Compute:
         dtype = compute_dtype(train)
         runner = ModelRunner(spec, device=device, dtype=dtype, compile=what.layers, constants=constants)
         mode: Mode = "compiled" if what.optimizer else "eager" if train.compile == "off" else "fused"
-        return Compute(runner, find_optimizer(train).make(mode, free_threaded=device.type == "cuda"))
+        optimizer = find_optimizer(train).make(mode, free_threaded=device.type == "cuda")
+        return Compute(runner, with_factors(optimizer, lr_factors(train, depths(spec))))
 
     @property
     def compiled(self) -> bool:
@@ -43,4 +45,5 @@ class Compute:
 
     def with_fused_optimizer(self, train: TrainConfig) -> Compute:
         """The same with torch's fused kernel for the update."""
-        return Compute(self.runner, find_optimizer(train).make("fused"))
+        factors = lr_factors(train, depths(self.runner.spec))
+        return Compute(self.runner, with_factors(find_optimizer(train).make("fused"), factors))

@@ -272,8 +272,8 @@ class Updates:
     def __init__(self, cuda: Pretended) -> None:
         self._cuda = cuda
 
-    def scalars(self, train: TrainConfig, step: int, clip: float, device: torch.device) -> Scalars:
-        return scalars(train, step, clip, device)
+    def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
+        return scalars(train, lr, step, clip, device)
 
     def step(self, state: Tensors, gradient: Tensor, weights: Tensor, where: UpdateRange, values: Scalars) -> None:
         self._cuda.use(gradient, write=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tiny
 import torch
@@ -22,8 +22,12 @@ def document_losses(model: nn.Module, m: MicroBatch) -> Iterator[Tensor]:
         yield nn.functional.cross_entropy(logits, m.labels[first:last], ignore_index=-100, reduction="sum")
 
 
-def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def plain_training(
+    session: Session, steps: int, factor: Callable[[str], float] = lambda name: 1.0
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """The same steps in plain PyTorch: transformers' model, autograd, AdamW, clip_grad_norm_.
+
+    `factor`: of a parameter's learning rate, by its name.
 
     Losses, weights, and Adam's first moments, which after one step are gradients.
     """
@@ -32,14 +36,11 @@ def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str,
     start = tiny.parameters(session.store, spec)
     model.load_state_dict(start, strict=False)
     names = {id(p): n for n, p in model.named_parameters()}
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
-    for p in model.parameters():
-        groups[p.ndim > 1].append(p)
-    adamw = torch.optim.AdamW(
-        [{"params": groups[True], "weight_decay": t.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
-        betas=(t.beta1, t.beta2),
-        eps=t.eps,
-    )
+    groups = [
+        {"params": [p], "weight_decay": t.weight_decay if p.ndim > 1 else 0.0, "factor": factor(name)}
+        for name, p in model.named_parameters()
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(t.beta1, t.beta2), eps=t.eps)
     losses = []
     for step in range(1, steps + 1):
         micro_batches = session.loader.next_step()
@@ -52,7 +53,7 @@ def plain_training(session: Session, steps: int) -> tuple[list[float], dict[str,
         if t.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
         for group in adamw.param_groups:
-            group["lr"] = learning_rate(t, step)
+            group["lr"] = learning_rate(t, step) * group["factor"]
         adamw.step()
         adamw.zero_grad()
         losses.append(total)

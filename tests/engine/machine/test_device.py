@@ -103,7 +103,7 @@ def test_what_is_compiled_beside_other_lanes_is_one_graph_each() -> None:
     """Without torch.compile's fullgraph, which would say so itself."""
     t = tiny.training()
     state = [torch.rand(64) for _ in range(5)]
-    update = torch._dynamo.explain(adamw)(*state, scalars(t, 1, 0.5, torch.device("cpu")).decayed)
+    update = torch._dynamo.explain(adamw)(*state, scalars(t, t.lr, 1, 0.5, torch.device("cpu")).decayed)
     assert (update.graph_count, update.graph_break_count) == (1, 0)
     labels = torch.tensor([1, 5])
     loss = torch._dynamo.explain(_block_)(torch.rand(2, 8), labels, torch.tensor(0.1))
@@ -164,7 +164,7 @@ def test_a_dependency_that_nobody_submitted_is_an_error(deps: tuple[int, ...]) -
 @pytest.mark.parametrize("mode", ["eager", "fused"])
 def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = scalars(tiny.training(warmup_steps=0), 3, 0.7, torch.device("cpu"))
+    values = scalars(tiny.training(), 1e-2, 3, 0.7, torch.device("cpu"))
     start = [torch.rand(1000, generator=generator) for _ in range(5)]
     results = []
     for piece in (1 << 24, 64, 320):  # whole vectors, as is the real one

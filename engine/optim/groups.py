@@ -1,0 +1,100 @@
+"""Learning rates by group: a factor per parameter, and updates that are cut where it changes."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.config import TrainConfig
+from penstock.engine.optim.base import Mode, Optimizer, UpdateRange
+from penstock.storage.errors import UserError
+from penstock.storage.layout import FlatLayout
+from penstock.storage.untrusted import one_line
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_NEAREST = 3
+"""Names that a refused pattern is answered with."""
+
+
+def lr_factors(train: TrainConfig, depths: Mapping[str, int]) -> dict[str, float]:
+    """Parameter -> factor on the learning rate; empty where the recipe gives none.
+
+    `depths`: parameter -> blocks between it and the head (see engine/model/spec.py: depths). A factor is that of
+    the first pattern of `lr_groups` that fits the name, times `layer_lr_decay` to the power of the depth (BEiT, arXiv
+    2106.08254, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises UserError for a pattern that no parameter
+    goes by.
+    """
+    groups, decay = train.lr_groups, train.layer_lr_decay
+    if not groups and decay == 1:
+        return {}
+    first = {name: next((p for p in groups if fnmatchcase(name, p)), None) for name in depths}
+    for pattern in groups:
+        if pattern not in first.values():
+            raise UserError(_fits_none(pattern, list(depths)))
+    return {name: (1.0 if p is None else groups[p]) * decay ** depths[name] for name, p in first.items()}
+
+
+def _fits_none(pattern: str, names: list[str]) -> str:
+    """Why a pattern counts for no parameter."""
+    told = one_line(pattern)
+    if any(fnmatchcase(name, pattern) for name in names):
+        return f"train.lr_groups: '{told}' counts for no parameter, as patterns before it take all; put it before them"
+    # A layer's number is as good as another's.
+    alike = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    near = difflib.get_close_matches(pattern, alike, n=_NEAREST, cutoff=0.4) or list(alike)[:_NEAREST]
+    return f"train.lr_groups: '{told}' fits no parameter; the nearest are {', '.join(map(one_line, near))}"
+
+
+def with_factors(optimizer: Optimizer, factors: Mapping[str, float]) -> Optimizer:
+    """The optimizer, with a learning rate for each factor of `lr_factors`; itself where there are none."""
+    return PerGroup(optimizer, factors) if factors else optimizer
+
+
+class PerGroup:
+    """Updates every parameter by an optimizer at the parameter's own multiple of the learning rate."""
+
+    def __init__(self, optimizer: Optimizer, factors: Mapping[str, float]) -> None:
+        self.mode: Mode = optimizer.mode
+        self._optimizer, self._factors = optimizer, factors
+        self._distinct = sorted({1.0, *factors.values()})
+
+    def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> dict[float, Any]:
+        """Factor -> the optimizer's scalars."""
+        return {f: self._optimizer.scalars(train, lr * f, step, clip, device) for f in self._distinct}
+
+    def step(
+        self,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        weights: Tensor,
+        where: UpdateRange,
+        scalars: dict[float, Any],
+    ) -> None:
+        for start, end, factor in runs(where, self._factors):
+            cut = slice(start - where.start, end - where.start)
+            some = {kind: tensor[cut] for kind, tensor in state.items()}
+            run = UpdateRange(where.layout, start, end)
+            self._optimizer.step(some, gradient[cut], weights[cut], run, scalars[factor])
+
+
+def runs(where: UpdateRange, factors: Mapping[str, float]) -> Iterator[tuple[int, int, float]]:
+    """(start, end, factor) of the pieces of a range whose elements share a factor, as long as they get."""
+    for factor, pieces in itertools.groupby(_pieces(where.layout, factors), key=lambda piece: piece[2]):
+        together = list(pieces)
+        start, end = max(together[0][0], where.start), min(together[-1][1], where.end)
+        if start < end:
+            yield start, end, factor
+
+
+def _pieces(layout: FlatLayout, factors: Mapping[str, float]) -> Iterator[tuple[int, int, float]]:
+    """(start, end, factor) of each parameter with the gap behind it."""
+    bounds = [*(layout.offset(param.name) for param in layout.params), layout.numel]
+    for param, (start, end) in zip(layout.params, itertools.pairwise(bounds), strict=True):
+        yield start, end, factors.get(param.name, 1.0)
