@@ -88,6 +88,26 @@ def bench_attention_command(
     bench_attention(tokens=tokens, chunk_tokens=chunk, rounds=rounds, json=as_json)
 
 
+@bench_cli.command("precision", hidden=True, epilog="Example: penstock bench precision --save docs/results/precision")
+def bench_precision_command(
+    steps: Annotated[int, typer.Option(min=1, help="Steps at the low rate.")] = 400,
+    before_steps: Annotated[int, typer.Option(min=1, help="Steps that make the model to start from.")] = 400,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two measurements.")] = 25,
+    lr: Annotated[float, typer.Option(help="The low learning rate.")] = 1e-6,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write FILE.json and the plot FILE.svg (needs matplotlib).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Scratch files go below this folder; default the current one.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train on at 1e-6 with float32 masters, in bfloat16 in place and in float32; some minutes on a CPU."""
+    from penstock.app.bench.precision import bench_precision
+
+    bench_precision(steps=steps, before_steps=before_steps, every=every, lr=lr, json=as_json, save=save, folder=folder)
+
+
 @bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")
 def bench_storage_command(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Folders on the drives to measure.")],

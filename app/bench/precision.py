@@ -1,0 +1,313 @@
+"""`penstock bench precision`: what a learning rate of 1e-6 teaches weights in bfloat16, with and without masters.
+
+A small model learns Python from the interpreter's library, which gives its weights the magnitudes of a trained
+model's; rounded to bfloat16, as models are published, it then goes on at a low rate on another kind of text, the
+language's English reference. Every way to go on starts at the same values, sees the same batches in the same order
+and has AdamW's same settings; each runs in a process of its own, one after the other.
+
+Losses are those of the weights as they are at that step (what the forward pass and an export see), on the same held
+out documents, computed in float32 by transformers, so that no way is marked by another's arithmetic.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.app.bench.process import call, require_folders, require_matplotlib, scratch, show
+from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
+from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
+from penstock.engine.events import Observer, Want
+from penstock.engine.export import export
+from penstock.engine.hf.config import model_config
+from penstock.engine.model.anatomy import model_spec
+from penstock.engine.model.spec import layouts
+from penstock.engine.opening import open_session
+from penstock.engine.runtime.state import read_parameters
+from penstock.engine.train import train, train_step
+
+CASES = {
+    "float32": "float32 throughout, plain PyTorch",
+    "master": "Penstock: bfloat16 weights, float32 masters",
+    "stochastic": "bfloat16 in place, rounded stochastically",
+    "in_place": "bfloat16 in place",
+}
+"""Ways to go on, and what the plot calls them."""
+STEPS, BEFORE_STEPS, EVERY, LR = 400, 400, 25, 1e-6
+ROW_TOKENS, ROWS = 256, 4
+_HELD_OUT, _VALIDATION_ROWS = 12, 64
+
+Weights = dict[str, Tensor]
+"""By the parameter's state-dict name."""
+
+
+def bench_precision(
+    *,
+    steps: int = STEPS,
+    before_steps: int = BEFORE_STEPS,
+    every: int = EVERY,
+    lr: float = LR,
+    json: bool = False,
+    save: Path | None = None,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Train for `before_steps`, go on for `steps` at `lr` in every way, and print how much each learns of what float32
+    does (JSON with `json`); with `save` write SAVE.json and the plot SAVE.svg.
+
+    Returns the report: per case its rows of step, loss and share of weights that differ from the start's.
+    """
+    require_folders(folder, None if save is None else save.parent)
+    with scratch(folder) as path:
+        print(f"{before_steps} steps on Python", file=sys.stderr, flush=True)
+        call("penstock.app.bench.precision:begin", path, before_steps, what="bench precision, the model to start from")
+        cases = {}
+        for case in CASES:
+            what = f"bench precision, {case}"
+            rows = call("penstock.app.bench.precision:go_on", case, path, steps, every, lr, what=what)
+            cases[case] = rows
+            print(f"{CASES[case]}: {_row(rows)}", file=sys.stderr, flush=True)
+    report = {"lr": lr, "steps": steps, "before_steps": before_steps, "cases": cases, "learnt": learnt(cases)}
+    if save is not None:
+        save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
+        plot(report, save.with_suffix(".svg"))
+    shares = ", ".join(f"{CASES[case]} {share:.0%}" for case, share in report["learnt"].items())
+    show(report, f"{steps} steps at {lr:g}, learnt of what float32 learns: {shares}", as_json=json)
+    return report
+
+
+def learnt(cases: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """How far each case's loss has fallen, as a share of how far that of float32 has."""
+    fallen = {case: rows[0]["loss"] - rows[-1]["loss"] for case, rows in cases.items()}
+    return {case: one / fallen["float32"] for case, one in fallen.items()}
+
+
+def _row(rows: Sequence[dict[str, float]]) -> str:
+    return f"loss {rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}, {rows[-1]['changed']:.1%} of the weights changed"
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    require_matplotlib("the plot")
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "penstock", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
+    styles = {"float32": ("k", "-", 4.0), "master": ("C0", "-", 1.5), "stochastic": ("C2", "--", 1.5)}
+    for case, rows in report["cases"].items():
+        color, line, width = styles.get(case, ("C3", "-", 1.5))
+        faint = 0.25 if case == "float32" else 1.0
+        for axis, key in zip(axes, ("loss", "changed"), strict=True):
+            x, y = [row["step"] for row in rows], [row[key] for row in rows]
+            axis.plot(x, y, line, color=color, linewidth=width, alpha=faint, label=CASES[case])
+    for axis, title in zip(axes, ("loss on documents held out", "share of the weights that changed"), strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(f"steps at a learning rate of {report['lr']:g}")
+        axis.grid(alpha=0.3)
+    axes[1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+# ---------------------------------------------------------------------- what is trained, each in a process of its own
+
+
+class _Nobody(Observer):
+    """Is told of a run and says nothing."""
+
+    def checkpoint_requests(self) -> list[str]:
+        return []
+
+    def wanted(self) -> Want:
+        return "run"
+
+
+def begin(folder: str, steps: int) -> None:
+    """Train the model to start from, into the folder's `model`, in bfloat16; write the text to go on with."""
+    root = Path(folder)
+    recipe = Recipe(
+        name="begin",
+        model=ModelConfig(
+            model_type="qwen3",
+            num_layers=4,
+            hidden_size=128,
+            intermediate_size=384,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            tie_embeddings=False,
+        ),
+        data=DataConfig(
+            source="python_stdlib", max_documents=200, tokenizer_vocab_size=2048, sequence_length=ROW_TOKENS
+        ),
+        train=_training(steps=steps, lr=2e-3, lr_schedule="cosine", warmup_steps=min(20, steps)),
+        budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
+        storage=StorageConfig(checkpoint_every=10**9),
+    )
+    train(recipe, run_dir=root / "begin", observer=_Nobody(), resume=False)  # type: ignore[abstract]
+    export(root / "begin", recipe, out_dir=root / "model")
+    from pydoc_data.topics import topics
+
+    (root / "text").mkdir()
+    for name, text in topics.items():
+        (root / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def _training(**changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "global_batch_size": ROWS,
+        "micro_batch_size": ROWS,
+        "compute_dtype": "bfloat16",
+        "compile": "off",
+        "calibrate": False,
+        "device": "cpu",
+    }
+    return TrainConfig(**(settings | changes))
+
+
+def _recipe(root: Path, steps: int, lr: float) -> Recipe:
+    """Going on from the folder's `model` with its `text`."""
+    return Recipe(
+        name="go-on",
+        model=ModelConfig(path=str(root / "model")),
+        data=DataConfig(
+            source="text", path=str(root / "text"), sequence_length=ROW_TOKENS, validation_documents=_HELD_OUT
+        ),
+        train=_training(steps=steps, lr=lr, lr_schedule="constant"),
+        budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
+        storage=StorageConfig(checkpoint_every=10**9),
+    )
+
+
+def go_on(case: str, folder: str, steps: int, every: int, lr: float) -> list[dict[str, float]]:
+    """Train on in one way; (step, loss, changed) of every `every` steps, the first before any."""
+    root = Path(folder)
+    recipe = _recipe(root, steps, lr)
+    judge = _Judge(recipe, root / case)
+    rows = [judge.row(0, judge.start)]
+    ways: dict[str, Callable[[], Iterable[Weights]]] = {
+        "master": lambda: _penstock(recipe, root / case, every),
+        "float32": lambda: _plain(recipe, judge.loader, every, torch.float32),
+        "in_place": lambda: _plain(recipe, judge.loader, every, torch.bfloat16),
+        "stochastic": lambda: _plain(recipe, judge.loader, every, torch.bfloat16, stochastic=True),
+    }
+    for number, weights in enumerate(ways[case](), start=1):
+        rows.append(judge.row(number * every, weights))
+    return rows
+
+
+class _Judge:
+    """Measures weights: their loss on documents held out, in float32, and how many are not as they were."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path) -> None:
+        corpus = prepare_data(recipe, run_dir / "data").corpus
+        config = model_config(recipe, None)
+        spec = model_spec(config, recipe)
+        measured = replace(recipe.train, validate_every=1, validation_sequences=_VALIDATION_ROWS)
+        validation = make_validation(corpus, spec, replace(recipe, train=measured))
+        assert validation is not None
+        self.loader = make_loader(corpus, spec, recipe)
+        self._validation: ValidationSet = validation
+        self._model = _load(recipe, torch.float32)
+        self.start = {name: p.detach().clone() for name, p in self._model.named_parameters()}
+
+    @torch.no_grad()
+    def row(self, step: int, weights: Weights) -> dict[str, float]:
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights[name])
+        loss, targets = 0.0, 0
+        for batches in self._validation.passes():
+            for batch in batches:
+                loss += float(_loss_sum(self._model, batch))
+                targets += batch.num_targets
+        changed = sum(int((weights[name] != value).sum()) for name, value in self.start.items())
+        return {
+            "step": step,
+            "loss": loss / targets,
+            "changed": changed / sum(value.numel() for value in self.start.values()),
+        }
+
+
+def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[Weights]:
+    """The bfloat16 weights of every `every` steps of a run; they are its masters, rounded."""
+    with open_session(recipe, run_dir=run_dir, observer=_Nobody(), resume=False) as session:  # type: ignore[abstract]
+        for step in range(1, recipe.train.steps + 1):
+            train_step(session)
+            if step % every == 0:
+                session.finish()
+                masters: Weights = {}
+                for name, layout in layouts(session.spec).items():
+                    masters |= read_parameters(session.store, name, layout)
+                yield {name: master.bfloat16() for name, master in masters.items()}
+
+
+def _plain(
+    recipe: Recipe, loader: DataLoader, every: int, dtype: torch.dtype, *, stochastic: bool = False
+) -> Iterable[Weights]:
+    """The weights of every `every` steps of torch's fused AdamW, on them as they are, in `dtype`.
+
+    `stochastic`: AdamW computes in float32, with moments in float32, and what comes of it is rounded stochastically.
+    """
+    t, model = recipe.train, _load(recipe, dtype)
+    parameters = dict(model.named_parameters())
+    stepped = {n: p.detach().float().requires_grad_() for n, p in parameters.items()} if stochastic else parameters
+    generator = torch.Generator().manual_seed(0)
+    groups = [
+        {
+            "params": [p for p in stepped.values() if (p.ndim > 1) == decayed],
+            "weight_decay": t.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=True)
+    for step in range(1, t.steps + 1):
+        (batch,) = loader.next_step()
+        (_loss_sum(model, batch) / batch.num_targets).backward()
+        if stochastic:
+            for name, parameter in parameters.items():
+                assert parameter.grad is not None
+                stepped[name].grad = parameter.grad.float()
+        assert t.clip_norm is not None
+        nn.utils.clip_grad_norm_(stepped.values(), t.clip_norm)
+        adamw.step()
+        model.zero_grad()
+        if stochastic:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(rounded_stochastically(stepped[name].detach(), generator))
+                    stepped[name].copy_(parameter)
+        if step % every == 0:
+            yield {name: p.detach() for name, p in parameters.items()}
+
+
+def rounded_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 values as bfloat16, each to one of its two neighbours, the more likely the nearer: right on average.
+
+    bfloat16 is float32's upper half; noise below it carries into it as often as the lower half is large.
+    """
+    noise = torch.randint(0, 1 << 16, values.shape, generator=generator, dtype=torch.int32)
+    return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+def _load(recipe: Recipe, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype, attn_implementation="sdpa")
+    return model
+
+
+def _loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Summed over the batch's targets, in float32; positions that begin anew keep its documents apart."""
+    logits = model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False).logits[0]
+    return nn.functional.cross_entropy(logits.float(), batch.labels, ignore_index=-100, reduction="sum")
