@@ -43,6 +43,35 @@ def train(
         return run.path
 
 
+def finetune(
+    model: str | Path,
+    data: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    epochs: float | None = None,
+    out: str | Path | None = None,
+    run_dir: str | Path | None = None,
+) -> Path:
+    """Fine-tune every parameter of a model on data, both a folder, a file or a name on the hub; the run directory.
+
+    What `overrides`, texts as `--set` takes them, and `epochs` do not say is chosen as `penstock finetune` does it. The
+    recipe is written to `out`, a new file; None takes a free name in the current folder. Raises UserError for what
+    cannot be trained or does not fit: then nothing is written.
+    """
+    from penstock.app.finetune import command, propose, recipe_file, require_fits, require_new, write_recipe
+    from penstock.app.finetune import require_new_run
+
+    file = None if out is None else Path(out)
+    if file is not None:
+        require_new(file)
+    require_new_run(None if run_dir is None else Path(run_dir))
+    found = propose(str(model), str(data), overrides=overrides, epochs=epochs)
+    require_fits(plan(found.recipe))
+    file = file or recipe_file(found.recipe)
+    write_recipe(found, file, command(str(model), str(data), overrides, epochs))
+    return train(file, run_dir=run_dir)
+
+
 def resume(
     run: str | Path, *, overrides: Sequence[str] = (), checkpoint: str | None = None, copy_state: bool = False
 ) -> Path:

@@ -17,10 +17,11 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.app import api, control, shipped
-from penstock.app.bench.commands import JsonOption, bench_cli
+from penstock.app import api, control, finetune_commands
+from penstock.app.bench.commands import bench_cli
 from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
 from penstock.app.loading import loading
+from penstock.app.options import JsonOption, RecipeArgument, SetOption, complete_recipes
 from penstock.app.rundir import find_run, list_runs
 from penstock.app.streams import open_standard_streams, print_failure
 from penstock.storage.errors import UserError, used_up
@@ -38,11 +39,6 @@ cli = typer.Typer(
 cli.add_typer(bench_cli, name="bench")
 
 
-def complete_recipes(incomplete: str) -> list[str]:
-    """A shell's completion of a recipe: shipped ones' names; files are the shell's own."""
-    return [name for name in shipped.names() if name.startswith(incomplete)]
-
-
 def _complete_runs(incomplete: str) -> list[str]:
     return [info.name for info in list_runs() if info.name.startswith(incomplete)]
 
@@ -52,17 +48,6 @@ CheckpointOption = Annotated[
     typer.Option(
         "--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation; last-good is one of them."
     ),
-]
-RecipeArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Python file that builds a Recipe, a recipe.json, or the name of a shipped recipe.",
-        autocompletion=complete_recipes,
-    ),
-]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
 ]
 RunArgument = Annotated[
     str,
@@ -97,6 +82,10 @@ def penstock_command(
     ] = False,
 ) -> None:
     """Train and fine-tune large language models, every parameter, in full precision, on one machine."""
+
+
+cli.command(epilog="Example: penstock finetune ~/models/Qwen3-8B talks.jsonl --epochs 2")(finetune_commands.finetune)
+cli.command(epilog="Example: penstock data ~/models/Qwen3-8B talks.jsonl --show 5")(finetune_commands.data)
 
 
 @cli.command(epilog="Example: penstock train quickstart --set train.steps=20")

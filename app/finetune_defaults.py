@@ -103,16 +103,16 @@ def _data(made: _Made, found: Found) -> None:
     count = len(found.lengths)
     row, why = row_length(found.lengths, found.context, text=found.text)
     made.set("data.sequence_length", row, why)
-    made.set("data.packing", "best_fit", "whole documents, so placed that little of a row stays empty")
+    made.set("data.packing", "best_fit", "whole, so placed that little stays empty")
     if found.text:
-        made.set("data.long_documents", "split", "longer text goes on as a document of its own")
+        made.set("data.long_documents", "split", "what is longer goes on as a document of its own")
     else:
         made.set("data.long_documents", "cut", "what is longer than a row loses its end")
     held = held_out(count)
     if held is None:
-        why = f"{count:,} documents are too few to hold any out"
+        why = f"{count:,} documents are too few for that"
     else:
-        why = f"{held / count:.1%} of {count:,}, to see whether it still learns"
+        why = f"{held / count:.1%} of {count:,}, held out of training"
     made.set("data.validation_documents", held, why)
 
 
@@ -123,7 +123,7 @@ def _steps(made: _Made, found: Found, epochs: float | None) -> None:
     batch = _power_below(max(1, min(wanted // row, rows // LEAST_STEPS)))
     step = f"{batch * row:,} tokens a step"
     short = batch * 2 * row <= wanted and rows // LEAST_STEPS < batch * 2
-    made.set("train.global_batch_size", batch, f"{step}, so that an epoch has steps enough" if short else step)
+    made.set("train.global_batch_size", batch, f"{step}, for steps enough" if short else step)
     batch = made.value("train.global_batch_size")
     tokens = int(found.lengths.sum())
     if epochs is None:
@@ -141,9 +141,9 @@ def _optimizer(made: _Made, found: Found) -> None:
     made.set("train.lr", rate, f"usual for {params_text(found.num_params)} parameters, all of them trained")
     made.set("train.warmup_steps", min(steps - 1, math.ceil(WARMUP * steps)), f"{WARMUP:.0%} of the steps")
     made.set("train.lr_schedule", "cosine", "down to a tenth at the end")
-    made.set("train.weight_decay", 0.01, "little: a short training does not drift far")
+    made.set("train.weight_decay", 0.01, "little, for a short training")
     made.set("train.clip_norm", 1.0, "an odd batch does no harm")
-    made.set("train.compute_dtype", "auto", "bfloat16 over float32 master weights, where the machine has it")
+    made.set("train.compute_dtype", "auto", "bfloat16 over float32 master weights")
 
 
 def _looks(made: _Made) -> None:

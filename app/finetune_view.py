@@ -3,23 +3,72 @@
 from __future__ import annotations
 
 import json
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from penstock.app.rows import ASCII, UNICODE, Glyphs, Page, Row, merged
+from penstock.engine.events import Preparing
+from penstock.engine.preparing import Checklist
 from penstock.storage.units import params_text, percent_text
+from penstock.storage.untrusted import printable
 
 SAMPLE_CHARS = 700
 """Of a document that is shown: of a longer one the middle is left out."""
 _BAR = 40
+_VALUE = 8
+"""Cells of a value; a longer one has a row of its own."""
 _TRAINED = "good line"
 _STYLES = {"good": "green", "warn": "yellow", "bad": "red", "accent": "cyan", "title": "bold", "dim": "dim"}
 _STYLES |= {"axis": "dim"}
+WHOLE_CHARS = 20_000
+"""Of one that is looked at closely."""
 Piece = Mapping[str, Any]
+
+
+class Watch:
+    """Shows on a console what is being done: a bar on a terminal, or with `lines` a line each time that it is told.
+
+    Elsewhere nothing. An `engine.preparing.Listener`.
+    """
+
+    def __init__(self, console: Console, *, lines: bool) -> None:
+        self._console, self._lines = console, lines
+        self._bar: Progress | None = None
+        if console.is_terminal and not lines:
+            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[how]}")
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("", total=None, how="")
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def on_prepare(self, item: Preparing) -> None:
+        """Show where an item is."""
+        words = [item.detail or "", f"{item.seconds:.0f} s" if item.seconds >= 1 else ""]
+        how = printable("  ".join(filter(None, words)))
+        if self._lines:
+            print(printable("  ".join(filter(None, [item.name, *words]))), file=sys.stderr, flush=True)
+        elif self._bar is not None:
+            total, done = (None, 0.0) if item.fraction is None else (1.0, item.fraction)
+            self._bar.update(self._task, description=item.name, total=total, completed=done, how=how)
+
+    def step(self, name: str) -> AbstractContextManager[None]:
+        """While entered, `name` is being done."""
+        return Checklist(self).step(name)
 
 
 def print_rows(rows: Iterable[Row], console: Console) -> None:
@@ -100,8 +149,8 @@ def marks(glyphs: Glyphs) -> tuple[str, str]:
     return ("«", "»") if glyphs.braille else ("[[", "]]")
 
 
-def sample_rows(page: Page, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Documents with what is trained underlined, in colour and between marks."""
+def sample_rows(page: Page, samples: Sequence[Mapping[str, Any]], most: int = SAMPLE_CHARS) -> None:
+    """Documents with what is trained underlined, in colour and between marks; of each `most` characters."""
     if not samples:
         return
     opening, closing = marks(page.glyphs)
@@ -111,16 +160,16 @@ def sample_rows(page: Page, samples: Sequence[Mapping[str, Any]]) -> None:
             [(f"  {found['where']}", "dim")],
             [(f"{found['tokens']:,} tokens, {found['trained_tokens']:,} trained", "dim")],
         )
-        for row in marked_rows(found["pieces"], page.width - 4, page.glyphs):
+        for row in marked_rows(found["pieces"], page.width - 4, page.glyphs, most):
             page.line([("    ", "text"), *row])
 
 
-def marked_rows(pieces: Sequence[Piece], width: int, glyphs: Glyphs) -> Iterator[Row]:
+def marked_rows(pieces: Sequence[Piece], width: int, glyphs: Glyphs, most: int = SAMPLE_CHARS) -> Iterator[Row]:
     """The text of a document on rows of at most `width` cells, its middle left out where it is long."""
     opening, closing = marks(glyphs)
     row: Row = []
     used = 0
-    for piece in shortened(pieces, SAMPLE_CHARS, glyphs.ellipsis):
+    for piece in shortened(pieces, most, glyphs.ellipsis):
         trained = piece["trained"]
         token = _TRAINED if trained else "dim" if trained is None else "text"
         parts = [(opening, "good bold")] if trained else []
@@ -166,15 +215,19 @@ def shortened(pieces: Sequence[Piece], most: int, ellipsis: str) -> list[Piece]:
 def chosen_rows(page: Page, chosen: Sequence[Mapping[str, Any]]) -> None:
     """Every field that is not a default, and why."""
     page.head("chosen", "--set changes any of it")
-    values = [json.dumps(item["value"]) if item["value"] is not None else "none" for item in chosen]
-    wide, deep = max(len(item["key"]) for item in chosen), max(map(len, values))
-    deep = min(deep, 12)
-    for item, value in zip(chosen, values, strict=True):
-        own = item["why"] == "as you said"
-        page.line(
-            [
-                (f"  {item['key']:<{wide}}  ", "text"),
-                (f"{value:>{deep}}  ", "good bold" if own else "accent"),
-                (item["why"], "dim"),
-            ]
-        )
+    wide = max(len(item["key"]) for item in chosen)
+    room = max(10, page.width - wide - _VALUE - 6)
+    for item in chosen:
+        value = "none" if item["value"] is None else item["value"]
+        text = value if isinstance(value, str) else json.dumps(value)
+        token = "good bold" if item["why"] == "as you said" else "accent"
+        row: Row = [(f"  {item['key']:<{wide}}  ", "text")]
+        why = textwrap.wrap(item["why"], room)
+        if len(text) > _VALUE:
+            page.line([*row, (" ".join(text.split()), token)])
+            row = [(" " * (wide + 4), "text")]
+            text = ""
+        for number, line in enumerate(why):
+            page.line([*row, (f"{text:>{_VALUE}}  ", token), (line, "dim")])
+            if not number:
+                row, text = [(" " * (wide + 4), "text")], ""

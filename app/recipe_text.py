@@ -9,7 +9,7 @@ from typing import Any
 from penstock.app.recipe import changes
 from penstock.app.recipe_fields import sections
 from penstock.engine.config import Recipe
-from penstock.storage.untrusted import one_line
+from penstock.storage.untrusted import one_line, printable
 
 _WIDTH = 120
 _COMMENT = 90
@@ -65,4 +65,4 @@ def _literal(value: Any, indent: int) -> str:
 
 def _quoted(line: str) -> str:
     """Text inside a docstring."""
-    return one_line(line).replace("\\", "\\\\").replace('"""', "'''") if line.strip() else ""
+    return printable(line).replace("\\", "\\\\").replace('"""', "'''") if line.strip() else ""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.app.api import export, plan, resume, train
+    from penstock.app.api import export, finetune, plan, resume, train
     from penstock.app.recipe import load_recipe
     from penstock.app.script import run_recipe
     from penstock.app.shapes import llama3, qwen25
@@ -50,6 +50,7 @@ __all__ = [
     "UserError",
     "__version__",
     "export",
+    "finetune",
     "llama3",
     "load_recipe",
     "plan",
@@ -60,7 +61,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "app.api": ("export", "plan", "resume", "train"),
+    "app.api": ("export", "finetune", "plan", "resume", "train"),
     "app.script": ("run_recipe",),
     "app.recipe": ("load_recipe",),
     "app.shapes": ("llama3", "qwen25"),

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.app.options import JsonOption
+
 bench_cli = typer.Typer(epilog="Example: penstock bench step --json", no_args_is_help=True)
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _list_all(context: typer.Context, value: bool) -> None:

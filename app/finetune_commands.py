@@ -1,0 +1,131 @@
+"""`penstock finetune` and `penstock data`: the commands, what they print and what they ask."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.app import api
+from penstock.app.options import SetOption, complete_recipes
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable, shell
+
+REFUSED = 1
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hugging Face folder, or the name of a model on the hub.")
+]
+DataArgument = Annotated[
+    str, typer.Argument(metavar="DATA", help="File or folder of conversations or text, or a data set on the hub.")
+]
+
+
+def finetune(
+    model: ModelArgument,
+    data: DataArgument,
+    overrides: SetOption = None,
+    epochs: Annotated[
+        float | None, typer.Option(metavar="N", help="How often the data is read; default by its size.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Recipe to write, .py or .json; default ./MODEL_DATA.py.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run; default runs/<name>-<time>.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Plan for another machine and write the recipe; nothing is trained."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was found, chosen and planned as one JSON object, and leave.")
+    ] = False,
+) -> None:
+    """Look at a model and at data, choose what a fine-tune needs, plan it, ask, and train every parameter.
+
+    What was chosen is written as an ordinary recipe. Exits with 1 where it does not fit.
+    """
+    from rich.console import Console
+
+    from penstock.app.finetune import command, propose, recipe_file, require_new, require_new_run, write_recipe
+    from penstock.app.finetune_view import Watch, console_page, print_rows, report_rows
+    from penstock.app.plan_view import print_plan
+
+    asks = not yes and not as_json and sys.stdin.isatty()
+    replaces = asks and out is not None and out.is_file() and typer.confirm(f"{printable(out)} exists; replace it?")
+    if out is not None and not as_json:
+        require_new(out, overwrite=replaces)
+    require_new_run(run_dir)
+    with Watch(Console(stderr=True), lines=as_json) as watch:
+        found = propose(model, data, overrides=overrides or [], epochs=epochs, machine=machine or "", listener=watch)
+        with watch.step("planning"):
+            forecast = api.plan(found.recipe)
+    if as_json:
+        typer.echo(json.dumps(found.report | {"plan": forecast}))
+        return
+    console = Console()
+    page = console_page(console)
+    print_rows(report_rows(found.report, page.width, page.glyphs), console)
+    console.print()
+    print_plan(forecast, console)
+    console.print()
+    if not forecast["fits"]:
+        raise typer.Exit(REFUSED)
+    file = out or recipe_file(found.recipe)
+    trains = machine is None
+    if trains and not yes:
+        if not asks:
+            raise UserError("finetune: there is no terminal to ask on; add --yes to train without a question")
+        trains = typer.confirm(f"train now? (the recipe is written to {printable(file)})", default=True)
+    write_recipe(found, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
+    typer.echo(printable(f"recipe written to {file}; it is trained by ") + shell("penstock", "train", file))
+    if trains:
+        api.train(file, run_dir=run_dir)
+
+
+def data(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL",
+            help="A recipe, whose data is shown; or a model, with DATA behind it.",
+            autocompletion=complete_recipes,
+        ),
+    ],
+    data: Annotated[str | None, typer.Argument(metavar="[DATA]", help="File, folder or data set on the hub.")] = None,
+    show: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Rows to show, from the first; default 3, with --json all.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object a row: ids, weights, text; the report goes to stderr.")
+    ] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Print rows as training reads them: token ids, what has a loss, and text; then what there is of them."""
+    from rich.console import Console
+
+    from penstock.app.finetune import data_report, first_recipe
+    from penstock.app.finetune_data import open_source
+    from penstock.app.finetune_report import token_row
+    from penstock.app.finetune_view import WHOLE_CHARS, Watch, console_page, found_rows, print_rows, sample_rows
+
+    if data is None:
+        found = api.resolved_recipe(Path(recipe), overrides or [])
+    else:
+        found = first_recipe(recipe, data, overrides or [])
+    with Watch(Console(stderr=True), lines=False) as watch:
+        source = open_source(found, watch, with_model=False)
+    if as_json:
+        for number in range(len(source) if show is None else min(show, len(source))):
+            print(json.dumps(token_row(source.document(number), source.tokenizer)), flush=True)
+    console = Console(stderr=as_json)
+    page, samples = console_page(console), console_page(console)
+    report = data_report(source, found, 0 if as_json else 3 if show is None else show)
+    sample_rows(samples, report["samples"], most=WHOLE_CHARS)
+    found_rows(page, report)
+    print_rows([*samples.rows, *page.rows], console)
