@@ -58,17 +58,16 @@ def finetune(
     recipe is written to `out`, a new file; None takes a free name in the current folder. Raises UserError for what
     cannot be trained or does not fit: then nothing is written.
     """
-    from penstock.app.finetune import command, propose, recipe_file, require_fits, require_new, write_recipe
-    from penstock.app.finetune import require_new_run
+    from penstock.app import finetune as tuning
 
     file = None if out is None else Path(out)
     if file is not None:
-        require_new(file)
-    require_new_run(None if run_dir is None else Path(run_dir))
-    found = propose(str(model), str(data), overrides=overrides, epochs=epochs)
-    require_fits(plan(found.recipe))
-    file = file or recipe_file(found.recipe)
-    write_recipe(found, file, command(str(model), str(data), overrides, epochs))
+        tuning.require_new(file)
+    tuning.require_new_run(None if run_dir is None else Path(run_dir))
+    found = tuning.propose(str(model), str(data), overrides=overrides, epochs=epochs)
+    tuning.require_fits(plan(found.recipe))
+    file = file or tuning.recipe_file(found.recipe)
+    tuning.write_recipe(found, file, tuning.command(str(model), str(data), overrides, epochs))
     return train(file, run_dir=run_dir)
 
 

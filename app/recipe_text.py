@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pprint
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,4 +66,4 @@ def _literal(value: Any, indent: int) -> str:
 
 def _quoted(line: str) -> str:
     """Text inside a docstring."""
-    return printable(line).replace("\\", "\\\\").replace('"""', "'''") if line.strip() else ""
+    return re.sub(r"[^\S ]", " ", printable(line)).replace("\\", "\\\\").replace('"""', "'''").rstrip()
