@@ -48,6 +48,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LINE_BYTES = 64 << 20
 """Most bytes of a line, or of a row, which is held whole."""
 
+_FRAME_BYTES = 1 << 12  # decompressed at once, which may become some thousand times as much
 _BROKEN = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
@@ -107,7 +108,7 @@ class _Decompressed(io.RawIOBase):
         else:
             import zstandard
 
-            self._stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            self._stream = _Frames(raw)
             self._errors = (*_BROKEN, zstandard.ZstdError)
 
     def readable(self) -> bool:
@@ -129,10 +130,43 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
+class _Frames:
+    """The content of zstandard's frames; its own reader takes half a frame for a whole one."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self._frame = raw, self._next()
+        self._given, self._content = b"", b""
+
+    @staticmethod
+    def _next() -> Any:
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompressobj()
+
+    def read(self, count: int) -> bytes:
+        """At most `count` bytes; none at the end. EOFError where that is within a frame."""
+        while not self._content:
+            data = self._frame.unused_data or self._raw.read(_FRAME_BYTES)
+            if self._frame.eof and data:
+                self._frame, self._given = self._next(), b""
+            if not data:
+                if self._given and not self._frame.eof:
+                    raise EOFError("it ends within a frame")
+                return b""
+            self._given = data
+            self._content = self._frame.decompress(data)
+        taken, self._content = self._content[:count], self._content[count:]
+        return taken
+
+
 def open_utf8(file: Path) -> BinaryIO:
     """`open_bytes` of a text, without its byte-order mark; UTF-16 with a mark becomes UTF-8."""
     stream = open_bytes(file)
-    start = stream.peek(4)[:4]  # type: ignore[attr-defined]
+    try:
+        start = stream.peek(4)[:4]  # type: ignore[attr-defined]
+    except BaseException:
+        stream.close()
+        raise
     if start.startswith(codecs.BOM_UTF8):
         stream.read(3)
     elif start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):

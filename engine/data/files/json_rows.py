@@ -62,6 +62,7 @@ def _list_field(record: dict[str, Any]) -> str | None:
 def _object(text: _Text, bad: BadRows, name: str) -> Iterator[Row]:
     """The rows of the one field that is a list of objects; `text` is behind the object's bracket."""
     found: str | None = None
+    text.advance()
     while text.next() == '"' or text.skip(","):
         key = text.value()
         if not isinstance(key, str) or not text.skip(":"):

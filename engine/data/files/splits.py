@@ -50,7 +50,21 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
     for file in files:
         found[_split_of(file, root) or ""].append(file)
     rest = found.pop("", [])
+    for split, listed in found.items():
+        _require_one(root, split, listed)
     return dict(found) or ({TRAIN: rest} if rest else {})
+
+
+def _require_one(root: Path, split: str, files: list[Path]) -> None:
+    """UserError where two of the hub's files are the same shard: each is of another data set."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        if _SHARD.fullmatch(bare_name(file).stem) is not None and (other := seen.setdefault(file.name, file)) != file:
+            one, two = (printable(folder.relative_to(root)) for folder in (other.parent, file.parent))
+            raise UserError(
+                f"data.path: {printable(root)} holds several data sets, '{one}' and '{two}' among them, each with a "
+                f"split {printable(split)}; name the folder of one"
+            )
 
 
 def split_files(root: Path, split: str | None) -> list[Path]:

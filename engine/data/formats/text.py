@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.engine.data.files.base import open_utf8
+from penstock.engine.data.files.base import decode_line, open_utf8
 from penstock.engine.data.samples import Text
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
@@ -31,7 +31,7 @@ def read(file: Path) -> Iterator[Text]:
                 yield Text(str(file), text, not following, first)
                 text, first = following, False
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{printable(file)}: not UTF-8 text ({error.reason} at byte {error.start}); convert it, from Latin-1 say: "
-            "iconv -f LATIN1 -t UTF-8 OLD > NEW, or move it"
-        ) from error
+        with open_utf8(file) as lines:
+            for number, line in enumerate(lines, start=1):
+                decode_line(line, f"{printable(file)}:{number}")
+        raise UserError(f"{printable(file)}: not UTF-8 text ({error.reason}); convert it, or move it") from error
