@@ -191,12 +191,13 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     """Whether begin- and end-of-text tokens are added, and why, in one line."""
     if config.source == "tokens":
         return "tokens are taken as they are: no begin- or end-of-text token is added"
-    adds = Encoder(config, tokenizer).adds_bos
+    encoder = Encoder(config, tokenizer)
+    adds = encoder.adds_bos
     bos = tokenizer.decode([tokenizer.bos_id]) if tokenizer.bos_id is not None else None
     eos = f"{tokenizer.decode([tokenizer.eos_id])} ends each document"
     why = "data.bos says so" if config.bos != "auto" else "as the tokenizer does" if adds else "the tokenizer adds none"
     begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
-    if config.source in _CONVERSATIONS and Encoder(config, tokenizer).template is not None:
+    if config.source in _CONVERSATIONS and encoder.template is not None:
         return f"conversations: as the chat template has them, nothing is added; other rows: {begins}, {eos}"
     return f"{begins}, {eos}"
 

@@ -56,11 +56,12 @@ def detect(path: Path, split: str | None = None) -> Detected:
             return _plain_text(root)
         files = split_files(root, split)
         chosen = next(name for name, listed in splits.items() if listed == files)
-        first = [row.fields for row in itertools.islice(read_rows(files[0], BadRows("skip")), _ROWS)]
+        bad = BadRows("skip")
+        first = [row.fields for row in itertools.islice(read_rows(files[0], bad), _ROWS)]
     except OSError as error:
         raise UserError(f"data.path: {error.filename or root} cannot be looked into: {error.strerror}") from error
     if not first:
-        raise UserError(f"{printable(files[0])}: no row in it; name a file that has some")
+        raise UserError(bad.first or f"{printable(files[0])}: no row in it; name a file that has some")
     source, rename = _format_of(first, files[0])
     columns = list(dict.fromkeys(name for fields in first for name in fields))
     return Detected(source, chosen if len(splits) > 1 else None, list(splits), len(files), columns, rename)

@@ -1,0 +1,268 @@
+"""Formats of rows, from files as people have them, and what is refused of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import DataConfig
+from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format
+from penstock.engine.data.formats.detect import detect
+from penstock.engine.data.reading import read_samples
+from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text
+from penstock.storage.errors import UserError
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+
+def samples_of(folder: Path, source: str, *rows: Any, **more: Any) -> list[Sample]:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return list(read_samples(DataConfig(**({"source": source, "path": str(file)} | more))))
+
+
+def conversation(folder: Path, source: str, row: Any, **more: Any) -> Conversation:
+    (sample,) = samples_of(folder, source, row, **more)
+    assert isinstance(sample, Conversation)
+    return sample
+
+
+def turns(sample: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message.get("content", "")) for message in sample.messages]
+
+
+def test_messages_with_tools_parts_and_old_functions(tmp_path: Path) -> None:
+    row = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "How is it "}, {"type": "text", "text": "there?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 0},
+            {"role": "tool", "content": "sunny", "tool_call_id": "1", "name": "weather"},
+            {"role": "assistant", "content": "Sunny.", "tool_calls": None},
+        ],
+        "tools": [WEATHER],
+        "id": 7,
+    }
+    sample = conversation(tmp_path, "messages", row)
+    assert turns(sample)[1:3] == [("user", "How is it there?"), ("assistant", "")]
+    assert "content" not in sample.messages[2]
+    assert sample.messages[2]["tool_calls"] == [CALL]
+    assert sample.messages[2]["weight"] == 0
+    assert sample.messages[3]["name"] == "weather"
+    assert "tool_calls" not in sample.messages[4]
+    assert sample.tools == [WEATHER]
+    assert sample.where.endswith("rows.jsonl:1")
+    old = {
+        "messages": [
+            {"role": "assistant", "content": None, "function_call": CALL["function"]},
+            {"role": "function", "name": "weather", "content": "sunny"},
+        ]
+    }
+    sample = conversation(tmp_path, "messages", old)
+    assert sample.messages[0]["tool_calls"] == [{"type": "function", "function": CALL["function"]}]
+    assert sample.messages[1]["role"] == "tool"
+
+
+def test_messages_come_as_json_in_a_column_of_csv(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    messages = json.dumps([{"role": "user", "content": 'say "a"'}, {"role": "assistant", "content": "a"}])
+    file.write_text('messages,tools\n"' + messages.replace('"', '""') + '",\n')
+    (sample,) = read_samples(DataConfig(source="messages", path=str(file)))
+    assert isinstance(sample, Conversation)
+    assert turns(sample) == [("user", 'say "a"'), ("assistant", "a")]
+    assert sample.tools is None
+    assert detect(file).source == "messages"
+
+
+def test_sharegpt_with_tools(tmp_path: Path) -> None:
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Weather?"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Rome"}}'},
+            {"from": "observation", "value": "rain"},
+            {"from": "gpt", "value": "Rain.", "weight": 2},
+        ],
+        "system": "Be brief.",
+        "tools": json.dumps([WEATHER]),
+    }
+    sample = conversation(tmp_path, "sharegpt", row)
+    assert [role for role, _ in turns(sample)] == ["system", "user", "assistant", "tool", "assistant"]
+    (call,) = sample.messages[2]["tool_calls"]
+    assert call == {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    assert sample.messages[4] == {"role": "assistant", "content": "Rain.", "weight": 2}
+    assert sample.tools == [WEATHER]
+    roles = {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert turns(conversation(tmp_path, "sharegpt", roles)) == [("user", "a"), ("assistant", "b")]
+
+
+def test_alpaca_as_turns_and_as_its_own_prompt(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hello", "Hi"]], "system": ""}
+    sample = conversation(tmp_path, "alpaca", row)
+    assert turns(sample) == [("user", "Hello"), ("assistant", "Hi"), ("user", "Add.\n\n1 and 2"), ("assistant", "3")]
+    plain = conversation(tmp_path, "alpaca", {"instruction": "Say a.", "input": "", "output": "a"}).plain
+    assert plain is not None
+    assert plain.prompt == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nSay a.\n\n### Response:\n"
+    )
+    assert plain.completion == "a"
+    plain = conversation(tmp_path, "alpaca", row | {"system": "You add."}).plain
+    assert plain is not None
+    assert plain.prompt.startswith("You add.\n\n### Instruction:\nHello\n\n### Response:\nHi\n\n### Instruction:\nAdd.")
+    assert plain.prompt.endswith("\n\n### Input:\n1 and 2\n\n### Response:\n")
+
+
+def test_prompt_and_completion_as_texts_and_as_messages(tmp_path: Path) -> None:
+    (sample,) = samples_of(tmp_path, "prompt_completion", {"prompt": "1 + 1 =", "completion": " 2"})
+    assert sample == Completion(str(tmp_path / "rows.jsonl:1"), "1 + 1 =", " 2")
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    found = conversation(
+        tmp_path, "prompt_completion", {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    )
+    assert [message.get("weight") for message in found.messages] == [0, 0, 0, None]
+
+
+def test_tokens_and_what_of_them_is_trained(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5, 6, 7]},
+        {"ids": [5, 6, 7], "labels": [-100, 6, 7]},
+        {"tokens": [5, 6, 7, 0], "loss_mask": [0, 0.5, 1, 0], "attention_mask": [1, 1, 1, 0]},
+        {"input_ids": [5, 6], "completion_mask": [False, True]},
+    ]
+    found = samples_of(tmp_path, "tokens", *rows)
+    assert [(sample.ids, sample.weights) for sample in found if isinstance(sample, Ids)] == [
+        ([5, 6, 7], None),
+        ([5, 6, 7], [0, 1, 1]),
+        ([5, 6, 7], [0, 0.5, 1]),
+        ([5, 6], [0, 1]),
+    ]
+
+
+def test_columns_rename_the_fields(tmp_path: Path) -> None:
+    row = {"text": "not this", "body": "this"}
+    (sample,) = samples_of(tmp_path, "jsonl", row, columns={"text": "body"})
+    assert isinstance(sample, Text)
+    assert sample.text == "this"
+    row = {"question": "a", "answer": "b"}
+    (found,) = samples_of(tmp_path, "prompt_completion", row, columns={"prompt": "question", "completion": "answer"})
+    assert found == Completion(str(tmp_path / "rows.jsonl:1"), "a", "b")
+    with pytest.raises(UserError, match=r"data\.columns: 'words' is no field of the format; it reads text"):
+        samples_of(tmp_path, "jsonl", row, columns={"words": "question"})
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("jsonl", {"content": "a"}, 'no `text` field; the row has content; name the one .* data.columns={"text": "..."}'),
+    ("jsonl", {"text": 7}, "no `text` field that is a string; it holds a number"),
+    ("messages", {"messages": []}, "`messages` is empty"),
+    ("messages", {"messages": "hello"}, "`messages` is a text; a list is wanted"),
+    ("messages", {"messages": ["a"]}, r"messages\[0\] is a text; an object with `role`"),
+    (
+        "messages",
+        {"messages": [{"role": "bot", "content": "a"}]},
+        r"messages\[0\] has the role 'bot'; roles are system",
+    ),
+    ("messages", {"messages": [{"content": "a"}]}, r"messages\[0\] has no `role`"),
+    ("messages", {"messages": [{"role": "user"}]}, r"messages\[0\] has no `content`"),
+    ("messages", {"messages": [{"role": "user", "content": ""}]}, "the conversation is empty"),
+    ("messages", {"messages": [{"role": "user", "content": 3}]}, "`content` is a number"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "a part that is image_url; only text is trained",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": "assistant", "content": "a", "weight": -1}]},
+        "`weight` is -1; a number from 0",
+    ),
+    ("messages", {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "names no function"),
+    ("messages", {"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "`tools` is a text"),
+    ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, r"conversations\[0\] has `from` 'alien'; known"),
+    ("sharegpt", {"conversations": [{"from": "gpt"}]}, r"conversations\[0\] has no `value`"),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": "go"}]}, "a function_call is JSON"),
+    ("alpaca", {"instruction": "a"}, "no `output` field; the row has instruction"),
+    ("alpaca", {"instruction": "a", "output": " "}, "`output` is empty"),
+    ("alpaca", {"instruction": "", "output": "a"}, "`instruction` and `input` are empty"),
+    ("alpaca", {"instruction": "a", "output": "a", "history": ["a"]}, "`history` holds a text"),
+    ("prompt_completion", {"prompt": "a", "chosen": "b"}, "no `completion` field; the row has chosen, prompt"),
+    ("prompt_completion", {"prompt": "a", "completion": ""}, "`completion` is empty"),
+    ("prompt_completion", {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "must be the same"),
+    ("tokens", {"input_ids": [1, -2]}, r"input_ids\[1\] is -2, which is no token id"),
+    ("tokens", {"input_ids": [1, 2.5]}, r"input_ids\[1\] is 2.5"),
+    ("tokens", {"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 values for 2 ids"),
+    ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, r"labels\[0\] is 2 where the id is 1; .*not shifted"),
+    ("tokens", {"input_ids": [1, 2], "weights": [1, -1]}, r"weights\[1\] is -1"),
+    ("tokens", {"text": "a"}, "no `input_ids` field"),
+]
+
+
+@pytest.mark.parametrize(("source", "row", "message"), BAD, ids=[f"{source} {m[:40]}" for source, _, m in BAD])
+def test_a_bad_row_is_named_or_left_out(tmp_path: Path, source: str, row: Any, message: str) -> None:
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: {message}|rows\.jsonl:1: .*{message}") as caught:
+        samples_of(tmp_path, source, row)
+    assert "\n" not in str(caught.value)
+    bad = BadRows("skip")
+    config = DataConfig(source=source, path=str(tmp_path / "rows.jsonl"))  # type: ignore[arg-type]
+    assert list(read_samples(config, bad)) == []
+    assert bad.count == 1
+
+
+SHAPES: dict[str, Any] = {
+    "messages": {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "prompt_id": "1"},
+    "sharegpt": {"id": "1", "conversations": [{"from": "human", "value": "a"}]},
+    "alpaca": {"instruction": "a", "input": "", "output": "b", "text": "all of it"},
+    "prompt_completion": {"prompt": "a", "completion": "b"},
+    "tokens": {"input_ids": [1, 2], "attention_mask": [1, 1]},
+    "jsonl": {"text": "a", "meta": {"url": "b"}},
+}
+
+
+@pytest.mark.parametrize("source", SHAPES)
+def test_formats_are_recognised(tmp_path: Path, source: str) -> None:
+    (tmp_path / "train.json").write_text(json.dumps([SHAPES[source]] * 3))
+    (tmp_path / "test.json").write_text(json.dumps([SHAPES[source]]))
+    found = detect(tmp_path)
+    assert (found.source, found.split, found.splits) == (source, "train", ["test", "train"])
+    assert found.columns == list(SHAPES[source])
+    assert (found.rename, found.num_files) == ({}, 1)
+    assert detect(tmp_path, "test").split == "test"
+    assert len(list(read_samples(DataConfig(source=source, path=str(tmp_path))))) == 3  # type: ignore[arg-type]
+
+
+def test_every_format_of_rows_is_recognised_by_a_test() -> None:
+    assert set(SHAPES) == {name for name in FORMATS if isinstance(find_format(name), RowFormat)}
+
+
+def test_a_conversation_under_another_name_is_recognised(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"id": 1, "chat": SHAPES["messages"]["messages"]}))
+    found = detect(file)
+    assert (found.source, found.rename) == ("messages", {"messages": "chat"})
+    file.write_text(json.dumps({"dialog": SHAPES["sharegpt"]["conversations"]}))
+    assert detect(file).rename == {"conversations": "dialog"}
+
+
+def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question": "a", "answer": "b"}')
+    with pytest.raises(UserError, match=r"no known format has the columns question, answer; .*data\.columns="):
+        detect(file)
+    file.write_text("")
+    with pytest.raises(UserError, match="no row in it"):
+        detect(file)
+    file.write_text("not json\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:1: not a JSON object"):
+        detect(file)
+    picture = tmp_path / "folder" / "a.png"
+    picture.parent.mkdir()
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    with pytest.raises(UserError, match=r"a\.png is neither a file of rows that is known .* nor UTF-8 text"):
+        detect(picture.parent)
+    with pytest.raises(UserError, match="does not exist"):
+        detect(tmp_path / "nothing")
