@@ -78,7 +78,7 @@ class Encoder:
         ready = [self._prepare(sample) for sample in samples]
         texts = [sample.text for sample in samples if isinstance(sample, Text)]
         of_text = iter(self._tokenizer.encode_batch(texts) if texts else [])
-        spanned = [one.rendered.text for one in ready if one is not None]
+        spanned = [one.rendered.text for one in ready if isinstance(one, _Ready)]
         of_span = iter(self._tokenizer.encode_spans(spanned) if spanned else [])
         found: list[Encoded] = []
         for sample, one in zip(samples, ready, strict=True):
@@ -86,6 +86,8 @@ class Encoder:
                 found.append(self._text(sample, next(of_text)))
                 continue
             try:
+                if isinstance(one, RowError):
+                    raise one
                 if one is not None:
                     found.append(_trained(self._finish(one, *next(of_span))))
                 elif isinstance(sample, Ids):
@@ -94,8 +96,8 @@ class Encoder:
                 self.bad.add(error)
         return found
 
-    def _prepare(self, sample: Sample) -> _Ready | None:
-        """None for what needs no rendering, and for what is bad."""
+    def _prepare(self, sample: Sample) -> _Ready | RowError | None:
+        """None for what needs no rendering; what is wrong with a bad sample."""
         try:
             if isinstance(sample, Conversation):
                 if self.template is not None:
@@ -110,8 +112,7 @@ class Encoder:
             if not isinstance(sample, Completion):
                 return None
         except RowError as error:
-            self.bad.add(error)
-            return None
+            return error
         start, stop = len(sample.prompt), len(sample.prompt) + len(sample.completion)
         spans = None if self._config.trained_tokens == "all" else [Span(start, stop, 1.0)]
         return _Ready(sample.where, Rendered(sample.prompt + sample.completion, spans, 1.0), self.adds_bos, True)
