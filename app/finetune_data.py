@@ -85,7 +85,7 @@ class Source:
 
     def held_out(self, data: DataConfig) -> Sequence[int]:
         """Some of the documents held out, or of all where none are."""
-        from penstock.engine.data.loader import split_documents
+        from penstock.engine.data.packing import split_documents
 
         if data.validation_documents is None:
             return range(min(_LOOKED_AT, len(self)))

@@ -302,6 +302,8 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
     for remark in remarks(device):
         observer.on_message(remark)
     observer.on_message(f"data: {corpus.words()}{loader.report.words()}")
+    for note in data.corpus.notes:
+        observer.on_message(note)
 
 
 def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> None:

@@ -6,18 +6,23 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from penstock.engine import preparing
 from penstock.engine.config import DataConfig
-from penstock.engine.data.corpus_files import META, CorpusWriter, TokenCorpus, read_info
-from penstock.engine.data.encode import Encoder, encoded_one_by_one
+from penstock.engine.data.corpus_cache import keep_corpus, take_corpus
+from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
+from penstock.engine.data.encode import Encoder
+from penstock.engine.data.encode_pool import encode_all
+from penstock.engine.data.position import Progress
 from penstock.engine.data.reading import is_empty, read_samples, source_files, texts_of
-from penstock.engine.data.samples import Encoded, Sample
+from penstock.engine.data.rows import BadRows
+from penstock.engine.data.samples import Sample
+from penstock.engine.data.sources import describe_files, to_record, what_changed
 from penstock.engine.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -30,7 +35,6 @@ from penstock.engine.data.tokenizer import (
 from penstock.storage.disk import build_folder
 from penstock.storage.errors import UserError
 
-_BATCH_CHARS = 4 * 2**20  # text handed to the tokenizer at once: bounds memory, feeds its threads
 _RANDOM_DOCUMENTS = 64
 
 
@@ -49,7 +53,8 @@ def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) ->
 
 
 def _prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
-    tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
+    has_corpus = os.path.lexists(folder / "corpus" / META)
+    tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer", has_corpus=has_corpus)
     return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
 
 
@@ -80,10 +85,13 @@ def cancel_text_ahead() -> None:
         _threads.pop().join()
 
 
-def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
+def prepare_tokenizer(
+    config: DataConfig, model_folder: Path | None, folder: Path, *, has_corpus: bool = False
+) -> TextTokenizer:
     """`config.tokenizer`, else the model folder's, else one trained on the source and kept in `folder`.
 
-    Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`.
+    Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`; never
+    where there is a corpus that it has made tokens of.
     """
     given = _given_tokenizer(config, model_folder)
     if given is not None:
@@ -93,8 +101,10 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
             "data.tokenizer: data.source=random has no text to train a tokenizer on; set model.vocab_size and leave "
             "the tokenizer out, or name one"
         )
-    stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
     record = read_trained_on(folder)
+    stamp = {key: (record or {}).get(key) for key in ("source", "vocab_size")}
+    if record is None or not has_corpus:
+        stamp = {"source": _source_fingerprint(config), "vocab_size": config.tokenizer_vocab_size}
     if record is not None and {key: record.get(key) for key in stamp} == stamp:
         require_intact(folder)
         tokenizer = open_trained(folder)
@@ -102,7 +112,7 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
             seal_trained(folder, stamp)
         return tokenizer
     with build_folder(folder) as temporary:
-        texts = _counted("training a tokenizer", _require_text(config))
+        texts = (sample for part in config.parts for sample in _require_text(part, "training a tokenizer"))
         train_tokenizer((text for sample in texts for text in texts_of(sample)), config.tokenizer_vocab_size, temporary)
         seal_trained(temporary, stamp)
     return open_trained(folder)
@@ -127,14 +137,14 @@ def _given_tokenizer(config: DataConfig, model_folder: Path | None) -> Path | No
 
 
 def require_text(config: DataConfig) -> None:
-    """Raise UserError when the source holds no text at all, or cannot be read as far as its first text.
+    """Raise UserError when a source holds no text at all, or cannot be read as far as its first text.
 
     Cheap: a plan asks it as well.
     """
-    if config.source != "random":
-        for sample in _require_text(config):
+    for part in config.parts if config.source != "random" or config.mixture else ():
+        for sample in _require_text(part):
             if not is_empty(sample):
-                return
+                break
 
 
 def require_readable(config: DataConfig) -> None:
@@ -143,94 +153,171 @@ def require_readable(config: DataConfig) -> None:
         raise UserError(
             f"data.tokenizer: {config.tokenizer} does not exist; name a tokenizer's folder or tokenizer.json"
         )
-    for file in source_files(config):
-        if not os.access(file, os.R_OK):
-            raise UserError(f"data.path: {file} may not be read by this user; let it be read, or move it away")
+    for part in config.parts:
+        for file in source_files(part):
+            if not os.access(file, os.R_OK):
+                raise UserError(f"data.path: {file} may not be read by this user; let it be read, or move it away")
     require_text(config)
 
 
-def _require_text(config: DataConfig) -> Iterator[Sample]:
-    """`read_samples`, refusing a source without any text but white space."""
+def _require_text(
+    config: DataConfig,
+    what: str = "looking at the data",
+    bad: BadRows | None = None,
+    sizes: Mapping[Path, int] | None = None,
+) -> Iterator[Sample]:
+    """The samples of a source, which is no mixture, refusing one without any text but white space.
+
+    Whoever watches the preparation is told what is being done, how many documents have been read, and where the sizes
+    of the files are given, how much of them.
+    """
+    bad = BadRows(config.bad_rows) if bad is None else bad
+    progress = Progress(what, sizes or {})
     empty = True
-    for sample in read_samples(config):
+    for sample in read_samples(config, bad, progress):
         if _is_ahead.is_set() and _cancelled.is_set():
             raise InterruptedError
         empty = empty and is_empty(sample)
+        progress.tell()
         yield sample
     if empty:
-        where = config.path or config.source
-        raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}")
-
-
-def _counted(what: str, samples: Iterator[Sample]) -> Iterator[Sample]:
-    """The samples; whoever watches the preparation is told how many documents have been read. How many there are is not
-    known before the end."""
-    documents = 0
-    for sample in samples:
-        preparing.tell(detail=f"{what}, {documents:,} documents read")
-        yield sample
-        documents += getattr(sample, "last", True)
+        reason = f"{config.source} found no text in {config.path or config.source}"
+        if bad.count:
+            reason += f"; {bad.count:,} rows were left out, the first: {bad.first}"
+        raise UserError(f"data.source: the corpus is empty: {reason}")
 
 
 def _source_fingerprint(config: DataConfig) -> str:
     """Hex digest that changes with the source's settings or with any of its files' size or time."""
-    chosen = {"split": config.split, "columns": config.columns, "bad_rows": config.bad_rows}
-    usual = all(value == getattr(DataConfig(), name) for name, value in chosen.items())
-    made_of = [config.source, config.max_documents] if usual else [config.source, config.max_documents, chosen]
-    digest = hashlib.sha256(json.dumps(made_of).encode())
-    for file in source_files(config):
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-        # Names need not be UTF-8.
-        digest.update(os.fsencode(file) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    digest = hashlib.sha256()
+    for part in config.parts:
+        chosen = {"split": part.split, "columns": part.columns, "bad_rows": part.bad_rows}
+        usual = all(value == getattr(DataConfig(), name) for name, value in chosen.items())
+        made_of = [part.source, part.max_documents] if usual else [part.source, part.max_documents, chosen]
+        digest.update(json.dumps(made_of).encode())
+        for file in source_files(part):
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+            # Names need not be UTF-8.
+            digest.update(os.fsencode(file) + f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
 def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
-    """Tokenise the source into `folder`, or open what is there if it was made from the same files and tokenizer.
+    """The corpus in `folder`; where there is none, or one of another recipe, it is taken from those kept for this user,
+    or the source is tokenised.
 
-    Memory stays bounded by a few times 8 MiB of text. Raises UserError for an empty or malformed source.
+    What is there is used whatever became of the source since, which the corpus' `notes` tell. Memory stays bounded by a
+    few times 8 MiB of text. Raises UserError for an empty or malformed source, and for another tokenizer than that
+    which made what is there.
     """
-    encoder = Encoder(config, tokenizer)
-    joined = " ".join(filter(None, (_source_fingerprint(config), tokenizer.fingerprint, encoder.fingerprint)))
+    encoders = [Encoder(part, tokenizer) for part in config.parts]
+    settings = _digest([_settings(part) for part in config.parts])
+    made_by = _digest([tokenizer.fingerprint, *(encoder.fingerprint for encoder in encoders)])
+    if os.path.lexists(folder / META):
+        info = read_info(folder)
+        if info.settings in ("", settings):
+            if info.encoder not in ("", made_by):
+                raise UserError(
+                    f"{folder}: these tokens were made by another tokenizer, chat template or data.trained_tokens than "
+                    f"those of {tokenizer.folder}; restore them, or delete the folder to tokenise the source again"
+                )
+            corpus = TokenCorpus.open(folder)
+            corpus.notes += _what_became(config, tokenizer, encoders, info)
+            return corpus
+    files = [list(describe_files(source_files(part))) for part in config.parts]
+    recorded = [file for of_part in files for file in of_part]
+    origin = Origin(
+        fingerprint=_fingerprint(config, tokenizer, encoders),
+        settings=settings,
+        encoder=made_by,
+        sources=to_record(recorded),
+    )
+    contents = [
+        [_settings(part) | {"path": None}, [[file.sha256, Path(file.path).suffixes] for file in of_part]]
+        for part, of_part in zip(config.parts, files, strict=True)
+    ]
+    digest = _digest([_VERSION, made_by, contents])
+    if take_corpus(digest, folder, origin):
+        return TokenCorpus.open(folder)
+    sizes = {Path(file.path): file.num_bytes for file in recorded}
+    with build_folder(folder) as temporary:
+        writer = CorpusWriter(temporary, _dtype(tokenizer.vocab_size))
+        bad = [_fill(writer, part, encoder, sizes) for part, encoder in zip(config.parts, encoders, strict=True)]
+        writer.finish(eos_id=tokenizer.eos_id, skipped_rows=sum(of_part.count for of_part in bad), **origin)
+    keep_corpus(digest, folder)
+    corpus = TokenCorpus.open(folder)
+    corpus.notes += [f"the first row that was left out: {of_part.first}" for of_part in bad if of_part.count]
+    return corpus
 
-    def fill(writer: CorpusWriter) -> None:
-        samples = _counted("tokenizing", _require_text(config))
-        for encoded in encoded_one_by_one(encoder, samples, _BATCH_CHARS):
-            _append(writer, encoded)
 
-    return _corpus(folder, joined, tokenizer.vocab_size, tokenizer.eos_id, fill)
+def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mapping[Path, int]) -> BadRows:
+    """Tokenise a source, which is no mixture; what became of its bad rows. UserError where nothing is left of it."""
+    before, bad = writer.num_documents, BadRows(part.bad_rows)
+    for encoded in encode_all(encoder, _require_text(part, "tokenizing", bad, sizes)):
+        writer.append(encoded.where, encoded.ids, encoded.last, encoded.weights)
+    bad.add_many(*encoder.bad.take())
+    if writer.num_documents == before:
+        raise UserError(f"data.source: the corpus is empty: {bad.count:,} rows were left out, the first: {bad.first}")
+    writer.end_part()
+    return bad
+
+
+_VERSION = 1
+"""Of what is made of the same files by the same tokenizer; another one finds nothing that was kept."""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _settings(part: DataConfig) -> dict[str, Any]:
+    """The fields that say what is read; `Encoder.fingerprint` has those that say what becomes of it."""
+    return {name: getattr(part, name) for name in ("source", "path", "split", "columns", "max_documents", "bad_rows")}
+
+
+def _fingerprint(config: DataConfig, tokenizer: TextTokenizer, encoders: Sequence[Encoder]) -> str:
+    found = (_source_fingerprint(config), tokenizer.fingerprint, *(encoder.fingerprint for encoder in encoders))
+    return hashlib.sha256(" ".join(filter(None, found)).encode()).hexdigest()
+
+
+def _what_became(
+    config: DataConfig, tokenizer: TextTokenizer, encoders: Sequence[Encoder], info: CorpusInfo
+) -> list[str]:
+    """What to say where a corpus is used whose source has changed since."""
+    name = "a source of data.mixture" if config.mixture else config.path or config.source
+    try:
+        if _fingerprint(config, tokenizer, encoders) == info.fingerprint:
+            return []
+        changed = what_changed(info.sources, [file for part in config.parts for file in source_files(part)])
+        changed = changed or (None if info.sources else f"{name} has changed")
+    except UserError as error:
+        changed = what_changed(info.sources) or str(error)
+    if changed is None:
+        return []
+    return [
+        f"data.path: {changed} since the run's tokens were made: it goes on with those; to train on what is there now, "
+        "begin a new run"
+    ]
 
 
 def random_corpus(config: DataConfig, vocab_size: int, folder: Path) -> TokenCorpus:
     """`max_documents` (64 when unset) documents of `sequence_length` uniformly random ids below `vocab_size`."""
     documents = config.max_documents or _RANDOM_DOCUMENTS
-    recipe = json.dumps(["random", config.seed, documents, config.sequence_length, vocab_size])
-
-    def fill(writer: CorpusWriter) -> None:
-        generator = np.random.Generator(np.random.PCG64(config.seed))
-        for index in range(documents):
-            writer.append(f"random document {index}", generator.integers(0, vocab_size, config.sequence_length), True)
-
-    return _corpus(folder, recipe, vocab_size, 0, fill)
-
-
-def _corpus(
-    folder: Path, made_of: str, vocab_size: int, eos_id: int, fill: Callable[[CorpusWriter], None]
-) -> TokenCorpus:
-    """The corpus in `folder`, filled anew unless it was `made_of` the same. UserError for a damaged meta.json."""
+    made_of = json.dumps(["random", config.seed, documents, config.sequence_length, vocab_size])
     fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
     if not os.path.lexists(folder / META) or read_info(folder).fingerprint != fingerprint:
         with build_folder(folder) as temporary:
-            writer = CorpusWriter(temporary, "uint16" if vocab_size <= 2**16 else "uint32")
-            fill(writer)
-            writer.finish(fingerprint, eos_id)
+            writer = CorpusWriter(temporary, _dtype(vocab_size))
+            generator = np.random.Generator(np.random.PCG64(config.seed))
+            for index in range(documents):
+                ids = generator.integers(0, vocab_size, config.sequence_length)
+                writer.append(f"random document {index}", ids, True)
+            writer.finish(fingerprint, 0, settings="random")
     return TokenCorpus.open(folder)
 
 
-def _append(writer: CorpusWriter, encoded: Encoded) -> None:
-    if encoded.weights is not None and not (encoded.weights == 1).all():
-        raise UserError("data.trained_tokens: weights of tokens are not kept yet; set data.trained_tokens=all")
-    writer.append(encoded.where, encoded.ids, encoded.last)
+def _dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    return "uint16" if vocab_size <= 2**16 else "uint32"

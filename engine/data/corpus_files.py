@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,15 @@ class SourceFile(NamedTuple):
     num_bytes: Size
     mtime_ns: int
     sha256: str
+
+
+class Origin(TypedDict):
+    """What a corpus was made from: fields of its CorpusInfo."""
+
+    fingerprint: str
+    settings: str
+    encoder: str
+    sources: list[SourceFile]
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class CorpusInfo:
         said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
         if self.weights_crc32c and self.num_trained is not None:
             said += f", {self.num_trained:,} of them trained"
-        if self.part_documents:
+        if len(self.part_documents) > 1:
             said += f", parts of {', '.join(f'{count:,}' for count in self.part_documents)} documents"
         return said + (f", {self.skipped_rows:,} rows left out as they could not be used" if self.skipped_rows else "")
 
@@ -123,6 +132,8 @@ class TokenCorpus:
     def __init__(self, folder: Path, info: CorpusInfo) -> None:
         """OSError and ValueError where a file is none of a corpus', UserError where it is damaged."""
         self.folder = folder
+        self.notes: list[str] = []
+        """What there is to say of how it came to be."""
         self.starts = _read_starts(folder, info)
         if info.sums_crc32c:
             self.info, sums = info, read_sums(folder / SUMS, _token_bytes(info), info.sums_crc32c)
@@ -310,7 +321,7 @@ class CorpusWriter:
         skipped_rows: int = 0,
         settings: str = "",
         encoder: str = "",
-        sources: Sequence[SourceFile] = (),
+        sources: list[SourceFile] | None = None,
     ) -> None:
         """Make it a corpus, durably."""
         content, sums = self._tokens.finish()
@@ -340,7 +351,7 @@ class CorpusWriter:
             skipped_rows=skipped_rows,
             settings=settings,
             encoder=encoder,
-            sources=list(sources),
+            sources=sources or [],
         )
         write_info(self._folder, info)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,6 +51,10 @@ class Encoder:
         self.adds_bos = config.bos == "on" or (config.bos == "auto" and tokenizer.puts_bos)
         if self.adds_bos and tokenizer.bos_id is None:
             raise UserError("data.bos: on, but the tokenizer has no begin-of-text token; leave it at auto")
+
+    @property
+    def has_fast_tokenizer(self) -> bool:
+        return self._tokenizer.is_fast
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -201,19 +205,6 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     if config.source in _CONVERSATIONS and encoder.template is not None:
         return f"conversations: as the chat template has them, nothing is added; other rows: {begins}, {eos}"
     return f"{begins}, {eos}"
-
-
-def encoded_one_by_one(encoder: Encoder, samples: Iterator[Sample], most_chars: int) -> Iterator[Encoded]:
-    """All of `samples`, encoded in batches of about `most_chars` characters, which bounds memory."""
-    batch: list[Sample] = []
-    chars = 0
-    for sample in samples:
-        batch.append(sample)
-        chars += size_of(sample)
-        if chars >= most_chars:
-            yield from encoder.encode(batch)
-            batch, chars = [], 0
-    yield from encoder.encode(batch)
 
 
 def size_of(sample: Sample) -> int:

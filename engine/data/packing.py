@@ -115,7 +115,7 @@ def _drawn(part: Part, number: int, seed: int, epoch: int) -> Indices:
     no document has come more than once more than another.
     """
     count = part.stop - part.first
-    begin, end = (int(Fraction(repr(part.weight)) * count * at) for at in (epoch, epoch + 1))
+    begin, end = (round(Fraction(repr(part.weight)) * count * at) for at in (epoch, epoch + 1))
     if end - begin == count:
         return np.arange(part.first, part.stop)
     order = shuffled(np.random.SeedSequence(seed, spawn_key=(1, number)), count)

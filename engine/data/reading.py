@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from penstock.engine.config import DataConfig
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
+from penstock.engine.data.position import Progress
 from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text
 from penstock.storage.errors import UserError
@@ -18,7 +18,8 @@ from penstock.storage.untrusted import printable
 
 
 def source_files(config: DataConfig) -> list[Path]:
-    """The files that `config.source` reads, in order. Raises UserError when the path is missing or not there."""
+    """The files that `config.source`, no mixture, reads, in order. UserError when the path is missing or not there."""
+    assert not config.mixture
     if config.source == "random":
         return []
     if config.lacks_path:
@@ -49,20 +50,29 @@ def _row_files(config: DataConfig, root: Path) -> list[Path]:
     return split_files(root, config.split)
 
 
-def read_samples(config: DataConfig, bad: BadRows | None = None) -> Iterator[Sample]:
+def read_samples(config: DataConfig, bad: BadRows | None = None, progress: Progress | None = None) -> Iterator[Sample]:
     """The source's samples in order, at most `config.max_documents` documents; texts that are empty are skipped.
 
-    What becomes of a bad row is `bad`'s to say, without it `config.bad_rows`. Raises UserError naming the file (and
-    line) of what cannot be read.
+    Of a mixture those of its parts, one after the other. What becomes of a bad row is `bad`'s to say, without it
+    `config.bad_rows`. `progress` is kept where the reader is. Raises UserError naming the file (and line) of what
+    cannot be read.
     """
     bad = bad or BadRows(config.bad_rows)
-    samples = itertools.chain.from_iterable(read_file(config, file, bad) for file in source_files(config))
-    documents = 0
-    for sample in samples:
-        if config.max_documents is not None and documents >= config.max_documents:
-            return
-        yield sample
-        documents += getattr(sample, "last", True)
+    for part in config.parts:
+        documents = 0
+        for file in source_files(part):
+            if progress is not None:
+                progress.begin(file)
+            for sample in read_file(part, file, bad):
+                if part.max_documents is not None and documents >= part.max_documents:
+                    break
+                yield sample
+                documents += getattr(sample, "last", True)
+                if progress is not None:
+                    progress.documents = documents
+            else:
+                continue
+            break
 
 
 def read_file(config: DataConfig, file: Path, bad: BadRows) -> Iterator[Sample]:

@@ -36,6 +36,11 @@ class BadRows:
         self.first = self.first or str(error)
         self.count += 1
 
+    def add_many(self, count: int, first: str) -> None:
+        """Bad rows that were counted elsewhere."""
+        self.first = self.first or first
+        self.count += count
+
     def take(self) -> tuple[int, str]:
         """Count and first so far, which begin anew."""
         taken = self.count, self.first

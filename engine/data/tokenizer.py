@@ -73,6 +73,11 @@ class TextTokenizer:
                 digest.update(name.encode() + hashlib.sha256(read_model_file(folder, name, _FILE_BYTES)).digest())
         self.fingerprint = digest.hexdigest()
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether it has threads of its own."""
+        return getattr(self._tokenizer, "backend_tokenizer", None) is not None
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens and without truncation.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
+from penstock.engine.data import position
 from penstock.engine.data.rows import BadRows, Row, RowError
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, open_regular, printable, real_path
@@ -86,6 +87,7 @@ def open_bytes(file: Path) -> BinaryIO:
     Links are followed, as data may lie anywhere; what would wait is refused.
     """
     raw = open(open_regular(real_path(file)), "rb")  # noqa: SIM115
+    position.opened(raw.fileno())
     ending = file.suffix.lower()
     if ending not in COMPRESSIONS:
         return raw

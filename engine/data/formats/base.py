@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from penstock.engine.data import position
 from penstock.engine.data.rows import RowError
 from penstock.engine.data.samples import Sample, Text
 from penstock.storage.errors import UserError
@@ -71,7 +72,9 @@ def find_format(source: str) -> RowFormat | FileFormat:
 
 def open_text(file: Path) -> int:
     """A descriptor of a file of texts. Links are followed, as data may lie anywhere; what would wait is refused."""
-    return open_regular(real_path(file))
+    fd = open_regular(real_path(file))
+    position.opened(fd)
+    return fd
 
 
 def required(fields: dict[str, Any], name: str, where: str) -> Any:

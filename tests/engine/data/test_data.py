@@ -1,7 +1,9 @@
 """Documents, tokenizer, corpus folder and packing."""
 
+import dataclasses
 import itertools
 import json
+import os
 import shutil
 import threading
 import time
@@ -25,6 +27,7 @@ from penstock.engine.data.corpus import (
     prepare_tokenizer,
     random_corpus,
 )
+from penstock.engine.data.corpus_files import TokenCorpus
 from penstock.engine.data.formats import text as text_format
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
 from penstock.engine.data.packing import split_documents
@@ -108,15 +111,62 @@ def test_corpus_holds_every_document_with_its_end(tmp_path, jsonl, tokenizer):
         assert corpus.tokens[start:stop].tolist() == [*ids, tokenizer.eos_id]
 
 
-def test_corpus_is_made_once_and_again_when_the_source_changes(tmp_path, jsonl, tokenizer, monkeypatch):
+def test_a_corpus_is_made_once_and_used_whatever_becomes_of_its_source(tmp_path, jsonl, tokenizer, monkeypatch):
     config = DataConfig(source="jsonl", path=str(jsonl))
     first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
-    monkeypatch.setattr(corpus_module, "read_samples", lambda config: pytest.fail("tokenised twice"))
-    assert prepare_corpus(config, tokenizer, tmp_path / "corpus").info == first.info
-    monkeypatch.undo()
+    monkeypatch.setattr(corpus_module, "read_samples", lambda *_: pytest.fail("tokenised twice"))
+
+    def notes():
+        corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
+        assert corpus.info == first.info
+        return corpus.notes
+
+    content = jsonl.read_bytes()
+    assert notes() == []
+    os.utime(jsonl, (1, 1))
+    assert notes() == [], "another time, the same content"
     jsonl.write_text('{"text": "another"}\n')
-    assert prepare_corpus(config, tokenizer, tmp_path / "corpus").info.num_documents == 1
+    goes_on = "since the run's tokens were made: it goes on with those; to train on what is there now, begin a new run"
+    assert notes() == [f"data.path: {jsonl} has changed {goes_on}"]
+    jsonl.unlink()
+    assert notes() == [f"data.path: {jsonl} is gone {goes_on}"]
+    jsonl.write_bytes(content)
+    assert notes() == []
+    monkeypatch.undo()
+    fewer = dataclasses.replace(config, max_documents=1)
+    assert prepare_corpus(fewer, tokenizer, tmp_path / "corpus").info.num_documents == 1, "another recipe"
     assert not list(tmp_path.glob("*.building-*"))
+
+
+def test_what_comes_into_a_folder_later_is_said(tmp_path, tokenizer):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a text")
+    config = DataConfig(source="text", path=str(tmp_path / "texts"))
+    prepare_corpus(config, tokenizer, tmp_path / "corpus")
+    (tmp_path / "texts" / "b.txt").write_text("another")
+    (note,) = prepare_corpus(config, tokenizer, tmp_path / "corpus").notes
+    assert f"{tmp_path}/texts/b.txt has come since" in note
+
+
+def test_tokens_of_another_tokenizer_are_refused_and_left_alone(tmp_path, jsonl, tokenizer):
+    config = DataConfig(source="jsonl", path=str(jsonl))
+    first = prepare_corpus(config, tokenizer, tmp_path / "corpus")
+    other = train_tokenizer(TEXTS, 280, tmp_path / "other")
+    with pytest.raises(UserError, match=r"corpus: these tokens were made by another tokenizer.*delete the folder"):
+        prepare_corpus(config, other, tmp_path / "corpus")
+    assert TokenCorpus.open(tmp_path / "corpus").info == first.info
+
+
+def test_a_tokenizer_that_has_made_tokens_is_kept_whatever_becomes_of_its_source(tmp_path, jsonl):
+    config = DataConfig(source="jsonl", path=str(jsonl), tokenizer_vocab_size=290)
+    tokenizer, corpus = prepare_text(config, None, tmp_path / "data")
+    jsonl.unlink()
+    again, same = prepare_text(config, None, tmp_path / "data")
+    assert (again.fingerprint, same.info) == (tokenizer.fingerprint, corpus.info)
+    assert len(same.notes) == 1
+    shutil.rmtree(tmp_path / "data" / "corpus")
+    with pytest.raises(UserError, match="does not exist"):
+        prepare_text(config, None, tmp_path / "data")
 
 
 def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer, monkeypatch):
@@ -207,8 +257,8 @@ def test_text_made_ahead_can_be_called_off(tmp_path, jsonl, monkeypatch):
     read = threading.Event()
     pieces = corpus_module.read_samples
 
-    def slow(config):
-        for piece in pieces(config):
+    def slow(*given):
+        for piece in pieces(*given):
             read.set()
             assert corpus_module._cancelled.wait(60)
             yield piece

@@ -1,0 +1,105 @@
+"""Tokenised corpora kept for this user between runs, a folder each below XDG_CACHE_HOME/penstock/corpora.
+
+A folder is named by a digest of all that decides its tokens: the content of the source's files, how rows are read and
+what made tokens of them. Its files are linked into a run's own folder, not used in place: a run stays whole by itself,
+and what is kept takes no room while a run has it. An entry that is damaged, or that somebody else could have written,
+counts as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.engine.data.corpus_files import CORPUS_FILES, META, Origin, read_info, verify_corpus, write_info
+from penstock.storage.disk import build_folder
+from penstock.storage.errors import UserError
+from penstock.storage.user_cache import cache_folder
+
+LEAST_BYTES = 1 << 20
+"""Of a corpus that is kept; a smaller one is made again in a moment."""
+MOST_BYTES = 1 << 38
+"""Of all that are kept."""
+MOST_KEPT = 8
+"""The newest, by when they were last used."""
+
+
+def take_corpus(digest: str, folder: Path, origin: Origin) -> bool:
+    """Put the corpus kept under `digest` into `folder`, with what it says of its origin; False: none is kept."""
+    kept = _entry(digest)
+    if kept is None or not _is_own(kept):
+        return False
+    try:
+        with build_folder(folder) as temporary:
+            for name in CORPUS_FILES:
+                if name != META and (kept / name).exists():
+                    _link(kept / name, temporary / name)
+            write_info(temporary, replace(read_info(kept), **origin))
+            verify_corpus(temporary)
+        os.utime(kept)
+    except (OSError, UserError):
+        shutil.rmtree(kept, ignore_errors=True)
+        return False
+    return True
+
+
+def keep_corpus(digest: str, folder: Path) -> None:
+    """Keep the corpus of a run's `folder` under `digest`; nothing where it is small, large or cannot be kept."""
+    kept = _entry(digest)
+    size = _size(folder)
+    if kept is None or not LEAST_BYTES <= size <= MOST_BYTES or kept.exists():
+        return
+    temporary = kept.with_name(f".{digest}.{os.getpid()}")
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.mkdir(mode=0o700)
+        for name in CORPUS_FILES:
+            if (folder / name).exists():
+                _link(folder / name, temporary / name)
+        os.rename(temporary, kept)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _prune(kept.parent)
+
+
+def _entry(digest: str) -> Path | None:
+    folder = cache_folder("corpora")
+    return None if folder is None else folder / digest
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+def _link(file: Path, to: Path) -> None:
+    try:
+        os.link(file, to, follow_symlinks=False)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, to, follow_symlinks=False)
+
+
+def _size(folder: Path) -> int:
+    return sum((folder / name).stat().st_size for name in CORPUS_FILES if (folder / name).exists())
+
+
+def _prune(folder: Path) -> None:
+    """Leave the newest. What a killed process left half made goes by its age, as any other."""
+    total = 0
+    entries = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
+    for number, entry in enumerate(entries):
+        total += _size(entry)
+        if number >= MOST_KEPT or total > MOST_BYTES:
+            shutil.rmtree(entry, ignore_errors=True)

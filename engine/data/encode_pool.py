@@ -1,0 +1,148 @@
+"""Samples to tokens by as many processes as there are processors, where one does not do.
+
+Rendering a chat template is Python, and takes most of the time that a conversation takes. The threads of a fast
+tokenizer are enough for plain text.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain, islice
+from queue import SimpleQueue
+
+from penstock.engine.data.encode import Encoder, size_of
+from penstock.engine.data.encode_worker import Answer
+from penstock.engine.data.samples import Encoded, Sample, Text
+from penstock.storage import child
+from penstock.storage.errors import UserError
+
+BATCH_CHARS = 4 * 2**20
+"""Text handed to the tokenizer at once: bounds memory, feeds its threads."""
+_SHARE_CHARS = 2**18
+"""Handed to a process at once."""
+SERIAL_BATCHES = 2
+"""Batches that this process encodes itself before it begins others: few samples are done before those have started."""
+_MOST_PROCESSES = 16
+
+
+def encode_all(encoder: Encoder, samples: Iterator[Sample]) -> Iterator[Encoded]:
+    """All of `samples` in order; what cannot be used goes to `encoder.bad`.
+
+    What is in memory at a time is bounded by a few batches. Raises UserError as the encoder does. However it ends, no
+    process is left behind.
+    """
+    for batch in islice(_batches(samples, BATCH_CHARS), SERIAL_BATCHES):
+        yield from encoder.encode(batch)
+    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    first = next(samples, None)
+    if first is None:
+        return
+    samples = chain([first], samples)
+    if processes > 1 and not (isinstance(first, Text) and encoder.has_fast_tokenizer):
+        yield from _in_parallel(encoder, samples, processes)
+        return
+    for batch in _batches(samples, BATCH_CHARS):
+        yield from encoder.encode(batch)
+
+
+def _batches(samples: Iterator[Sample], most_chars: int) -> Iterator[list[Sample]]:
+    """The samples in batches of about so many characters."""
+    batch: list[Sample] = []
+    chars = 0
+    for sample in samples:
+        batch.append(sample)
+        chars += size_of(sample)
+        if chars >= most_chars:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) -> Iterator[Encoded]:
+    """Two batches a process are under way at a time; the answers come in the order of the samples."""
+    start = pickle.dumps(encoder, protocol=pickle.HIGHEST_PROTOCOL)
+    workers: list[_Worker] = []
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    threads = ThreadPoolExecutor(processes)
+    under_way: deque[Future[Answer]] = deque()
+
+    def ask(batch: list[Sample]) -> Answer:
+        worker = idle.get()
+        try:
+            return worker.ask(batch)
+        finally:
+            idle.put(worker)
+
+    def oldest() -> list[Encoded]:
+        answer = under_way.popleft().result()
+        if answer.user_error is not None:
+            raise UserError(answer.user_error)
+        if answer.failure is not None:
+            raise RuntimeError(f"a process that makes tokens failed:\n{answer.failure}")
+        encoder.bad.add_many(*answer.bad)
+        return answer.encoded
+
+    try:
+        for _ in range(processes):
+            workers.append(_Worker(start))
+            idle.put(workers[-1])
+        for batch in _batches(samples, _SHARE_CHARS):
+            under_way.append(threads.submit(ask, batch))
+            if len(under_way) >= 2 * processes:
+                yield from oldest()
+        while under_way:
+            yield from oldest()
+    finally:
+        for worker in workers:
+            worker.kill()
+        threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """A process of encode_worker.py: one batch at a time."""
+
+    def __init__(self, encoder: bytes) -> None:
+        self._unsent = encoder
+        self._process = subprocess.Popen(
+            child.command("engine.data.encode_worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # Each has a processor; threads of their own would wait for one another.
+            env=child.environment(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
+        )
+
+    def ask(self, batch: list[Sample]) -> Answer:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(self._unsent + pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
+            stdin.flush()
+            self._unsent = b""
+            answer = pickle.load(stdout)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+            code = self._process.wait()
+            return Answer([], (0, ""), failure=f"it ended with code {code}")
+        assert isinstance(answer, Answer)
+        return answer
+
+    def kill(self) -> None:
+        """Whatever it is at; what it answers then is a failure."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what was not sent is not wanted
+                pipe.close()

@@ -1,0 +1,162 @@
+"""Mixtures of sources: what a recipe may say of them, and how often a document comes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from corpora import loader_of, make_corpus, unique_documents
+
+from penstock.app.recipe import apply_overrides, from_json, resolve_paths, to_json
+from penstock.engine.config import DataConfig, Recipe
+from penstock.engine.data.corpus import prepare_corpus, require_readable
+from penstock.engine.data.packing import rows_per_epoch
+from penstock.engine.data.tokenizer import train_tokenizer
+from penstock.storage.errors import UserError
+
+PART = {"path": "chats.jsonl", "source": "jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        (["a.jsonl"], r'data\.mixture\[0\]: must be an object such as \{"path"'),
+        ([PART, {**PART, "wieght": 2}], r"data\.mixture\[1\]: unknown field 'wieght'; did you mean 'weight'\?"),
+        ([{**PART, "weight": "2"}], r"data\.mixture\[0\]\.weight: '2' must be a number"),
+        ([{**PART, "weight": True}], r"weight: True must be a number"),
+        ([{**PART, "weight": 0}], r"weight: 0 must be from 0\.0001 to 10000; leave the part out for none of it"),
+        ([{**PART, "weight": float("nan")}], r"weight: nan must be from"),
+        ([{**PART, "source": "mesages"}], r"data\.mixture\[0\]\.source: 'mesages' .* did you mean 'messages'\?"),
+        ([{"source": "random"}], r"data\.mixture\[0\]\.source: 'random'"),
+        ([{"source": "text"}], r"data\.mixture\[0\]: lacks a path"),
+        ([{"path": "a.jsonl"}], r"data\.mixture\[0\]: lacks a source that reads its path"),
+        ([{**PART, "max_documents": 0}], r"max_documents: 0 must be at least 1"),
+        ([{**PART, "columns": {"text": 1}}], r"columns: must give names by names"),
+        ([{**PART, "split": 3}], r"split: 3 must be a text"),
+    ],
+)
+def test_a_part_that_is_none_is_refused_by_its_place(mixture, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(mixture=mixture)
+
+
+def test_a_path_beside_a_mixture_is_refused():
+    with pytest.raises(UserError, match=r"data\.path: a\.txt beside data\.mixture"):
+        DataConfig(source="text", path="a.txt", mixture=[PART])
+
+
+def test_a_recipe_holds_a_mixture_and_takes_its_paths_from_where_it_is(tmp_path):
+    text = json.dumps([PART, {"path": "hf://owner/name", "source": "messages", "weight": 0.5}])
+    recipe = apply_overrides(Recipe(name="x"), [f"data.mixture={text}"])
+    assert from_json(to_json(recipe)) == recipe
+    resolved = resolve_paths(recipe, tmp_path)
+    assert [part["path"] for part in resolved.data.mixture] == [str(tmp_path / "chats.jsonl"), "hf://owner/name"]
+    assert not recipe.data.lacks_path
+    with pytest.raises(UserError, match=r"data\.mixture: .* must be a list of JSON objects"):
+        apply_overrides(recipe, ["data.mixture=[1]"])
+
+
+def test_parts_take_what_they_do_not_say_from_the_section():
+    config = DataConfig(source="jsonl", max_documents=7, mixture=[{"path": "a"}, {"path": "b", "max_documents": 2}])
+    first, second = config.parts
+    assert (first.source, first.path, first.max_documents, first.mixture) == ("jsonl", "a", 7, [])
+    assert (second.source, second.path, second.max_documents) == ("jsonl", "b", 2)
+    assert config.part_weights == [1, 1]
+
+
+def epochs(loader, count):
+    """How often each document, known by its first token, came in each of some epochs."""
+    found = [Counter() for _ in range(count)]
+    while (epoch := loader.cursor["epoch"]) < count:
+        batch = loader.next_micro_batch()
+        stops = [*batch.documents[1:], len(batch.ids)]
+        for start, stop in zip(batch.documents, stops, strict=True):
+            if batch.filled is None or start < batch.filled:
+                found[epoch][int(batch.ids[start])] += stop > start
+        if loader._epoch_ended:
+            loader._start_epoch(epoch + 1)
+    return found
+
+
+@pytest.mark.parametrize("order", ["shuffled", "kept"])
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_documents_come_as_often_as_their_weight_says(tmp_path, packing, order):
+    lengths = [5] * 10 + [7] * 20 + [3] * 9
+    documents = unique_documents(lengths)
+    firsts = [ids[0] for ids in documents]
+    parts = [firsts[:10], firsts[10:30], firsts[30:]]
+    corpus = make_corpus(tmp_path, documents, parts=[10, 20, 9])
+    assert corpus.info.part_documents == [10, 20, 9]
+
+    def counts(seed):
+        loader = loader_of(corpus, 32, seed=seed, packing=packing, order=order, weights=[2, 0.5, 1 / 3])
+        return epochs(loader, 6)
+
+    found = counts(0)
+    for epoch in found:
+        assert [epoch[first] for first in parts[0]] == [2] * 10
+        assert sum(epoch[first] for first in parts[1]) == 10
+        assert sum(epoch[first] for first in parts[2]) == 3
+    for part, each in ((parts[1], 3), (parts[2], 2)):
+        total = sum(found, Counter())
+        assert {total[first] for first in part} == {each}, "every document in its turn"
+    halves = [frozenset(first for first in parts[1] if epoch[first]) for epoch in found[:2]]
+    assert not halves[0] & halves[1]
+    assert counts(0) == found
+    assert counts(1) != found
+
+
+def test_what_is_held_out_of_a_mixture_is_measured_once(tmp_path):
+    documents = unique_documents([4] * 12)
+    corpus = make_corpus(tmp_path, documents, parts=[6, 6])
+    data = DataConfig(
+        mixture=[{**PART, "weight": 3}, {**PART, "weight": 0.5}],
+        validation_documents=4,
+        packing="best_fit",
+        sequence_length=8,
+    )
+    from penstock.engine.data.packing import split_documents
+
+    kept, _ = split_documents(12, 4, 0)
+    loader = loader_of(corpus, 8, packing="best_fit", documents=kept, weights=data.part_weights)
+    (found,) = epochs(loader, 1)
+    wanted = [3 * sum(i < 6 for i in kept), int(0.5 * sum(i >= 6 for i in kept))]
+    assert [sum(n for first, n in found.items() if (first < 24) == low) for low in (True, False)] == wanted
+    assert rows_per_epoch(corpus, data, 8) == -(-sum(wanted) // 2)
+
+
+def test_an_epoch_without_a_document_is_passed_over(tmp_path):
+    corpus = make_corpus(tmp_path, unique_documents([4, 4]), parts=[2])
+    for packing in ("wrap", "best_fit"):
+        loader = loader_of(corpus, 4, packing=packing, weights=[0.01])
+        seen = {int(loader.next_micro_batch().ids[0]) for _ in range(2)}
+        assert seen == {1, 5}
+
+
+def test_parts_are_tokenised_one_after_the_other(tmp_path):
+    chats, texts = tmp_path / "chats.jsonl", tmp_path / "texts"
+    chats.write_text("".join(json.dumps({"body": f"line {i}"}) + "\n" for i in range(5)))
+    texts.mkdir()
+    for name in ("a", "b"):
+        (texts / f"{name}.txt").write_text(f"text {name}")
+    tokenizer = train_tokenizer(["line 1 text a b"], 270, tmp_path / "tokenizer")
+    mixture = [
+        {"path": str(chats), "source": "jsonl", "columns": {"text": "body"}, "max_documents": 3},
+        {"path": str(texts), "source": "text", "weight": 2},
+    ]
+    config = DataConfig(mixture=mixture)
+    require_readable(config)
+    corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
+    assert corpus.info.part_documents == [3, 2]
+    said = [
+        tokenizer.decode(corpus.tokens[a:b].tolist())
+        for a, b in zip(corpus.starts[:-1], corpus.starts[1:], strict=True)
+    ]
+    assert [text.removesuffix("<|endoftext|>") for text in said] == ["line 0", "line 1", "line 2", "text a", "text b"]
+    assert ", parts of 3, 2 documents" in corpus.info.words()
+    (texts / "b.txt").unlink()
+    assert "b.txt is gone" in prepare_corpus(config, tokenizer, tmp_path / "corpus").notes[0]
+    for file in Path(texts).iterdir():
+        file.write_text(" ")
+    with pytest.raises(UserError, match=rf"the corpus is empty: text found no text in {texts}"):
+        prepare_corpus(config, tokenizer, tmp_path / "new")
