@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tiny
 import torch
@@ -11,15 +12,25 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.data.loader import MicroBatch
+from penstock.engine.model.tokens import total_weight
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.session import Session
 
 
 def document_losses(model: nn.Module, m: MicroBatch) -> Iterator[Tensor]:
-    """The loss of each document, summed over its targets, in float64."""
+    """The loss of each document, summed over its targets by their weights, in float64."""
     for first, last in itertools.pairwise([*m.documents, len(m.ids)]):
         logits = model(input_ids=m.ids[None, first:last]).logits[0].double()
-        yield nn.functional.cross_entropy(logits, m.labels[first:last], ignore_index=-100, reduction="sum")
+        losses = nn.functional.cross_entropy(logits, m.labels[first:last], ignore_index=-100, reduction="none")
+        yield losses.sum() if m.weights is None else (losses * m.weights[first:last]).sum()
+
+
+def plain_model(session: Session) -> Any:
+    """Transformers' model with the weights of the committed generation, in float32."""
+    config = session.spec.config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.load_state_dict(tiny.parameters(session.store, session.spec), strict=False)
+    return model
 
 
 def plain_training(
@@ -31,10 +42,7 @@ def plain_training(
 
     Losses, weights, and Adam's first moments, which after one step are gradients.
     """
-    config, spec, t = session.spec.config, session.spec, session.recipe.train
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    start = tiny.parameters(session.store, spec)
-    model.load_state_dict(start, strict=False)
+    model, t = plain_model(session), session.recipe.train
     names = {id(p): n for n, p in model.named_parameters()}
     groups = [
         {"params": [p], "weight_decay": t.weight_decay if p.ndim > 1 else 0.0, "factor": factor(name)}
@@ -44,7 +52,7 @@ def plain_training(
     losses = []
     for step in range(1, steps + 1):
         micro_batches = session.loader.next_step()
-        targets = sum(m.num_targets for m in micro_batches)
+        targets = sum(total_weight(m.labels, m.weights) for m in micro_batches)
         total = 0.0
         for m in micro_batches:
             for loss in document_losses(model, m):
