@@ -61,7 +61,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         error = (tensor - expected[name]).norm() / expected[name].norm()
-        assert error <= 2e-5, f"{name}: {error}"
+        assert error <= 5e-5, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("name", cases(PLANS, "ram-two-rows"))
