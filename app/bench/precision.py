@@ -36,11 +36,14 @@ from penstock.engine.train import train, train_step
 
 CASES = {
     "float32": "float32 throughout, plain PyTorch",
-    "master": "Penstock: bfloat16 weights, float32 masters",
+    "weights": "Penstock: bfloat16 weights of float32 masters",
+    "masters": "the masters themselves",
     "stochastic": "bfloat16 in place, rounded stochastically",
     "in_place": "bfloat16 in place",
 }
-"""Ways to go on, and what the plot calls them."""
+"""What is measured, and what the plot calls it."""
+RUNS = ("float32", "penstock", "stochastic", "in_place")
+"""Ways to go on; all but penstock, of which weights and masters are measured, name what is measured of them."""
 STEPS, BEFORE_STEPS, EVERY, LR = 400, 400, 25, 1e-6
 ROW_TOKENS, ROWS = 256, 4
 _HELD_OUT, _VALIDATION_ROWS = 12, 64
@@ -68,12 +71,14 @@ def bench_precision(
     with scratch(folder) as path:
         print(f"{before_steps} steps on Python", file=sys.stderr, flush=True)
         call("penstock.app.bench.precision:begin", path, before_steps, what="bench precision, the model to start from")
-        cases = {}
-        for case in CASES:
-            what = f"bench precision, {case}"
-            rows = call("penstock.app.bench.precision:go_on", case, path, steps, every, lr, what=what)
-            cases[case] = rows
-            print(f"{CASES[case]}: {_row(rows)}", file=sys.stderr, flush=True)
+        cases: dict[str, list[dict[str, float]]] = {}
+        for run in RUNS:
+            cases |= call(
+                "penstock.app.bench.precision:go_on", run, path, steps, every, lr, what=f"bench precision, {run}"
+            )
+    cases = {case: cases[case] for case in CASES}
+    for case, rows in cases.items():
+        print(f"{CASES[case]}: {_row(rows)}", file=sys.stderr, flush=True)
     report = {"lr": lr, "steps": steps, "before_steps": before_steps, "cases": cases, "learnt": learnt(cases)}
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
@@ -102,13 +107,13 @@ def plot(report: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True)
-    styles = {"float32": ("k", "-", 4.0), "master": ("C0", "-", 1.5), "stochastic": ("C2", "--", 1.5)}
+    styles = {"float32": ("0.75", "-", 5.0), "weights": ("C0", "-", 1.8), "masters": ("C0", ":", 1.8)}
+    styles |= {"stochastic": ("C2", "--", 1.5), "in_place": ("C3", "-", 1.8)}
     for case, rows in report["cases"].items():
-        color, line, width = styles.get(case, ("C3", "-", 1.5))
-        faint = 0.25 if case == "float32" else 1.0
+        color, line, width = styles[case]
         for axis, key in zip(axes, ("loss", "changed"), strict=True):
             x, y = [row["step"] for row in rows], [row[key] for row in rows]
-            axis.plot(x, y, line, color=color, linewidth=width, alpha=faint, label=CASES[case])
+            axis.plot(x, y, line, color=color, linewidth=width, label=CASES[case])
     for axis, title in zip(axes, ("loss on documents held out", "share of the weights that changed"), strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel(f"steps at a learning rate of {report['lr']:g}")
@@ -190,20 +195,21 @@ def _recipe(root: Path, steps: int, lr: float) -> Recipe:
     )
 
 
-def go_on(case: str, folder: str, steps: int, every: int, lr: float) -> list[dict[str, float]]:
-    """Train on in one way; (step, loss, changed) of every `every` steps, the first before any."""
+def go_on(run: str, folder: str, steps: int, every: int, lr: float) -> dict[str, list[dict[str, float]]]:
+    """Train on in one way; of what is measured (step, loss, changed) of every `every` steps, the first before any."""
     root = Path(folder)
     recipe = _recipe(root, steps, lr)
-    judge = _Judge(recipe, root / case)
-    rows = [judge.row(0, judge.start)]
-    ways: dict[str, Callable[[], Iterable[Weights]]] = {
-        "master": lambda: _penstock(recipe, root / case, every),
-        "float32": lambda: _plain(recipe, judge.loader, every, torch.float32),
-        "in_place": lambda: _plain(recipe, judge.loader, every, torch.bfloat16),
-        "stochastic": lambda: _plain(recipe, judge.loader, every, torch.bfloat16, stochastic=True),
+    judge = _Judge(recipe, root / run)
+    ways: dict[str, Callable[[], Iterable[dict[str, Weights]]]] = {
+        "penstock": lambda: _penstock(recipe, root / run, every),
+        "float32": lambda: _plain(run, recipe, judge.loader, every, torch.float32),
+        "in_place": lambda: _plain(run, recipe, judge.loader, every, torch.bfloat16),
+        "stochastic": lambda: _plain(run, recipe, judge.loader, every, torch.bfloat16, stochastic=True),
     }
-    for number, weights in enumerate(ways[case](), start=1):
-        rows.append(judge.row(number * every, weights))
+    first, rows = judge.row(0, judge.start), dict[str, list[dict[str, float]]]()
+    for number, found in enumerate(ways[run](), start=1):
+        for case, weights in found.items():
+            rows.setdefault(case, [first]).append(judge.row(number * every, weights))
     return rows
 
 
@@ -239,8 +245,8 @@ class _Judge:
         }
 
 
-def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[Weights]:
-    """The bfloat16 weights of every `every` steps of a run; they are its masters, rounded."""
+def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[dict[str, Weights]]:
+    """Weights and masters of every `every` steps of a run."""
     with open_session(recipe, run_dir=run_dir, observer=_Nobody(), resume=False) as session:  # type: ignore[abstract]
         for step in range(1, recipe.train.steps + 1):
             train_step(session)
@@ -249,12 +255,12 @@ def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[Weights]:
                 masters: Weights = {}
                 for name, layout in layouts(session.spec).items():
                     masters |= read_parameters(session.store, name, layout)
-                yield {name: master.bfloat16() for name, master in masters.items()}
+                yield {"weights": {n: master.bfloat16() for n, master in masters.items()}, "masters": masters}
 
 
 def _plain(
-    recipe: Recipe, loader: DataLoader, every: int, dtype: torch.dtype, *, stochastic: bool = False
-) -> Iterable[Weights]:
+    case: str, recipe: Recipe, loader: DataLoader, every: int, dtype: torch.dtype, *, stochastic: bool = False
+) -> Iterable[dict[str, Weights]]:
     """The weights of every `every` steps of torch's fused AdamW, on them as they are, in `dtype`.
 
     `stochastic`: AdamW computes in float32, with moments in float32, and what comes of it is rounded stochastically.
@@ -288,7 +294,7 @@ def _plain(
                     parameter.copy_(rounded_stochastically(stepped[name].detach(), generator))
                     stepped[name].copy_(parameter)
         if step % every == 0:
-            yield {name: p.detach() for name, p in parameters.items()}
+            yield {case: {name: p.detach() for name, p in parameters.items()}}
 
 
 def rounded_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
