@@ -1,0 +1,202 @@
+"""A fine-tune against TRL's SFTTrainer: same model, conversations, template, masks and schedule, step by step."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from penstock.engine.config import DataConfig, ModelConfig
+from penstock.engine.export import export
+from penstock.engine.hf.config import make_config
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+STEPS, MICRO_BATCHES, ROWS = 20, 2, 2
+CONTEXT = 256
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "llama": {"head_dim": 8, "tie_word_embeddings": False},
+}
+TRAIN: dict[str, Any] = {"lr": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+
+
+def model_folder(folder: Path, model_type: str) -> Path:
+    """A float32 model with random weights and a byte-level tokenizer that has a chat template with markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    config = make_config(
+        {
+            "model_type": model_type,
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": len(fast),
+            "max_position_embeddings": CONTEXT,
+            "eos_token_id": fast.eos_token_id,
+            "pad_token_id": fast.pad_token_id,
+            **SHAPES[model_type],
+        },
+        "test",
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # larger than the initialiser's: attention is to matter
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def conversations(file: Path) -> list[dict[str, Any]]:
+    """As many as the steps need, of one to three turns and all lengths; also in `file`, a row each."""
+    chance = random.Random(5)
+    words = [*"aeiou", "the", "letters", "of", "every", "word", "and", "say", "which", "is", "longest", "Ä", "日本"]
+
+    def text(most: int) -> str:
+        return " ".join(chance.choices(words, k=chance.randint(1, most)))
+
+    rows = []
+    for _ in range(STEPS * MICRO_BATCHES * ROWS):
+        messages = [{"role": "system", "content": text(4)}] if chance.random() < 0.3 else []
+        for _ in range(chance.randint(1, 3)):
+            messages += [{"role": "user", "content": text(5)}, {"role": "assistant", "content": text(6)}]
+        rows.append({"messages": messages})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+def theirs(
+    model: Path, rows: list[dict[str, Any]], folder: Path, schedule: str, trained: str
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses of all steps, their learning rates, and the weights, by SFTTrainer."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    losses: list[float] = []
+    rates: list[float] = []
+
+    class Recorded(SFTTrainer):
+        def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+            loss = super().training_step(*arguments, **named)
+            rates.append(self.optimizer.param_groups[0]["lr"])
+            losses.append(float(loss))
+            return loss
+
+    config = SFTConfig(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        learning_rate=TRAIN["lr"],
+        lr_scheduler_type=schedule,
+        warmup_steps=0,
+        optim="adamw_torch",
+        adam_beta1=TRAIN["beta1"],
+        adam_beta2=TRAIN["beta2"],
+        adam_epsilon=TRAIN["eps"],
+        weight_decay=TRAIN["weight_decay"],
+        max_grad_norm=TRAIN["clip_norm"],
+        assistant_only_loss=trained == "assistant",
+        packing=False,
+        max_length=CONTEXT,
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    trainer = Recorded(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager"),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model),
+    )
+    trainer.train()
+    # A micro-batch's loss is its share of the mean over all targets of the step.
+    steps = [sum(losses[i : i + MICRO_BATCHES]) for i in range(0, len(losses), MICRO_BATCHES)]
+    return steps, rates[::MICRO_BATCHES], {n: p.detach() for n, p in trainer.model.named_parameters()}
+
+
+def ours(
+    model: Path, file: Path, folder: Path, schedule: str, trained: Literal["assistant", "all"]
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same by a recipe.
+
+    transformers gives a step the rate that its schedule has at the end of the step before: the first has the peak, and
+    zero would be that of the step after the last. So here one step is all of the warm-up, and one is left over.
+    """
+    observer = tiny.Silent(stop_after=STEPS)
+    sections: dict[str, Any] = {
+        "model": ModelConfig(path=str(model)),
+        "data": DataConfig(
+            source="messages",
+            path=str(file),
+            sequence_length=CONTEXT,
+            packing="none",
+            order="kept",
+            trained_tokens=trained,
+        ),
+        "train": tiny.training(
+            steps=STEPS + 1,
+            warmup_steps=1,
+            min_lr_ratio=0.0,
+            lr_schedule=schedule,
+            global_batch_size=ROWS * MICRO_BATCHES,
+            micro_batch_size=ROWS,
+            chunk_tokens=100,
+            **TRAIN,
+        ),
+    }
+    tiny.train_run(folder / "run", observer, **sections)
+    export(folder / "run", tiny.recipe(**sections), out_dir=folder / "out")
+    weights = load_file(folder / "out" / "model.safetensors")
+    return [m.loss for m in observer.metrics], [m.lr for m in observer.metrics], weights
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model_type", "schedule", "trained"), [("qwen3", "linear", "assistant"), ("llama", "cosine", "all")]
+)
+def test_twenty_steps_equal_those_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, schedule: str, trained: Any
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, rows = model_folder(tmp_path / "model", model_type), conversations(tmp_path / "rows.jsonl")
+    expected_losses, expected_rates, expected = theirs(model, rows, tmp_path / "trl", schedule, trained)
+    losses, rates, weights = ours(model, tmp_path / "rows.jsonl", tmp_path, schedule, trained)
+    assert len(losses) == STEPS
+    assert rates == pytest.approx(expected_rates)
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.5, "nothing was learnt"
+    assert weights.keys() <= expected.keys()
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
