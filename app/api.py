@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.app import control
+from penstock.app import control, hub
 from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
+from penstock.app.hub_names import on_hub
 from penstock.app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
 from penstock.engine.config import DataConfig, ModelConfig, Recipe
@@ -31,7 +32,9 @@ def train(
     """
     from penstock.app.launch import require_inputs, run_training
 
-    resolved = resolved_recipe(recipe, overrides, from_scratch=from_scratch)
+    resolved = resolved_recipe(
+        recipe, overrides, from_scratch=from_scratch, get=lambda given: hub.fetched(given, weights=not from_scratch)
+    )
     require_inputs(resolved)
     with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
         try:
@@ -108,20 +111,25 @@ def plan(
 ) -> dict[str, Any]:
     """The forecast of a recipe, as `penstock plan --json` prints it: whether it `fits`, its peaks and its step time.
 
-    `recipe` may be a model, a Hugging Face folder or a config.json: planned with the defaults of all other fields.
+    `recipe` may be a model, a Hugging Face folder, a config.json or a name on the hub, of which config.json is fetched:
+    planned with the defaults of all other fields.
     `machine`: a preset or a profile file; None is the recipe's, or this machine. `trace`: file for the planned step as
     a Chrome trace. Raises UserError.
     """
     from penstock.app.plan import plan_recipe
 
     if not isinstance(recipe, Recipe):
-        recipe = _model_recipe(Path(recipe)) or recipe
-    return plan_recipe(resolved_recipe(recipe, overrides, from_scratch=from_scratch), machine, trace=trace)
+        recipe = _model_recipe(recipe) or recipe
+    resolved = resolved_recipe(recipe, overrides, from_scratch=from_scratch, get=hub.for_plan)
+    return plan_recipe(resolved, machine, trace=trace)
 
 
-def _model_recipe(path: Path) -> Recipe | None:
-    """A recipe around a model folder or its config.json; None for all else."""
-    path = path.expanduser()
+def _model_recipe(given: str | Path) -> Recipe | None:
+    """A recipe around a model: a folder, its config.json or a name on the hub; None for all else."""
+    path = Path(given).expanduser()
+    if (named := on_hub(given)) is not None and not path.exists():
+        name = named.name.rpartition("/")[2].strip("-._") or "model"
+        return Recipe(name=name, model=ModelConfig(path=str(named)), data=DataConfig(source="random"))
     if path.name != "config.json" and not path.is_dir():
         return None
     folder = path.resolve().parent if path.name == "config.json" else path.resolve()
@@ -155,10 +163,16 @@ def export_named(path: Path, out_dir: Path, checkpoint: str | None) -> str | Non
     return made
 
 
-def resolved_recipe(recipe: Recipe | str | Path, overrides: Sequence[str], *, from_scratch: bool = False) -> Recipe:
-    """The recipe with its overrides, its paths absolute. Raises UserError."""
+def resolved_recipe(
+    recipe: Recipe | str | Path,
+    overrides: Sequence[str],
+    *,
+    from_scratch: bool = False,
+    get: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+) -> Recipe:
+    """The recipe with its overrides, its paths absolute; `get` puts folders in place of names on the hub. UserError."""
     found = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    resolved = resolve_paths(apply_overrides(found, overrides), Path.cwd())
+    resolved = get(resolve_paths(apply_overrides(found, overrides), Path.cwd()))
     if from_scratch:
         from penstock.app import launch
 

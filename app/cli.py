@@ -20,6 +20,7 @@ import penstock
 from penstock.app import api, control, finetune_commands
 from penstock.app.bench.commands import bench_cli
 from penstock.app.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
+from penstock.app.hub_names import stay_offline
 from penstock.app.loading import loading
 from penstock.app.options import JsonOption, RecipeArgument, SetOption, complete_recipes
 from penstock.app.rundir import find_run, list_runs
@@ -113,7 +114,7 @@ def plan(
         Path,
         typer.Argument(
             metavar="RECIPE|MODEL",
-            help="A recipe's file, a shipped recipe's name, or a model: Hugging Face folder, or a config.json.",
+            help="A recipe's file, a shipped recipe's name, or a model: Hugging Face folder, config.json, hf://OWNER/NAME.",
             autocompletion=complete_recipes,
         ),
     ],
@@ -320,7 +321,7 @@ def probe(
 @cli.command(epilog="Example: penstock check ~/models/Qwen3-8B --json")
 def check(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR_OR_CONFIG_JSON", help="Hugging Face folder, or a config.json.")
+        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, a config.json, or hf://OWNER/NAME of the hub.")
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -328,11 +329,15 @@ def check(
 
     Exit code 0: all gradients agree. 1: refused, with the first parameter that differs. 2: bad input.
     """
+    from penstock.app.hub import model_folder
+    from penstock.app.hub_names import is_hub
+
+    folder = model_folder(model, config_only=True) if is_hub(model) else Path(model)
     with loading():
         from penstock.engine.hf.config import read_config
         from penstock.engine.model.check import check_model
 
-    result = asdict(check_model(read_config(model)))
+    result = asdict(check_model(read_config(folder)))
     if not math.isfinite(result["max_rel_error"] or 0.0):  # JSON has no infinity
         result["max_rel_error"] = None
     if as_json:
@@ -418,9 +423,7 @@ def main(arguments: list[str] | None = None) -> int:
     So are memory, threads or open files that are used up, and what the system refuses of a file that it names. All else
     is a mistake of ours and gives its traceback.
     """
-    # Set before transformers is imported: nothing is downloaded that nobody asked for.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["USE_HUB_KERNELS"] = "0"
+    stay_offline()
     open_standard_streams()
     code = 0
     try:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from penstock.app import control
 from penstock.app.checkpoints import CheckpointRequests, export_folder
+from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
 from penstock.app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from penstock.app.run_files import JsonLines, json_text, number, whole
@@ -232,7 +233,7 @@ def from_scratch(recipe: Recipe) -> Recipe:
 
 def require_weights(recipe: Recipe) -> None:
     """Raise UserError when the recipe names a model folder that is not there or holds no weights."""
-    if recipe.model.path is None:
+    if recipe.model.path is None or is_hub(recipe.model.path):  # that is fetched before the run
         return
     folder = Path(recipe.model.path).expanduser()
     if any(folder.glob("*.safetensors")):
@@ -254,6 +255,8 @@ def require_data(recipe: Recipe) -> None:
     data = recipe.data
     if data.source == "random" and recipe.model.path is None and recipe.model.vocab_size is None:
         raise UserError("model.vocab_size: data.source=random needs it; set it")
+    if is_hub(data.path):
+        return
     if data.lacks_path:
         reason = f"the recipe names no text for data.source={data.source}"
     elif data.source in ("text", "jsonl") and not Path(str(data.path)).expanduser().exists():

@@ -1,6 +1,7 @@
 """Plans on request: `python -m penstock.app.plan_server` reads requests and writes forecasts, one JSON object a line.
 
-Request: {"id", "recipe": nested dicts, "machine": name | null, "from_scratch": bool, "advice": bool}. Answers:
+Request: {"id", "recipe": nested dicts, "machine": name | null, "from_scratch": bool, "advice": bool, "fetch": bool
+(whether config.json of a model on the hub may be fetched)}. Answers:
 {"ready": true} once all is loaded; then for a request {"id", "forecast", "done": false} without advice and again with
 it and "done": true, or {"id", "error": text}; where no advice is wanted the first one is done. Where random weights
 were asked for, "recipe" is the recipe that begins with them.
@@ -19,9 +20,11 @@ import selectors
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.app.hub_names import stay_offline
 from penstock.storage import child
 from penstock.storage.errors import UserError
 
@@ -173,15 +176,18 @@ def _work(plan: Callable[[dict[str, Any], _Send], None], request: dict[str, Any]
 
 def plan_request(request: dict[str, Any], send: _Send) -> None:
     """Answer one request; relative paths are taken from the current folder. Raises UserError."""
+    from penstock.app.hub import for_plan
     from penstock.app.launch import from_scratch
     from penstock.app.plan import plan_stages
     from penstock.app.recipe import from_dict, resolve_paths, to_dict
 
-    recipe = resolve_paths(from_dict(request["recipe"]), Path.cwd())
+    given = resolve_paths(from_dict(request["recipe"]), Path.cwd())
+    recipe = for_plan(given, fetch=bool(request.get("fetch")))
     extra: dict[str, Any] = {}
     if request.get("from_scratch"):
         recipe = from_scratch(recipe)
-        extra = {"recipe": to_dict(recipe)}
+        data = replace(given.data, tokenizer=given.data.tokenizer or recipe.data.tokenizer)
+        extra = {"recipe": to_dict(replace(recipe, data=data))}
     stages = plan_stages(recipe, request.get("machine") or None)
     if not request.get("advice", True):
         send({"forecast": next(stages), "done": True} | extra)
@@ -192,8 +198,7 @@ def plan_request(request: dict[str, Any], send: _Send) -> None:
 
 def main() -> None:
     """Serve on standard input and output; what libraries print goes to standard error."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["USE_HUB_KERNELS"] = "0"
+    stay_offline()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a pool of threads would not survive a fork
     answers = os.dup(1)
     os.dup2(2, 1)

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.app import shipped
 from penstock.app.field_synonyms import hint
+from penstock.app.hub_names import is_hub, normal, parse_hub
 from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, unquoted
 from penstock.engine.config import RENAMED as RENAMED
 from penstock.engine.config import AfterConfig as AfterConfig
@@ -230,7 +231,10 @@ def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe
 
 
 def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere."""
+    """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere.
+
+    A name on the hub stays one.
+    """
     tree = to_dict(recipe)
     for section, name in PATHS:
         value = tree[section][name]
@@ -245,8 +249,9 @@ def resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _absolute(folder: Path, path: str) -> str:
-    if path.startswith("hf://"):
-        return path
+    if is_hub(path):
+        parse_hub(path)
+        return normal(path)
     return str(real_path(Path(path) if path.startswith("~") else folder / path))
 
 

@@ -14,6 +14,8 @@ from penstock.storage.disk import reporting
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import RefusedFileError, open_regular, real_path
 
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 _CONFIG_BYTES = 1 << 24
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 _ADVICE = "copy the file itself into the folder, or download the model again into a folder of its own"

@@ -29,11 +29,15 @@ from penstock.storage.disk import (
     write_all,
 )
 from penstock.storage.errors import UserError
-from penstock.storage.model_folder import has_model_file, is_plain_name, open_model_file, read_model_file
+from penstock.storage.model_folder import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    has_model_file,
+    is_plain_name,
+    open_model_file,
+    read_model_file,
+)
 from penstock.storage.untrusted import is_whole, one_line, parse_object
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 _DTYPES = {
     "F64": torch.float64,

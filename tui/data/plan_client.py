@@ -80,8 +80,12 @@ class PlanClient:
         from_scratch: bool = False,
         advice: bool = True,
         at_once: bool = False,
+        fetch: bool = False,
     ) -> int:
-        """Ask for a plan once no newer request came for a moment; returns the request's number."""
+        """Ask for a plan once no newer request came for a moment; returns the request's number.
+
+        `fetch`: of a model on the hub, config.json may be fetched.
+        """
         self._number += 1
         self._wanted = {
             "id": self._number,
@@ -89,6 +93,7 @@ class PlanClient:
             "machine": machine or None,
             "from_scratch": from_scratch,
             "advice": advice,
+            "fetch": fetch,
         }
         self._drop_waiting()
         phase: Phase = "planning" if self._ready else "starting"
@@ -99,13 +104,19 @@ class PlanClient:
         return self._number
 
     async def plan(
-        self, recipe: Recipe, machine: str | None, *, from_scratch: bool = False, advice: bool = True
+        self,
+        recipe: Recipe,
+        machine: str | None,
+        *,
+        from_scratch: bool = False,
+        advice: bool = True,
+        fetch: bool = False,
     ) -> PlanState | None:
         """The plan without advice, or why there is none; None where a newer request came in between.
 
-        `advice` False: the server does not go on to find any.
+        `advice` False: the server does not go on to find any. `fetch`: as for `request`.
         """
-        self.request(recipe, machine, from_scratch=from_scratch, advice=advice, at_once=True)
+        self.request(recipe, machine, from_scratch=from_scratch, advice=advice, at_once=True, fetch=fetch)
         answer = self._waiting = asyncio.get_running_loop().create_future()
         try:
             return await answer

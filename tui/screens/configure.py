@@ -370,7 +370,7 @@ class ConfigureScreen(PenstockScreen):
         before, self.machine = self.machine, ""
         self._titles()
         self._tell_launch("planning for this machine before the launch")
-        state = await self.client.plan(_without_machine(recipe), None, from_scratch=scratch)
+        state = await self.client.plan(_without_machine(recipe), None, from_scratch=scratch, fetch=True)
         if state is None:
             return  # the recipe was edited meanwhile
         if scratch and state.recipe is not None:

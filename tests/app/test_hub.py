@@ -1,0 +1,346 @@
+"""Models and data sets of the hub, through the real huggingface_hub, from a server on this machine."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_process import refusal
+from fake_hub import FakeHub, commit_of, fake_hub
+
+from penstock.app.hub import dataset_folder, fetched, for_plan, model_folder
+from penstock.app.hub_names import HubName, normal, on_hub, parse_hub
+from penstock.app.recipe import resolve_paths
+from penstock.engine.config import DataConfig, ModelConfig, Recipe
+from penstock.storage.errors import UserError
+
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"x" * 3000,
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": bytes(range(256)) * 64,
+    "README.md": b"# a model",
+    "pytorch_model.bin": b"pickle" * 1000,
+    "onnx/config.json": b"{}",
+    "consolidated.safetensors": b"the same again" * 1000,
+}
+DATA = {
+    "README.md": b"# a data set",
+    "dataset_infos.json": b"{}",
+    "data/train-00000-of-00001.parquet": b"PAR1" * 300,
+    "more.jsonl.gz": b"gz",
+}
+NAME = "hf://small/llama"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with a model and a data set; huggingface_hub asks it, and keeps what it gets below tmp_path."""
+    from huggingface_hub import constants
+
+    with fake_hub() as running:
+        for name, value in settings(running, tmp_path).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        running.add(
+            "models/small/llama", dict(MODEL), revisions={"v2": MODEL | {"config.json": b'{"model_type": "qwen3"}'}}
+        )
+        running.add("datasets/some/chats", dict(DATA))
+        yield running
+
+
+def settings(hub: FakeHub, folder: Path) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(folder),
+        "HF_HUB_DISABLE_XET": "1",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+    }
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://a/b", HubName("a/b", None)),
+        ("hf:/a/b@v1.0", HubName("a/b", "v1.0")),
+        ("hf://datasets/a/b@refs/convert/parquet", HubName("a/b", "refs/convert/parquet")),
+    ],
+)
+def test_names(text: str, expected: HubName) -> None:
+    assert parse_hub(text) == expected
+    assert normal(text).startswith("hf://")
+
+
+@pytest.mark.parametrize(
+    "text", ["hf://", "hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y", "hf://-a/b"]
+)
+def test_what_is_no_name_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="write hf://OWNER/NAME"):
+        parse_hub(text)
+    with pytest.raises(UserError, match="write hf://OWNER/NAME"):
+        resolve_paths(Recipe(name="x", model=ModelConfig(path=text)), Path("/"))
+
+
+def test_a_bare_name_is_the_hubs_where_no_such_path_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert on_hub("owner/name") == HubName("owner/name", None)
+    assert on_hub("recipes/mine.py") is None
+    (tmp_path / "owner").mkdir()
+    assert on_hub("owner/name") is None
+    assert on_hub("./owner/name") is None
+    assert model_folder("owner/name") == Path("owner/name")
+
+
+def test_a_recipe_keeps_its_names_until_it_is_run(tmp_path: Path) -> None:
+    recipe = Recipe(name="x", model=ModelConfig(path="hf:/a/b"), data=DataConfig(source="jsonl", path="hf://c/d@e"))
+    resolved = resolve_paths(recipe, tmp_path)
+    assert (resolved.model.path, resolved.data.path) == ("hf://a/b", "hf://c/d@e")
+
+
+def test_what_a_model_needs_is_fetched_and_nothing_twice(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder(NAME)
+    assert names(folder) == set(MODEL) - {
+        "README.md",
+        "pytorch_model.bin",
+        "onnx/config.json",
+        "consolidated.safetensors",
+    }
+    assert all((folder / name).read_bytes() == MODEL[name] for name in names(folder))
+    assert folder.name == commit_of(MODEL)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" ")[0] for line in said] == ["fetching", "fetched"]
+    assert "6 files" in said[0]
+    hub.requests.clear()
+    assert model_folder("small/llama") == folder
+    assert not [request for request in hub.requests if request.startswith("GET /cdn") or "HEAD" in request]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_revision_is_another_folder(hub: FakeHub) -> None:
+    assert b"qwen3" in (model_folder(f"{NAME}@v2") / "config.json").read_bytes()
+    commit = commit_of(MODEL)
+    assert model_folder(f"{NAME}@{commit}").name == commit
+
+
+def test_of_a_data_set_its_data_files_are_fetched(hub: FakeHub) -> None:
+    folder = dataset_folder("hf://some/chats")
+    assert names(folder) == {"data/train-00000-of-00001.parquet", "more.jsonl.gz"}
+
+
+def test_a_plan_fetches_the_config_alone(hub: FakeHub) -> None:
+    recipe = Recipe(
+        name="x", model=ModelConfig(path=NAME), data=DataConfig(source="jsonl", path="hf://some/chats", tokenizer=NAME)
+    )
+    with pytest.raises(UserError, match=r"not in the cache yet; `penstock plan hf://small/llama`"):
+        for_plan(recipe, fetch=False)
+    planned = for_plan(recipe)
+    assert names(Path(str(planned.model.path))) == {"config.json"}
+    assert (planned.data.path, planned.data.tokenizer) == (None, None)
+    assert for_plan(recipe, fetch=False) == planned
+    assert not any("chats" in request for request in hub.requests)
+
+
+def test_a_run_gets_folders_for_everything(hub: FakeHub) -> None:
+    data = DataConfig(
+        source="messages", tokenizer=NAME, mixture=[{"path": "hf://some/chats", "weight": 2}, {"path": "/x"}]
+    )
+    ready = fetched(Recipe(name="x", model=ModelConfig(path=NAME), data=data))
+    assert (Path(str(ready.model.path)) / "model.safetensors").is_file()
+    assert ready.data.tokenizer == ready.model.path
+    assert [Path(entry["path"]).exists() for entry in ready.data.mixture] == [True, False]
+    assert ready.data.mixture[0]["weight"] == 2
+
+
+def test_from_scratch_fetches_no_weights(hub: FakeHub) -> None:
+    ready = fetched(Recipe(name="x", model=ModelConfig(path=NAME)), weights=False)
+    assert names(Path(str(ready.model.path))) >= {"config.json", "tokenizer.json"}
+    assert not any("model.safetensors" in request for request in hub.requests)
+
+
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # written as it comes
+    hub.cut["model.safetensors"] = 5000
+    folder = model_folder(NAME)
+    assert (folder / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert hub.ranges == ["bytes=5000-"]
+
+
+def test_wrong_bytes_are_removed_and_fetched_again(hub: FakeHub) -> None:
+    hub.wrong.add("model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors came with digest .* removed: run the same command again"):
+        model_folder(NAME)
+    hub.wrong.clear()
+    folder = model_folder(NAME)
+    assert (folder / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+def test_a_small_file_is_checked_too(hub: FakeHub) -> None:
+    hub.wrong.add("config.json")
+    with pytest.raises(UserError, match=r"config\.json came with digest"):
+        model_folder(NAME)
+
+
+def test_too_small_a_disk_is_said_before_anything_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    hub.claimed["model.safetensors"] = 10**15
+    with pytest.raises(UserError, match=r"needs 909 TiB and .* free; free some, or set HF_HOME"):
+        model_folder(NAME)
+    assert not any("resolve" in request for request in hub.requests)
+    assert not (tmp_path / "hub").exists()
+
+
+REFUSED = {
+    "no such model": ("hf://small/none", r"no such model is on the hub, or it is private"),
+    "no such revision": (f"{NAME}@v9", r"has no revision 'v9'"),
+    "private": ("hf://small/private", r"or it is private; .* `hf auth login`"),
+    "gated": ("hf://small/gated", r"is gated; accept its terms at http.*/small/gated, then log in"),
+    "only pickles": ("hf://small/pickles", r"has only \*\.bin weights"),
+    "an adapter": ("hf://small/adapter", r"has no weights of a model"),
+    "no model": ("hf://small/nothing", r"has no config\.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_had(hub: FakeHub, case: str, tmp_path: Path) -> None:
+    name, message = REFUSED[case]
+    hub.add("models/small/private", dict(MODEL), private=True)
+    hub.add("models/small/gated", dict(MODEL), gated=True)
+    hub.add("models/small/pickles", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    hub.add("models/small/adapter", {"config.json": b"{}", "adapter_model.safetensors": b"x"})
+    hub.add("models/small/nothing", {"README.md": b""})
+    with pytest.raises(UserError, match=message) as found:
+        model_folder(name)
+    assert "\n" not in str(found.value)
+    assert not list((tmp_path / "hub").rglob("*.incomplete"))
+
+
+def test_a_token_opens_what_is_private(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("models/small/private", dict(MODEL), private=True, gated=True)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert (model_folder("hf://small/private") / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"chats.py": b"import os", "README.md": b""},
+            "only a loading script.*refs/convert/parquet",
+        ),
+        ({"README.md": b"", "image.png": b""}, "holds no data file"),
+    ],
+)
+def test_data_sets_that_cannot_be_read(hub: FakeHub, files: dict[str, bytes], message: str) -> None:
+    hub.add("datasets/some/odd", files)
+    with pytest.raises(UserError, match=message):
+        dataset_folder("hf://some/odd")
+
+
+def test_offline_takes_what_is_in_the_cache(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        UserError, match=r"HF_HUB_OFFLINE is set .* run `hf download small/llama` and copy .*models--small--llama"
+    ):
+        model_folder(NAME)
+    with pytest.raises(UserError, match=r"`hf download some/chats --repo-type dataset`"):
+        dataset_folder("hf://some/chats")
+    assert not hub.requests
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    folder, data = model_folder(NAME), dataset_folder("hf://some/chats")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    assert model_folder(NAME) == folder
+    assert dataset_folder("hf://some/chats") == data
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        model_folder(NAME)
+    assert not hub.requests
+
+
+def test_without_a_network_the_cache_serves_and_else_one_line_says_what_to_do(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    folder = model_folder(NAME)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    capsys.readouterr()
+    assert model_folder(NAME) == folder
+    assert "cannot be reached; taking the copy in the cache" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 cannot be reached .* `hf download other/llama`"):
+        model_folder("hf://other/llama")
+
+
+def test_an_interrupted_download_goes_on_from_the_files_that_are_complete(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        huggingface_hub.hf_hub_download("small/llama", "config.json", cache_dir=tmp_path / "hub")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", interrupted)
+        with pytest.raises(UserError, match="interrupted; files that are complete stay"):
+            model_folder(NAME)
+    hub.requests.clear()
+    model_folder(NAME)
+    assert not any(request.startswith("GET") and "config.json" in request.split("/")[-1:] for request in hub.requests)
+
+
+def test_a_full_disk_is_one_line(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(UserError, match=r"No space left on device .* set HF_HOME"):
+        model_folder(NAME)
+
+
+def test_the_command_line_plans_and_checks_a_model_of_the_hub(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig
+
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=4096)
+    hub.add("models/tiny/one", {"config.json": config.to_json_string().encode()})
+    assert main(["plan", "tiny/one", "--machine", "rtx4090-64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == "one"
+    assert main(["check", "hf://tiny/one"]) == 0
+    assert [request for request in hub.requests if "resolve" in request and "config.json" not in request] == []
+
+
+def test_a_command_that_cannot_fetch_ends_in_one_line(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no such model" in refusal(capsys, "check", "hf://small/none")
+    assert "no such model" in refusal(capsys, "plan", "small/none")
+    (tmp_path / "x.json").write_text('{"name": "x", "model": {"path": "hf://small/none"}}')
+    assert "no such model" in refusal(capsys, "train", "x.json")
+    assert not (tmp_path / "runs").exists()
