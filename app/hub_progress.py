@@ -60,7 +60,7 @@ class Fetching:
 
         fetching = self
 
-        class Bar(tqdm):  # type: ignore[misc]
+        class Bar(tqdm):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 self._of_bytes = kwargs.get("unit") == "B"
                 super().__init__(*args, **(kwargs | {"disable": True}))

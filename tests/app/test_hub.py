@@ -11,6 +11,7 @@ import pytest
 from cli_process import refusal
 from fake_hub import FakeHub, commit_of, fake_hub
 
+from penstock.app.cli import main
 from penstock.app.hub import dataset_folder, fetched, for_plan, model_folder
 from penstock.app.hub_names import HubName, normal, on_hub, parse_hub
 from penstock.app.recipe import resolve_paths
