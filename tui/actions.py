@@ -64,11 +64,12 @@ ACTIONS: tuple[Action, ...] = (
     Action("home", "search", "slash", "Search", "Filter recipes and runs by any word they show.", footer=True),
     _acting("home", "configure", "c", "Configure", "Configure the recipe, or the run's as a new run.", footer=True),
     Action("home", "mark", "space", "Mark", "Mark the run for comparing.", footer=True),
-    Action("home", "compare", "m", "Compare", "Compare the marked runs.", footer=True),
+    Action("home", "compare", "m", "Compare", "Compare the marked runs."),
     Action("home", "timeline", "t", "Timeline", "The last step of the run, op by op."),
     _acting("home", "resume", "R", "Resume", "Go on with a stopped, failed, crashed or paused run."),
     Action("home", "switch", "tab", "Recipes/runs", "Go to the other list."),
     Action("home", "fit", "f", "What fits", "Which models this machine can train, and how fast."),
+    Action("home", "finetune", "n", "Fine-tune", "A new recipe from a model and data of your own.", footer=True),
     Action("configure", "edit", "enter", "Edit", "Type the field's value; a choice goes to its next one."),
     Action("configure", "next_choice", "right,space", "Next choice", "The next value of a choice or a switch."),
     Action("configure", "previous_choice", "left", "Previous choice", "The value before of a choice or a switch."),
@@ -97,6 +98,9 @@ ACTIONS: tuple[Action, ...] = (
     Action("fit", "context_left", "left,h", "Shorter", "The cell of a shorter context."),
     Action("fit", "context_right", "right,l", "Longer", "The cell of a longer context."),
     Action("fit", "replan", "f5", "Plan again", "Plan every cell once more."),
+    Action("finetune", "look", "f5", "Look", "Look at the model and the data that the form names.", footer=True),
+    Action("finetune", "browse", "ctrl+o", "Browse", "Pick the model's folder, or the data.", footer=True),
+    _acting("finetune", "configure", "enter", "Configure", "Save the recipe and go on to configure it.", footer=True),
     Action("run", "freeze", "space", "Freeze", "Hold the display; the run goes on.", footer=True),
     Action("run", "log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
     Action("run", "outliers", "o", "Outliers", "Clip the loss axis to what is usual, or show all of it."),
@@ -168,12 +172,13 @@ ACTIONS: tuple[Action, ...] = (
 
 
 GROUPS: dict[str, dict[str, str]] = {
-    "home": {"open": "open configure timeline resume fit", "lists": "search switch mark compare"},
+    "home": {"open": "open configure timeline resume fit finetune", "lists": "search switch mark compare"},
     "configure": {
         "fields": "edit next_choice previous_choice reset reset_all browse filter next_section previous_section",
         "plan": "switch fix best machine replan",
         "recipe": "differences save launch back quit",
     },
+    "finetune": {"the form": "look browse", "the recipe": "configure"},
     "fit": {"cells": "model_up model_down context_left context_right configure", "plan": "machine replan"},
     "run": {
         "the run": "save_checkpoint pause resume stop export",

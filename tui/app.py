@@ -139,6 +139,14 @@ class PenstockApp(App[None]):
 
         self.push_screen(FitScreen(machine))
 
+    def open_finetune(self) -> None:
+        """Make a recipe of a model and data, which are read, and may be fetched."""
+        if self.refuses():
+            return
+        from penstock.tui.screens.finetune import FinetuneScreen
+
+        self.push_screen(FinetuneScreen())
+
     def open_compare(self, run_paths: list[Path]) -> None:
         """Compare runs."""
         from penstock.tui.screens.compare import CompareScreen

@@ -18,7 +18,7 @@ from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.screens.help import HelpScreen
 
 SCREENS = {"home": "HomeScreen", "configure": "ConfigureScreen", "run": "RunScreen", "timeline": "TimelineScreen"}
-SCREENS |= {"compare": "CompareScreen", "fit": "FitScreen"}
+SCREENS |= {"compare": "CompareScreen", "fit": "FitScreen", "finetune": "FinetuneScreen"}
 
 
 def screen_class(scope: str) -> type[PenstockScreen]:

@@ -260,6 +260,9 @@ class HomeScreen(PenstockScreen):
     def action_fit(self) -> None:
         self.penstock.open_fit()
 
+    def action_finetune(self) -> None:
+        self.penstock.open_finetune()
+
     def action_switch(self) -> None:
         self._table("runs" if self._table("recipes").has_focus else "recipes").focus()
 

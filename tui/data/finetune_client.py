@@ -1,0 +1,108 @@
+"""Runs `penstock finetune --json` beside the application, and keeps what it found and chose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.app import child
+from penstock.tui.data import processes
+
+COMMAND = tuple(child.command("app.cli", "finetune", "--json"))
+_LINE_BYTES = 1 << 26
+_NO_PLACE = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is looked at."""
+
+    model: str = ""
+    data: str = ""
+    epochs: str = ""
+    """Empty: chosen."""
+    context: str = ""
+    """Tokens of a row; empty: chosen."""
+
+    def arguments(self) -> list[str]:
+        """As the command takes them."""
+        words = ["--epochs", self.epochs] if self.epochs else []
+        words += ["--set", f"data.sequence_length={self.context}"] if self.context else []
+        return [*words, "--", self.model, self.data]
+
+
+@dataclass(slots=True)
+class FinetuneState:
+    """What is known now."""
+
+    asked: Asked | None = None
+    """None: nothing was asked yet."""
+    doing: str = ""
+    """What the command is at."""
+    report: dict[str, Any] | None = None
+    trouble: str | None = None
+    """Why there is no report."""
+
+    @property
+    def done(self) -> bool:
+        return self.report is not None or self.trouble is not None
+
+
+class FinetuneClient:
+    """One command at a time, the newest. `changed` is called in the event loop whenever `state` says more."""
+
+    def __init__(self, root: Path, changed: Callable[[], None]) -> None:
+        self.state = FinetuneState()
+        self._root, self._changed = root, changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def ask(self, asked: Asked) -> None:
+        """Begin anew."""
+        await self.close()
+        self.state = FinetuneState(asked)
+        self._changed()
+        self._reading = asyncio.get_running_loop().create_task(self._read(self.state, asked))
+
+    async def close(self) -> None:
+        """End the command."""
+        reading, self._reading = self._reading, None
+        process, self._process = self._process, None
+        if reading is not None:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await processes.end(process)
+
+    async def _read(self, state: FinetuneState, asked: Asked) -> None:
+        code, printed = await self._run(state, [*COMMAND, *asked.arguments()])
+        with contextlib.suppress(ValueError):
+            state.report = json.loads(printed)
+        if state.report is None:
+            state.trouble = state.doing.removeprefix("error: ") or f"exit code {code}"
+        self._changed()
+
+    async def _run(self, state: FinetuneState, command: Sequence[str]) -> tuple[int, bytes]:
+        """Carry out the command; its exit code and what it printed. Its last line on stderr is what it is at."""
+        try:
+            process = self._process = await processes.begin(
+                command, self._root, stdin=asyncio.subprocess.DEVNULL, line_bytes=_LINE_BYTES
+            )
+        except OSError as error:
+            state.doing = str(error)
+            return _NO_PLACE, b""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stdout = asyncio.get_running_loop().create_task(process.stdout.read())
+        try:
+            while line := await process.stderr.readline():
+                if text := line.decode(errors="replace").strip():
+                    state.doing = text
+                    self._changed()
+            return await process.wait(), await stdout
+        finally:
+            stdout.cancel()

@@ -1,0 +1,185 @@
+"""Fine-tune: name a model and data, see what they are and what is chosen for them, and configure the recipe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from textual import work
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.suggester import Suggester
+from textual.widgets import Footer, Input, Label
+
+from penstock.app.recipe import changes, from_dict, load_recipe, save_recipe
+from penstock.app.rows import Row
+from penstock.storage.errors import UserError
+from penstock.tui.data.finetune_client import Asked, FinetuneClient
+from penstock.tui.render.finetune import finetune_rows
+from penstock.tui.screens.base import PenstockScreen
+from penstock.tui.screens.pickers import PathPicker
+from penstock.tui.widgets.scrolled import ScrolledLines
+
+_FIELDS = (
+    ("model", "model", "folder, or OWNER/NAME on the hub"),
+    ("data", "data", "file or folder, or OWNER/NAME of a data set"),
+    ("epochs", "epochs", "chosen"),
+    ("context", "context", "chosen"),
+)
+_NUMBERS = {"epochs": r"[0-9]*\.?[0-9]*", "context": r"[0-9]*"}
+
+
+class _Paths(Suggester):
+    """Completes the name of what lies where the application works."""
+
+    def __init__(self, root: Path, *, folders_only: bool) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._root, self._folders_only = root, folders_only
+
+    async def get_suggestion(self, value: str) -> str | None:
+        """Textual's hook: the first name that begins so."""
+        folder, _, begun = value.rpartition("/")
+        place = self._root / Path(folder + "/" if value.startswith("/") else folder).expanduser()
+        try:
+            with os.scandir(place) as entries:
+                names = sorted(
+                    entry.name + ("/" if entry.is_dir() else "")
+                    for entry in entries
+                    if entry.name.startswith(begun) and entry.name.startswith(".") == begun.startswith(".")
+                    if entry.is_dir() or not self._folders_only
+                )
+        except (OSError, RuntimeError, ValueError):
+            return None
+        return value[: len(value) - len(begun)] + names[0] if begun and names else None
+
+
+class _Found(ScrolledLines):
+    """What is known."""
+
+    def page(self, width: int) -> list[Row]:
+        screen = self.screen
+        assert isinstance(screen, FinetuneScreen)
+        return finetune_rows(screen.client.state, width, self.glyphs)
+
+
+class FinetuneScreen(PenstockScreen):
+    """The form above, what was found below. A process of its own looks at model and data."""
+
+    SCOPE = "finetune"
+    DEFAULT_CSS = """
+    FinetuneScreen #form { height: 6; }
+    FinetuneScreen #form Horizontal { height: 1; }
+    FinetuneScreen #form Label { width: 9; color: $text-muted; }
+    FinetuneScreen #form Input { width: 1fr; }
+    FinetuneScreen.-tiny #form, FinetuneScreen.-tiny #found { border: none; }
+    FinetuneScreen.-tiny #form { height: 4; }
+    """
+
+    def compose(self) -> ComposeResult:
+        root = self.penstock.root
+        with Vertical(id="form", classes="pane"):
+            for name, label, hint in _FIELDS:
+                with Horizontal():
+                    yield Label(label)
+                    suggester = None if name in _NUMBERS else _Paths(root, folders_only=name == "model")
+                    limits = {"restrict": _NUMBERS[name]} if name in _NUMBERS else {}
+                    yield Input(placeholder=hint, id=name, compact=True, suggester=suggester, **limits)
+        yield _Found(id="found", classes="pane")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one("#form").border_title = "fine-tune every parameter"
+        self.client = FinetuneClient(self.penstock.root, self._show)
+        self.query_one("#model", Input).focus()
+
+    async def on_unmount(self) -> None:  # type: ignore[override]
+        await self.client.close()
+
+    # ------------------------------------------------------------------ what is shown
+
+    @property
+    def asked(self) -> Asked:
+        """What the form says."""
+        return Asked(**{name: self.query_one(f"#{name}", Input).value.strip() for name, _, _ in _FIELDS})
+
+    def _show(self) -> None:
+        if not self.is_attached:
+            return
+        found = self.query_one(_Found)
+        if not self.client.state.done:
+            found.top = 0
+        found.redraw()
+        if self.client.state.report is not None and self.asked == self.client.state.asked:
+            found.focus()
+        self.refresh_bindings()
+
+    @property
+    def _is_answered(self) -> bool:
+        """What is shown is of what the form says."""
+        return self.client.state.report is not None and self.client.state.asked == self.asked
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "configure" and self.is_attached:
+            return self._is_answered
+        return True
+
+    def why_not(self, action: str) -> str:
+        return "look at a model and data first: enter in the form" if action == "configure" else ""
+
+    def on_input_changed(self) -> None:
+        self.refresh_bindings()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Textual's hook: on to the next field that needs a word, then look."""
+        event.stop()
+        if self._is_answered:
+            self.action_configure()
+        else:
+            self.action_look()
+
+    # ------------------------------------------------------------------ keys
+
+    def action_look(self) -> None:
+        asked = self.asked
+        for name in ("model", "data"):
+            if not getattr(asked, name):
+                self.query_one(f"#{name}", Input).focus()
+                return
+        self._ask(asked)
+
+    @work(exclusive=True, group="ask")
+    async def _ask(self, asked: Asked) -> None:
+        await self.client.ask(asked)
+
+    @work
+    async def action_browse(self) -> None:
+        chosen = self.focused if isinstance(self.focused, Input) and self.focused.id not in _NUMBERS else None
+        entry = chosen or self.query_one("#model", Input)
+        picker = PathPicker(str(entry.id), entry.value, self.penstock.root, folders_only=entry.id == "model")
+        found = await self.app.push_screen_wait(picker)
+        if found is not None:
+            entry.value = found
+            entry.focus()
+
+    def action_configure(self) -> None:
+        """Save the recipe under a name that is free, and open it."""
+        report = self.client.state.report
+        if report is None:
+            return
+        recipe = from_dict(report["recipe"])
+        stem = recipe.name.replace("-", "_").replace(".", "_")
+        for number in range(1, 1000):
+            path = self.penstock.target(f"recipes/{stem}{'' if number == 1 else f'_{number}'}.json")
+            if path is None:
+                return
+            try:
+                if not os.path.lexists(path):
+                    save_recipe(path, recipe)
+                    self.notify(f"saved as {path}")
+                elif changes(load_recipe(path)) != changes(recipe):
+                    continue
+            except UserError as error:
+                self.notify(str(error), severity="error")
+                return
+            self.penstock.open_configure(path)
+            return
