@@ -5,6 +5,7 @@ The data is tokenised once: what the report was made of is what the run trains o
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,10 @@ def given_values(overrides: Sequence[str]) -> dict[str, Any]:
         if key.count(".") > 1:  # an entry of a field that is an object
             values[key] = value
             continue
-        values[key] = parse_value(key, value)
+        try:
+            values[key] = parse_value(key, value)
+        except UserError as error:
+            raise UserError(f"--set: {error}") from None
     return values
 
 
@@ -120,10 +124,8 @@ def run_name(model: str, data: str) -> str:
 
 def _place(name: str) -> str:
     """A path as it is, a name of the hub as hf://OWNER/NAME."""
-    try:
-        from penstock.app.hub_names import on_hub
-    except ImportError:
-        return name
+    from penstock.app.hub_names import on_hub
+
     hub = on_hub(name)
     return name if hub is None else str(hub)
 
@@ -141,13 +143,12 @@ def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[De
     """The prompt of the sample at the end: what comes before the first answer of a document held out."""
     if not recipe.after.export or "after.sample_prompt" in given:
         return []
-    found = [source.prompt(number, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS) for number in source.held_out(recipe.data)]
-    prompts = [prompt for prompt in found if prompt]
-    if not prompts:
+    prompt = next(source.prompts(recipe.data, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS), "")
+    if not prompt:
         return []
     why = "the first held out" if recipe.data.validation_documents else "the first of the data"
     return [
-        Default("after.sample_prompt", prompts[0], why),
+        Default("after.sample_prompt", prompt, why),
         *([] if "after.sample_tokens" in given else [Default("after.sample_tokens", SAMPLE_TOKENS, "a short answer")]),
     ]
 
@@ -161,7 +162,7 @@ def data_report(source: Source, recipe: Recipe, samples: int = SAMPLES) -> dict[
         "data": {"source": recipe.data.source, "path": recipe.data.path, "lines": source.lines()},
         "lengths": figures | {"long_documents": recipe.data.long_documents},
         "row": row,
-        "samples": [sample(source.document(number), source.tokenizer) for number in range(min(samples, len(source)))],
+        "samples": [sample(item, source.tokenizer) for item in itertools.islice(source.documents(), samples)],
         "warnings": source.warnings(recipe),
     }
 

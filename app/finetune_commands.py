@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -121,8 +122,8 @@ def data(
     with Watch(Console(stderr=True), lines=False) as watch:
         source = open_source(found, watch, with_model=False)
     if as_json:
-        for number in range(len(source) if show is None else min(show, len(source))):
-            print(json.dumps(token_row(source.document(number), source.tokenizer)), flush=True)
+        for document in itertools.islice(source.documents(), show):
+            print(json.dumps(token_row(document, source.tokenizer)), flush=True)
     console = Console(stderr=as_json)
     page, samples = console_page(console), console_page(console)
     report = data_report(source, found, 0 if as_json else 3 if show is None else show)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,28 +16,34 @@ from penstock.app.loading import loading
 from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.preparing import Checklist
 from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable
 
 if TYPE_CHECKING:
     from penstock.engine.data.corpus_files import TokenCorpus
+    from penstock.engine.data.encode import Encoder
     from penstock.engine.data.tokenizer import TextTokenizer
     from penstock.engine.preparing import Listener
 
-TEXT_SOURCES = ("text", "jsonl", "python_stdlib")
-"""All of a document is trained, and it may be split anywhere."""
+_TEXT = ("text", "jsonl", "python_stdlib", "tokens")
+"""Sources of documents that may be split anywhere."""
+_TRAINED = {"assistant": "all turns of the assistant", "last": "the last turn of the assistant", "all": "all tokens"}
 _LOOKED_AT = 20
 """Documents held out of which the first fit for a prompt is taken."""
+_BATCH_CHARS = 1 << 16
+_COUNTED_TOKENS = 1 << 23
+"""Of which weights are read at once."""
 
 
 def look_at(data: DataConfig, given: Mapping[str, Any]) -> DataConfig:
-    """The data with its format and its split, which are looked up unless they are given."""
+    """The data with its format, its split and its columns' names, which are looked up unless they are given."""
     if "data.source" in given:
         return data
-    try:
-        from penstock.engine.data.formats.detect import detect
-    except ImportError:
-        return replace(data, source="jsonl" if str(data.path).endswith(".jsonl") else "text")
-    found = detect(Path(str(data.path)), given.get("data.split"))
-    return replace(data, source=found.source)
+    from penstock.app.hub import dataset_folder
+    from penstock.engine.data.formats.detect import detect
+
+    found = detect(dataset_folder(str(data.path)), given.get("data.split"))
+    source: Any = found.source
+    return replace(data, source=source, split=found.split, columns=found.rename)
 
 
 class ModelFacts(NamedTuple):
@@ -52,10 +59,12 @@ class ModelFacts(NamedTuple):
 
 @dataclass(slots=True)
 class Source:
-    """A model's tokenizer, the data tokenised with it, and what is known of both."""
+    """The data tokenised for a model, and what is known of both."""
 
     recipe: Recipe
+    """With local folders in place of names of the hub."""
     tokenizer: TextTokenizer
+    encoder: Encoder
     corpus: TokenCorpus
     model: ModelFacts | None
     lengths: NDArray[np.int64] = field(init=False)
@@ -65,53 +74,112 @@ class Source:
 
     def __post_init__(self) -> None:
         self.lengths = np.diff(self.corpus.starts)
-        self.trained = self.lengths
+        self.trained = _trained(self.corpus)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def is_text(self) -> bool:
-        return self.recipe.data.source in TEXT_SOURCES
+        return all(part.source in _TEXT for part in self.recipe.data.parts)
 
-    def document(self, number: int) -> Document:
-        """A document as it is trained."""
-        start, stop = (int(offset) for offset in self.corpus.starts[number : number + 2])
-        return Document(f"document {number:,}", self.corpus.tokens[start:stop].astype(np.int64), None)
+    def documents(self) -> Iterator[Document]:
+        """The documents as they are read and encoded, one after the other."""
+        from penstock.engine.data.encode import encoded_one_by_one
+        from penstock.engine.data.reading import read_samples
+
+        samples = itertools.chain.from_iterable(read_samples(part) for part in self.recipe.data.parts)
+        parts = []
+        for encoded in encoded_one_by_one(self.encoder, samples, _BATCH_CHARS):
+            parts.append(encoded)
+            if encoded.last:
+                weights = [np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts]
+                ids = np.concatenate([part.ids for part in parts])
+                yield Document(parts[0].where, ids, np.concatenate(weights))
+                parts = []
 
     def rows(self, data: DataConfig) -> int:
-        """Rows that an epoch fills."""
-        return max(1, -(-int(self.lengths.sum()) // data.sequence_length))
+        """Rows that an epoch fills. UserError for none."""
+        from penstock.engine.data.packing import rows_per_epoch
 
-    def held_out(self, data: DataConfig) -> Sequence[int]:
-        """Some of the documents held out, or of all where none are."""
+        found = rows_per_epoch(self.corpus, data, data.sequence_length)
+        if not found:
+            raise UserError(
+                f"data.long_documents: {data.long_documents} leaves nothing to train on, as the shortest document has "
+                f"{int(self.lengths.min()):,} tokens; raise data.sequence_length {data.sequence_length:,}, or cut them"
+            )
+        return found
+
+    def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[str]:
+        """What comes before the first trained token of documents held out, or of the first ones where none are.
+
+        Of a text it is the beginning. What is longer than `most` tokens is left out.
+        """
         from penstock.engine.data.packing import split_documents
 
-        if data.validation_documents is None:
-            return range(min(_LOOKED_AT, len(self)))
-        return split_documents(len(self), data.validation_documents, data.seed)[1][:_LOOKED_AT].tolist()
-
-    def prompt(self, number: int, text_tokens: int, most: int) -> str:
-        """What comes before the first trained token of a document; of a text, its beginning. Empty: it is too long."""
-        found = self.document(number)
-        if found.weights is None or found.weights[1:].all():
-            ids = found.ids[:text_tokens]
-        else:
-            ids = found.ids[: int(np.argmax(found.weights > 0))]
-        if not 1 < len(ids) <= most:
-            return ""
-        return self.tokenizer.decode(ids.tolist())
+        numbers = np.arange(min(_LOOKED_AT, len(self)))
+        if data.validation_documents is not None:
+            numbers = split_documents(len(self), data.validation_documents, data.seed)[1][:_LOOKED_AT]
+        for number in numbers.tolist():
+            start, stop = (int(offset) for offset in self.corpus.starts[number : number + 2])
+            first = text_tokens
+            if self.corpus.weights is not None:
+                counted = self.corpus.weights[start:stop] > 0
+                first = int(np.argmax(counted)) if not counted[1:].all() else text_tokens
+            if 1 < first <= most and first < stop - start:
+                ids = self.corpus.tokens[start : start + first].astype(np.int64).tolist()
+                if ids[0] == self.tokenizer.bos_id:  # the tokenizer puts it there again
+                    del ids[0]
+                yield self.tokenizer.decode(ids)
 
     def lines(self) -> list[str]:
         """What was found of the data, a sentence a line."""
-        data = self.recipe.data
-        return [f"{data.source}: {len(self):,} documents of {data.path}"]
+        from penstock.engine.data.encode import describe_specials
+        from penstock.engine.data.reading import source_files
+
+        found = []
+        for part in self.recipe.data.parts:
+            files = source_files(part)
+            place = part.path or part.source
+            many = f", {len(files):,} files" if len(files) > 1 else ""
+            split = f", split {part.split}" if part.split else ""
+            columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
+            found.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
+        if not self.is_text and (template := self.encoder.template) is not None:
+            given, trained = self.recipe.data.chat_template, self.recipe.data.trained_tokens
+            how = "its generation markers" if template.has_markers else "rendering each turn's prefix"
+            words = [_TRAINED[trained], *([] if trained == "all" else [f"told by {how}"])]
+            name = "the tokenizer's own" if given is None else printable(given)
+            found.append(f"chat template: {name}; trained: {', '.join(words)}")
+        return [*found, describe_specials(self.tokenizer, self.recipe.data)]
 
     def warnings(self, recipe: Recipe) -> list[str]:
-        return []
+        """What may not be as the user thinks."""
+        found = []
+        if skipped := self.corpus.info.skipped_rows:
+            found.append(f"{skipped:,} {'row is' if skipped == 1 else 'rows are'} bad and left out (data.bad_rows)")
+        if lost := self._lost(recipe.data):
+            found.append(
+                f"{lost:,} of the documents that are cut have nothing to train left; raise data.sequence_length"
+            )
+        return found
 
     def require_trainable(self, recipe: Recipe) -> None:
         """UserError where nothing of the data has a loss once it is in rows."""
+        data = recipe.data
+        if data.long_documents == "cut" and self._lost(data) == len(self):
+            raise UserError(
+                f"data.sequence_length: every document is cut to {data.sequence_length:,} tokens, before its first one "
+                f"that is trained; raise it (the longest has {int(self.lengths.max()):,})"
+            )
+
+    def _lost(self, data: DataConfig) -> int:
+        """Documents of which a row's length has no token to train."""
+        if data.long_documents != "cut" or self.corpus.weights is None:
+            return 0
+        row, weights, starts = data.sequence_length, self.corpus.weights, self.corpus.starts
+        longer = np.flatnonzero(self.lengths > row)
+        return sum(not (weights[int(starts[n]) + 1 : int(starts[n]) + row] > 0).any() for n in longer)
 
 
 def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool = True) -> Source:
@@ -119,10 +187,12 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
 
     `with_model` False: of the model only the tokenizer is looked at.
     """
+    from penstock.app.hub import fetched
     from penstock.app.launch import require_data, require_inputs
 
     if recipe.data.source == "random":
         raise UserError("data.source: random has no text to look at; name a recipe with data")
+    recipe = fetched(recipe, weights=with_model)
     (require_inputs if with_model else require_data)(recipe)
     checklist = Checklist(listener)
     model = None
@@ -131,13 +201,14 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             model = _look_at_model(recipe)
     with checklist.step("tokenizing the data"):
         with loading():
+            from penstock.engine.data.encode import Encoder
             from penstock.engine.data.prepare import prepare_data
 
         found = prepare_data(recipe, _folder(recipe))
     assert found.tokenizer is not None
     if model is not None:
         found.corpus.require_vocabulary(model.vocab_size)
-    return Source(recipe, found.tokenizer, found.corpus, model)
+    return Source(recipe, found.tokenizer, Encoder(recipe.data, found.tokenizer), found.corpus, model)
 
 
 def _look_at_model(recipe: Recipe) -> ModelFacts:
@@ -153,6 +224,24 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
         recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
     spec = kept_spec(recipe, lambda: model_spec(config, recipe))
     return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, str(recipe.model.path))
+
+
+def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:
+    """[documents] tokens of each that count as targets: not the first, before which there is none."""
+    lengths = np.diff(corpus.starts)
+    if corpus.weights is None:
+        return np.maximum(0, lengths - 1)
+    found = np.zeros(len(lengths), dtype=np.int64)
+    first = 0
+    while first < len(lengths):
+        begin = int(corpus.starts[first])
+        stop = max(first + 1, int(np.searchsorted(corpus.starts, begin + _COUNTED_TOKENS, side="right")) - 1)
+        counts = (corpus.weights[begin : int(corpus.starts[stop])] > 0).astype(np.int64)
+        counts[corpus.starts[first:stop][lengths[first:stop] > 0] - begin] = 0
+        sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        found[first:stop] = np.diff(sums[corpus.starts[first : stop + 1] - begin])
+        first = stop
+    return found
 
 
 def _folder(recipe: Recipe) -> Path:

@@ -103,6 +103,11 @@ class ChatTemplate:
                     f"{where} is no Jinja template: line {error.lineno}: {one_line(error.message)}"
                 ) from error
 
+    @property
+    def has_markers(self) -> bool:
+        """Whether generation markers tell what the assistant writes; else renderings of prefixes do."""
+        return all(_MARKED.search(text) for text in self.texts.values())
+
     def render(self, sample: Conversation, trained: Trained) -> Rendered:
         """The conversation as text, and what of it is trained. RowError where neither can be told.
 

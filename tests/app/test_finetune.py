@@ -1,0 +1,299 @@
+"""`penstock finetune` and `penstock data`: from a model and a file to a trained model, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_model import make_chat_model, make_tokenizer, talk, write_talks
+from cli_process import json_lines, refusal
+
+import penstock
+from penstock.app.cli import main
+from penstock.app.finetune import given_values, recipe_file, run_name
+from penstock.app.recipe import load_recipe
+from penstock.storage.errors import UserError
+
+FAST = ["--set", "train.compile=off", "--set", "train.calibrate=false", "--set", "train.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny chat model and sixty conversations."""
+    folder = tmp_path_factory.mktemp("finetune")
+    make_chat_model(folder / "tiny-chat")
+    write_talks(folder / "talks.jsonl")
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model `tiny-chat` and `talks.jsonl` of its own."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "name"),
+    [
+        ("models/Qwen3-8B/", "a/talks.jsonl.gz", "qwen3-8b-talks"),
+        ("hf://Qwen/Qwen3-0.6B@main", "HuggingFaceH4/no_robots", "qwen3-0.6b-no_robots"),
+        ("/m/é ü", "..", "x-x"),
+        ("m" * 200, "d", "m" * 80),
+    ],
+)
+def test_a_run_is_named_after_both(model: str, data: str, name: str) -> None:
+    assert run_name(model, data) == name
+    assert penstock.Recipe(name=name).name == name
+
+
+def test_what_is_set_is_read_as_the_fields_types() -> None:
+    given = given_values(["train.lr=1e-5", "data.validation_documents=none", "model.overrides.rope_theta=1e6"])
+    assert given == {"train.lr": 1e-5, "data.validation_documents": None, "model.overrides.rope_theta": "1e6"}
+    with pytest.raises(UserError, match=r"--set: no field 'train\.stepz'; did you mean 'train\.steps'"):
+        given_values(["train.stepz=1"])
+
+
+def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["finetune", "tiny-chat", "talks.jsonl", "--yes", "--run-dir", "out", "--set", "train.steps=6", *FAST]
+    assert main(command) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "qwen3, 58.7 k parameters, context 1,024",
+        "told by its generation markers",
+        "60 documents, 4,350 tokens, of which 20.7% are trained",
+        "talks.jsonl:2",
+        "«The plum is blue.<|im_end|>»",
+        "train.steps 6 as you said",
+        "fits on this machine",
+        "recipe written to tiny_chat_talks.py",
+        "sample, 60 tokens by transformers behind the prompt",
+    ):
+        assert part in printed, part
+    recipe = load_recipe("tiny_chat_talks.py")
+    assert (recipe.data.source, recipe.data.packing, recipe.train.steps) == ("messages", "best_fit", 6)
+    assert recipe.after.sample_prompt is not None
+    assert recipe.after.sample_prompt.endswith("<|im_start|>assistant\n")
+    losses = [line["loss"] for line in json_lines(here / "out" / "metrics.jsonl")]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert (here / "out" / "export" / "model.safetensors").is_file()
+    again = penstock.train(
+        "tiny_chat_talks.py", run_dir="again", overrides=["after.export=false", "after.sample_prompt=none"]
+    )
+    assert [line["loss"] for line in json_lines(again / "metrics.jsonl")] == losses
+
+
+def test_from_python_it_is_the_same(here: Path) -> None:
+    settings = ["train.steps=1", *FAST[1::2], "after.export=false"]
+    run = penstock.finetune("tiny-chat", "talks.jsonl", overrides=settings, out="mine.json", run_dir="out")
+    assert load_recipe("mine.json").train.steps == 1
+    assert len(json_lines(run / "metrics.jsonl")) == 1
+    with pytest.raises(UserError, match=r"mine\.json exists"):
+        penstock.finetune("tiny-chat", "talks.jsonl", out="mine.json")
+    with pytest.raises(UserError, match=r"does not fit: .*budgets.gpu"):
+        penstock.finetune("tiny-chat", "talks.jsonl", overrides=["budgets.gpu=4KiB"])
+    assert not (here / "tiny_chat_talks.py").exists()
+
+
+def test_as_json_nothing_is_asked_written_or_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(here)
+    assert main(["finetune", "tiny-chat", "talks.jsonl", "--json", "--epochs", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert files(here) == before
+    assert found["plan"]["fits"]
+    assert found["model"]["params"] == 58_656
+    assert sum(bar["count"] for bar in found["lengths"]["histogram"]) == 60
+    assert {item["key"]: item["value"] for item in found["chosen"]}["data.sequence_length"] == 128
+    assert found["recipe"]["data"]["source"] == "messages"
+    assert [piece["trained"] for piece in found["samples"][0]["pieces"]] == [False, True]
+
+
+def test_rows_are_printed_as_training_reads_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "tiny-chat", "talks.jsonl", "--json"]) == 0
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    assert len(rows) == 60
+    assert rows[1]["where"].endswith("talks.jsonl:2")
+    for number, row in enumerate(rows):
+        assert len(row["ids"]) == len(row["weights"]) == len(row["tokens"])
+        assert "".join(row["tokens"]) == row["text"]
+        trained = "".join(text for text, weight in zip(row["tokens"], row["weights"], strict=True) if weight)
+        said = [m["content"] for m in talk(number, 1 + number % 4)["messages"] if m["role"] == "assistant"]
+        assert trained == "".join(f"{text}<|im_end|>" for text in said)
+    assert "60 documents, 4,350 tokens" in printed.err
+
+    (here / "recipe.py").write_text(
+        "from penstock import *\nrecipe = Recipe(name='x', model=ModelConfig(path='tiny-chat'), "
+        "data=DataConfig(source='messages', path='talks.jsonl', trained_tokens='last'))\n"
+    )
+    assert main(["data", "recipe.py", "--show", "2"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("talks.jsonl:") == 2
+    assert "«The pear is green.<|im_end|>»" in printed.out
+    assert "«The plum is blue.<|im_end|>»" not in printed.out, "only the last turn is trained"
+    assert "the last turn of the assistant" in printed.out
+
+
+def test_a_question_is_asked_on_a_terminal_and_no_keeps_the_recipe(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, "finetune", "tiny-chat", "talks.jsonl")
+    assert "there is no terminal to ask on; add --yes" in error
+    assert not (here / "tiny_chat_talks.py").exists()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda *args, **options: False)
+    assert main(["finetune", "tiny-chat", "talks.jsonl"]) == 0
+    assert "recipe written to tiny_chat_talks.py; it is trained by penstock train tiny_chat_talks.py" in (
+        capsys.readouterr().out
+    )
+    assert not (here / "runs").exists()
+    assert recipe_file(load_recipe("tiny_chat_talks.py")) == Path("tiny_chat_talks_2.py")
+
+
+def test_what_does_not_fit_is_told_and_nothing_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(here)
+    assert main(["finetune", "tiny-chat", "talks.jsonl", "--yes", "--set", "budgets.gpu=4KiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed
+    assert "--set" in printed, "what would make it fit"
+    assert files(here) == before
+
+
+def no_model(here: Path) -> list[str]:
+    return ["nothing-here", "talks.jsonl"]
+
+
+def no_weights(here: Path) -> list[str]:
+    (here / "tiny-chat" / "model.safetensors").unlink()
+    return ["tiny-chat", "talks.jsonl"]
+
+
+def no_tokenizer(here: Path) -> list[str]:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (here / "tiny-chat" / name).unlink()
+    return ["tiny-chat", "talks.jsonl"]
+
+
+def large_tokenizer(here: Path) -> list[str]:
+    make_chat_model(here / "small", vocab_size=280)
+    return ["small", "talks.jsonl"]
+
+
+def no_template(here: Path) -> list[str]:
+    make_tokenizer(here / "tiny-chat", template=None)
+    (here / "tiny-chat" / "chat_template.jinja").unlink(missing_ok=True)
+    return ["tiny-chat", "talks.jsonl"]
+
+
+def no_data(here: Path) -> list[str]:
+    return ["tiny-chat", "nowhere.jsonl"]
+
+
+def data_of(text: str | bytes, name: str = "bad.jsonl") -> Callable[[Path], list[str]]:
+    """A case whose data is a file of that text."""
+
+    def make(here: Path) -> list[str]:
+        (here / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        return ["tiny-chat", name]
+
+    return make
+
+
+def settings(*texts: str) -> Callable[[Path], list[str]]:
+    """A case whose settings are wrong."""
+    return lambda here: ["tiny-chat", "talks.jsonl", *(word for text in texts for word in ("--set", text))]
+
+
+def options(*words: str) -> Callable[[Path], list[str]]:
+    return lambda here: ["tiny-chat", "talks.jsonl", *words]
+
+
+def taken_run(here: Path) -> list[str]:
+    (here / "taken").mkdir()
+    (here / "taken" / "file").touch()
+    return ["tiny-chat", "talks.jsonl", "--run-dir", "taken"]
+
+
+def taken_recipe(here: Path) -> list[str]:
+    (here / "mine.py").write_text("recipe = 1\n")
+    return ["tiny-chat", "talks.jsonl", "--out", "mine.py"]
+
+
+GOOD = json.dumps(talk(1))
+MUTE = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
+BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "no model": (no_model, "nothing-here"),
+    "no weights": (no_weights, "holds no *.safetensors"),
+    "no tokenizer": (no_tokenizer, "holds no tokenizer files"),
+    "a tokenizer larger than the embedding": (large_tokenizer, "vocabulary"),
+    "no template": (no_template, "chat template"),
+    "no data": (no_data, "nowhere.jsonl"),
+    "an empty file": (data_of(""), "bad.jsonl"),
+    "empty lines": (data_of("\n\n"), "bad.jsonl"),
+    "no JSON": (data_of(f"{GOOD}\n{{not json\n"), "bad.jsonl:2"),
+    "unknown columns": (data_of('{"foo": 1}\n'), "foo"),
+    "an unknown role": (data_of(f'{GOOD}\n{{"messages": [{{"role": "wizard", "content": "x"}}]}}\n'), "bad.jsonl:2"),
+    "no content": (data_of(f'{GOOD}\n{{"messages": [{{"role": "user"}}]}}\n'), "bad.jsonl:2"),
+    "nothing to train": (data_of(f"{GOOD}\n{MUTE}\n"), "bad.jsonl:2"),
+    "all are nothing to train, and skipped": (
+        lambda here: [*data_of(f"{MUTE}\n{MUTE}\n")(here), "--set", "data.bad_rows=skip"],
+        "empty",
+    ),
+    "no text": (data_of(b"\x89PNG\r\n\x1a\n\0\0\0", "bad.png"), "bad.png"),
+    "too short a context": (settings("data.sequence_length=8"), "raise"),
+    "too short a context for what is dropped": (
+        settings("data.sequence_length=16", "data.long_documents=drop"),
+        "the shortest document has 29 tokens",
+    ),
+    "a context beyond the model's": (settings("data.sequence_length=4096"), "max_position_embeddings 1024"),
+    "an unknown field": (settings("train.learning_rate=1"), "train.lr"),
+    "a wrong value": (settings("train.lr=much"), "must be a number"),
+    "all held out": (settings("data.validation_documents=60"), "hold out fewer"),
+    "no epochs": (options("--epochs", "0"), "--epochs"),
+    "an unknown split": (settings("data.split=tset"), "split"),
+    "a recipe that is there": (taken_recipe, "mine.py exists"),
+    "a recipe of no known kind": (options("--out", "mine.txt"), "ends in .py or .json"),
+    "a recipe where none can be": (options("--out", "talks.jsonl/mine.py"), "talks.jsonl/mine.py: cannot be written"),
+    "a run that is there": (taken_run, "is not empty"),
+    "an unknown machine": (options("--machine", "nowhere-9000"), "nowhere-9000"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(
+    here: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    make, part = BAD[case]
+    arguments = make(here)
+    before = files(here)
+    error = refusal(capsys, "finetune", *arguments, "--yes")
+    assert part in error
+    assert files(here) == before
+    assert len(error) < 1000
+
+
+def test_another_machine_is_planned_for_and_nothing_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "tiny-chat", "talks.jsonl", "--machine", "rtx4090-64", "--out", "there.json"]) == 0
+    assert "fits on rtx4090-64" in capsys.readouterr().out
+    assert load_recipe("there.json").machine == "rtx4090-64"
+    assert not (here / "runs").exists()
+
+
+def test_bad_rows_are_left_out_when_told_to_and_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mixed.jsonl").write_text(f"{GOOD}\n{MUTE}\n{{broken\n{GOOD}\n")
+    arguments: list[Any] = ["finetune", "tiny-chat", "mixed.jsonl", "--json", "--set", "data.bad_rows=skip"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lengths"]["documents"] == 2
+    assert any("2 rows are bad and left out" in text for text in found["warnings"])
