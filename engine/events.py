@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -121,6 +122,18 @@ class StepMetrics:
 
 
 @dataclass(kw_only=True, slots=True)
+class Recall:
+    """Answers found in haystacks (engine/data/needles.py)."""
+
+    lengths: list[int]
+    """Tokens of the haystacks, rising."""
+    right: list[list[int]]
+    """[length][depth]: answers that were right; the depths are equal bands of a haystack, from its beginning."""
+    asked: list[list[int]]
+    """[length][depth]: all answers."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ValidationMetrics:
     """The validation loss after one step."""
 
@@ -134,6 +147,10 @@ class ValidationMetrics:
     """How long it took."""
     time: float
     """Unix seconds at its end."""
+    accuracy: float = math.nan
+    """Share of the targets that the model found likelier than any other token."""
+    recall: Recall | None = None
+    """The same by length and depth, of data.source=needles."""
 
 
 class Preparing(NamedTuple):

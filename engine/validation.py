@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
@@ -18,7 +19,9 @@ def due(session: Session) -> bool:
     """Whether the validation loss is to be measured of the step that has ended, before the next one begins."""
     train, step = session.recipe.train, session.step
     every = train.validate_every
-    return every is not None and step > 0 and (step % every == 0 or step == train.steps)
+    if every is None:
+        return False
+    return train.validate_first if step == 0 else step % every == 0 or step == train.steps
 
 
 def validate(session: Session) -> ValidationMetrics:
@@ -30,17 +33,20 @@ def validate(session: Session) -> ValidationMetrics:
     assert session.validation is not None
     started, step, runtime = time.perf_counter(), session.step, session.runtime
     commit = session.commit_due(step) or step == session.recipe.train.steps
-    total, weight, tokens = 0.0, 0.0, 0
+    total, weight, tokens, right = 0.0, 0.0, 0, 0
+    tally = Tally() if session.recipe.data.source == "needles" else None
     under_way: deque[tuple[int, int]] = deque()
     """(number, last op) of the passes that have been handed over; tokens of two of them are on the compute device."""
 
     def finish_pass() -> None:
-        nonlocal total, weight, tokens
+        nonlocal total, weight, tokens, right
         number, last = under_way.popleft()
         session.executor.wait(last)
         data = runtime.end_evaluation(number)
         total, weight = total + data.total_loss, weight + data.total_weight
-        tokens += data.num_targets
+        tokens, right = tokens + data.num_targets, right + int(data.right.sum())
+        if tally is not None:
+            tally.add(data.micro_batches, data.right)
 
     runtime.drop_tokens()
     for number, micro_batches in enumerate(session.validation.passes(), start=1):
@@ -57,5 +63,11 @@ def validate(session: Session) -> ValidationMetrics:
     while under_way:
         finish_pass()
     return ValidationMetrics(
-        step=step, loss=total / weight, tokens=tokens, seconds=time.perf_counter() - started, time=time.time()
+        step=step,
+        loss=total / weight,
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+        time=time.time(),
+        accuracy=right / tokens,
+        recall=None if tally is None else tally.recall(),
     )

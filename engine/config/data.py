@@ -73,8 +73,8 @@ class DataConfig:
     max_documents: int | None = None
     """Use only the first documents of the source."""
     validation_documents: int | None = None
-    """Documents held out of training for the validation loss, chosen by seed; none holds out none. train.validate_every
-    says when they are looked at."""
+    """Documents held out of training for the validation loss, chosen by seed, with order=kept the last ones; none holds
+    out none. train.validate_every says when they are looked at."""
 
     def __post_init__(self) -> None:
         for number, part in enumerate(self.mixture):
@@ -127,7 +127,7 @@ class DataConfig:
         return [float(part.get("weight", 1)) for part in self.mixture]
 
 
-_PATHLESS = ("python_stdlib", "random")
+_PATHLESS = ("python_stdlib", "needles", "random")
 _PART: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((str,), "a text"),
     "source": ((str,), "a text"),

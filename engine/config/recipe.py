@@ -113,6 +113,7 @@ _LATER: dict[str, Any] = {
     "validation_documents": None,
     "validate_every": None,
     "validation_sequences": None,
+    "validate_first": False,
     "optimizer": "adamw",
     "added_tokens": [],
     "split": None,

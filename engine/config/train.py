@@ -72,6 +72,8 @@ class TrainConfig:
     validate_every: int | None = None
     """Steps between two measurements of the validation loss, which is also measured after the last step; none measures
     none. Needs data.validation_documents."""
+    validate_first: bool = False
+    """Measure it before the first step as well."""
     validation_sequences: int | None = None
     """Sequences that a validation looks at, the same every time, fewer where the documents held out fill fewer; none
     takes as many as a step has."""
@@ -108,6 +110,10 @@ class TrainConfig:
             "when to measure the validation loss, or leave it out",
         )
         require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
+        require(
+            not self.validate_first or self.validate_every is not None,
+            "train.validate_first: true, but train.validate_every is none; set it, or leave this out",
+        )
         require(self.lr > 0, f"train.lr: {self.lr} must be above 0")
         require(self.eps > 0, f"train.eps: {self.eps} must be above 0")
         require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio: {self.min_lr_ratio} must lie in 0..1")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.engine.config import DataConfig
+from penstock.engine.data import needles
 from penstock.engine.data.corpus_cache import keep_corpus, take_corpus
 from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.encode import Encoder
@@ -112,8 +113,12 @@ def prepare_tokenizer(
             seal_trained(folder, stamp)
         return tokenizer
     with build_folder(folder) as temporary:
-        texts = (sample for part in config.parts for sample in _require_text(part, "training a tokenizer"))
-        train_tokenizer((text for sample in texts for text in texts_of(sample)), config.tokenizer_vocab_size, temporary)
+        if config.source == "needles":
+            needles.write_tokenizer(temporary)
+        else:
+            samples = (sample for part in config.parts for sample in _require_text(part, "training a tokenizer"))
+            texts = (text for sample in samples for text in texts_of(sample))
+            train_tokenizer(texts, config.tokenizer_vocab_size, temporary)
         seal_trained(temporary, stamp)
     return open_trained(folder)
 
@@ -194,6 +199,8 @@ def _source_fingerprint(config: DataConfig) -> str:
         chosen = {"split": part.split, "columns": part.columns, "bad_rows": part.bad_rows}
         usual = all(value == getattr(DataConfig(), name) for name, value in chosen.items())
         made_of = [part.source, part.max_documents] if usual else [part.source, part.max_documents, chosen]
+        if part.source == "needles":
+            made_of += needles.made_of(part)
         digest.update(json.dumps(made_of).encode())
         for file in source_files(part):
             try:
@@ -275,7 +282,9 @@ def _digest(value: Any) -> str:
 
 def _settings(part: DataConfig) -> dict[str, Any]:
     """The fields that say what is read; `Encoder.fingerprint` has those that say what becomes of it."""
-    return {name: getattr(part, name) for name in ("source", "path", "split", "columns", "max_documents", "bad_rows")}
+    names = ("source", "path", "split", "columns", "max_documents", "bad_rows")
+    made = {"needles": needles.made_of(part)} if part.source == "needles" else {}
+    return {name: getattr(part, name) for name in names} | made
 
 
 def _fingerprint(config: DataConfig, tokenizer: TextTokenizer, encoders: Sequence[Encoder]) -> str:

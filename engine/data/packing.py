@@ -229,8 +229,10 @@ def count_rows(lengths: Indices, capacity: int, packing: Packing, order: Order) 
     return -(-found * windows // looked_at)
 
 
-def split_documents(num_documents: int, held_out: int, seed: int) -> tuple[Indices, Indices]:
-    """Sorted indices of the documents to train on, and of the `held_out` ones for validation, which `seed` chooses.
+def split_documents(num_documents: int, held_out: int, seed: int, order: Order = "shuffled") -> tuple[Indices, Indices]:
+    """Sorted indices of the documents to train on, and of the `held_out` ones for validation.
+
+    `seed` chooses these; where the order is kept they are the last ones.
 
     Raises UserError when none is left to train on.
     """
@@ -239,8 +241,10 @@ def split_documents(num_documents: int, held_out: int, seed: int) -> tuple[Indic
             f"data.validation_documents: {held_out}, but the corpus has {num_documents} documents, of which at least "
             "one must be left to train on; hold out fewer"
         )
-    order = shuffled(np.random.SeedSequence(seed, spawn_key=(0,)), num_documents)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    if order == "kept":
+        return np.arange(num_documents - held_out), np.arange(num_documents - held_out, num_documents)
+    chosen = shuffled(np.random.SeedSequence(seed, spawn_key=(0,)), num_documents)
+    return np.sort(chosen[held_out:]), np.sort(chosen[:held_out])
 
 
 def rows_per_epoch(
@@ -250,7 +254,7 @@ def rows_per_epoch(
     starts, stops = corpus.starts[:-1], corpus.starts[1:]
     documents = np.arange(len(starts))
     if config.validation_documents is not None:
-        documents = split_documents(len(starts), config.validation_documents, config.seed)[0]
+        documents = split_documents(len(starts), config.validation_documents, config.seed, config.order)[0]
     pieces = cut_pieces(starts[documents], stops[documents], sequence_length, config.long_documents)
     parts = mixture_parts(documents, corpus.info.part_documents, config.part_weights)
     order = epoch_order(pieces, parts, config.seed, 0, config.order)

@@ -45,7 +45,7 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
     """
     data, train, documents = recipe.data, recipe.train, None
     if data.validation_documents is not None:
-        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed)
+        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed, data.order)
         documents = split[int(validation)]
     return DataLoader(
         corpus,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.config import DataConfig
+from penstock.engine.data import needles
 from penstock.engine.data.files.base import read_rows
 from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
@@ -20,7 +21,7 @@ from penstock.storage.untrusted import printable
 def source_files(config: DataConfig) -> list[Path]:
     """The files that `config.source`, no mixture, reads, in order. UserError when the path is missing or not there."""
     assert not config.mixture
-    if config.source == "random":
+    if config.source in ("random", "needles"):
         return []
     if config.lacks_path:
         raise UserError(f"data.path: data.source={config.source} needs it")
@@ -59,6 +60,8 @@ def read_samples(config: DataConfig, bad: BadRows | None = None, progress: Progr
     """
     bad = bad or BadRows(config.bad_rows)
     for part in config.parts:
+        if part.source == "needles":
+            yield from needles.documents(part)
         documents = 0
         for file in source_files(part):
             if progress is not None:

@@ -222,6 +222,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Text
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> TextTokenizer:
+    """Write a tokenizer whose documents end with EOS_TOKEN as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -159,17 +159,22 @@ class ModelRunner:
                 del computed
         return loss, dx
 
-    def evaluate(self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
-        """The sum that `head` returns, without gradients."""
+    def evaluate(
+        self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int
+    ) -> tuple[Tensor, Tensor]:
+        """The sum that `head` returns, without gradients, and bool [t]: whether each target is the likeliest token."""
+        right = torch.zeros_like(tokens.labels, dtype=torch.bool)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad(), self._skeleton.bound(weights) as bound:
             step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
+            done = 0
             for part, labels, shares in _pieces(tokens, step):
                 logits = self._skeleton.logits(x.index_select(0, part))
+                torch.eq(logits.argmax(dim=-1), labels, out=right[done : (done := done + len(labels))])
                 # Their gradient takes their place, and nobody reads it: one pass more, and no other kernel.
                 loss += self._cross_entropy(logits, labels, shares, 1.0, logits_bytes // loss_terms.WORK_SHARE)
                 del logits
-        return loss
+        return loss, right
 
     def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
         if self._logits_cost is None:

@@ -60,8 +60,9 @@ class BlockOps:
     def _head_evaluate(self, op: Op) -> None:
         views = self._views
         x = views.hidden(op.slots[a.X], views.chunk(op))
-        total = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
+        total, right = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
         self._evaluations[op.index] = total
+        views.evaluated[op.batch].hits[op.index] = right
 
     @handles(a.HEAD)
     def _head(self, op: Op) -> None:
@@ -129,6 +130,9 @@ class BlockOps:
         data = self._views.evaluated[op.batch]
         self._to_host(self._evaluations, self._evaluations_on_host)
         data.total_loss = float(self._evaluations_on_host[list(data.cut)].sum())
+        right = torch.cat([data.hits[index] for index in sorted(data.cut)])
+        data.right = torch.empty_like(right, device="cpu", pin_memory=self._device.type == "cuda")
+        self._to_host(right, data.right)
 
     def _to_host(self, source: Tensor, target: Tensor) -> None:
         """Copy what ops that are done have left on the compute device, and wait for that copy alone."""

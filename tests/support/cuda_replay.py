@@ -125,9 +125,9 @@ class Arithmetic:
         self._cuda.use(*grads.values(), write=True)
         return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
 
-    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> Tensor:
+    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
-        return self._cuda.scratch(1, dtype=torch.float64)[0]
+        return self._cuda.scratch(1, dtype=torch.float64)[0], self._cuda.scratch(len(tokens.labels), dtype=torch.bool)
 
     # ------------------------------------------------------------------ LayerRunner
 
