@@ -24,6 +24,7 @@ from penstock.app.checkpoints import CheckpointRequests, export_folder
 from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
 from penstock.app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
+from penstock.app.recall_view import RecallMap, recall_of
 from penstock.app.run_files import JsonLines, json_text, number, whole
 from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
@@ -329,6 +330,7 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         display.message(f"warning: {warning}")
     for line in summary_lines(summary, last_losses, observer.wall_s):
         display.message(line)
+    display.recall([RecallMap(**one) for one in summary.get("recall", [])])
     if result.stopped:
         display.message(go_on)
         return
@@ -377,13 +379,14 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
             losses.append(loss)
         if (step_s := number(line.get("step_s"))) is not None:
             steps_s.append(step_s)
-    validation, damaged = _validation(path)
+    validation, maps, damaged = _validation(path)
     summary = {
         "steps": result.steps if last_step is None else last_step,
         "tokens": tokens,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "validation_loss": validation,
+        **({"recall": [found._asdict() for found in maps]} if maps else {}),
         **mean.fields(),
         "step_s_median": statistics.median(steps_s) if steps_s else None,
         "tiers": result.tiers,
@@ -394,14 +397,20 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
     return summary, losses[-_LAST_STEPS:], [warning for warning in (log.warning(), damaged) if warning is not None]
 
 
-def _validation(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The last and the best validation loss, None where none was measured; what to say of damaged lines."""
+def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str | None]:
+    """The last and the best validation loss, None where none was measured; the first and the last map of recall, where
+    there are any; what to say of damaged lines."""
     lines = JsonLines(path / "validation.jsonl")
-    found = [(loss, line["step"]) for line in lines.steps() if (loss := number(line.get("loss"))) is not None]
+    found, maps = [], []
+    for line in lines.steps():
+        if (loss := number(line.get("loss"))) is not None:
+            found.append((loss, line["step"]))
+        if (recall := recall_of(line)) is not None:
+            maps = [*maps[:1], recall]
     if not found:
-        return None, lines.warning()
+        return None, [], lines.warning()
     best, best_step = min(found)
-    return {"last": found[-1][0], "best": best, "best_step": best_step}, lines.warning()
+    return {"last": found[-1][0], "best": best, "best_step": best_step}, maps, lines.warning()
 
 
 def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> None:

@@ -16,6 +16,9 @@ from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from penstock.app.finetune_view import print_rows
+from penstock.app.recall_view import RecallMap, recall_rows
+from penstock.app.rows import ASCII, UNICODE
 from penstock.app.speed import speed_text
 from penstock.engine.events import WARMUP_STEPS, LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
 from penstock.storage.units import bytes_text, duration_text, of_text, seconds_text
@@ -120,6 +123,12 @@ class Display:
         elif self._progress is None and item.seconds >= self._line_due_s:
             self._line_due_s = item.seconds + _LONG_S
             self.message("  ".join([item_line(item), *_how_far(item), "..."]))
+
+    def recall(self, maps: Sequence[RecallMap]) -> None:
+        """Print the first and the last map, if there are any."""
+        if maps:
+            glyphs = ASCII if self._console.options.ascii_only else UNICODE
+            print_rows(recall_rows(maps[0], maps[-1], glyphs), self._console)
 
     def detail(self, text: str) -> None:
         """Print a line on a terminal; elsewhere it is not worth one."""

@@ -124,6 +124,13 @@ def exactly(row: Row, width: int, ellipsis: str = "") -> Row:
     return [*out, (" " * left, "text")] if left > 0 else out
 
 
+def beside(rows: Sequence[Row], right: Sequence[Row]) -> list[Row]:
+    """The rows, with as many of the others two cells to the right of them."""
+    return [
+        [*row, ("  ", "text"), *other] for row, other in itertools.zip_longest(rows, right[: len(rows)], fillvalue=())
+    ]
+
+
 def filled(items: Sequence[str], separator: str, width: int) -> list[str]:
     """Whole items on as few lines as they need."""
     lines: list[str] = []

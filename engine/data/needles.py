@@ -27,10 +27,16 @@ from penstock.engine.data.tokenizer import EOS_TOKEN, TextTokenizer, save_tokeni
 from penstock.storage.errors import UserError
 
 _DIGITS = tuple("0123456789")
-_NAMES = tuple(
-    "ann bob cat dan eve fay gus hal ivy jim kim leo mia ned ola pat quin ray sue tom una vic wes xia yan zoe".split()
+# fmt: off
+_NAMES = (
+    "ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "jim", "kim", "leo", "mia",
+    "ned", "ola", "pat", "quin", "ray", "sue", "tom", "una", "vic", "wes", "xia", "yan", "zoe",
 )
-_FILLER = tuple("hay straw reed moss clover chaff stalk husk bran sedge fern thyme dust rush oat".split())
+_FILLER = (
+    "hay", "straw", "reed", "moss", "clover", "chaff", "stalk", "husk", "bran", "sedge", "fern", "thyme",
+    "dust", "rush", "oat",
+)
+# fmt: on
 VOCABULARY = (EOS_TOKEN, "?", *_DIGITS, *_NAMES, *_FILLER)
 """The 53 words; a word's id is its place."""
 

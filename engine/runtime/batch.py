@@ -37,9 +37,8 @@ class EvaluationData(Batch):
     total_loss: float = math.nan
     """Sum of the negative log-likelihood of the targets by their weights, nats."""
     hits: dict[int, Tensor] = field(default_factory=dict)
-    """Index of a chunk -> bool [targets], on the compute device: whether each is the token that the model finds likeliest.
-    """
-    right: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    """Index of a chunk -> bool [targets], on the compute device: whether the model finds each the likeliest."""
+    right: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """[num_targets] the same of all of them, in host memory."""
 
 

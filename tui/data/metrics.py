@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.app.recall_view import RecallMap, recall_of
 from penstock.app.speed import WARMUP_STEPS
 from penstock.tui.data.fields import get, number
 from penstock.tui.data.tail import JsonTail
@@ -50,6 +51,8 @@ class MetricsLog:
         """Objects that were no step."""
         self.validation: tuple[Floats, Floats] = (np.empty(0), np.empty(0))
         """Steps and losses of the validations, ascending."""
+        self.recall: list[RecallMap] = []
+        """The first map of what was found in haystacks, and the last; none where there is none."""
 
     def column(self, name: str, rows: int | None = None) -> Floats:
         """The values of the first `rows` rows, all by default."""
@@ -171,6 +174,8 @@ class MetricsLog:
             steps.append(step)
             losses.append(loss)
             added += 1
+            if (recall := recall_of(line)) is not None:
+                self.recall = [*(one for one in self.recall[:1] if one.step < recall.step), recall]
         if added:
             self.validation = (np.array(steps), np.array(losses))
         return added
@@ -205,11 +210,11 @@ class MetricsReader:
             self._next = MetricsLog()
         added = (self._next or self.log).add(lines)
         if self._next is not None and not self.tail.behind:
-            self._next.validation = self.log.validation
+            self._next.validation, self._next.recall = self.log.validation, self.log.recall
             self.log, self._next, added = self._next, None, 1
         validations = self._validation_tail.read()
         if self._validation_tail.began_anew:
-            self.log.validation = (np.empty(0), np.empty(0))
+            self.log.validation, self.log.recall = (np.empty(0), np.empty(0)), []
         return self.log.add_validation(validations) + added > 0 or self._validation_tail.began_anew
 
 

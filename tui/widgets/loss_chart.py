@@ -8,7 +8,8 @@ import numpy as np
 from textual import events
 from textual.binding import Binding
 
-from penstock.app.rows import Row, exactly
+from penstock.app.recall_view import map_rows, map_width
+from penstock.app.rows import Row, beside, exactly
 from penstock.storage.units import count_text, figure
 from penstock.tui.data.metrics import X_COLUMNS
 from penstock.tui.render.chart import Curve, XKind, chart, sparkline
@@ -16,6 +17,8 @@ from penstock.tui.render.checklist import checklist_rows
 from penstock.tui.widgets.lines import RunPane
 
 _SIGNAL_LABEL = 22
+_LEAST_CHART = 38
+"""Cells of a chart that leaves room for something beside it."""
 _LABEL_CELLS = 4
 
 
@@ -38,9 +41,32 @@ class LossChart(RunPane, can_focus=True):
     """Row under the cursor."""
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The chart; signals where there is room for them. Before the first step the checklist of what it takes."""
+        """The chart; signals where there is room for them, and at its right what the model finds in haystacks.
+
+        Before the first step the checklist of what it takes.
+        """
         if self._waits:
             return checklist_rows(self._data.preparing, width, height, self.glyphs, live=self._data.is_live)
+        left = self._chart_cells(width)
+        rows = self._charts(left, height)
+        return rows if left == width else beside(rows, self._maps(height))
+
+    def _chart_cells(self, width: int) -> int:
+        """Cells of `width` that are the chart's; the map has the rest, where there is one and room for it."""
+        maps = self._data.metrics.recall
+        rest = map_width(maps[-1]) + 2 if maps else 0
+        return width - rest if width - rest >= _LEAST_CHART else width
+
+    def _maps(self, height: int) -> list[Row]:
+        """What was found in haystacks: the last map, and below it the first where there is room for both."""
+        first, last = self._data.metrics.recall[0], self._data.metrics.recall[-1]
+        rows = map_rows(last, self.glyphs)
+        if first == last:
+            return rows
+        before = map_rows(first, self.glyphs)
+        return [*rows, [], *before] if height > len(rows) + len(before) else [*rows, before[0]]
+
+    def _charts(self, width: int, height: int) -> list[Row]:
         num_signals = 2 if height >= 11 else 1 if height >= 8 else 0
         tall = height >= 24
         chart_height = height - (height // 3 if tall else num_signals)
@@ -206,7 +232,7 @@ class LossChart(RunPane, can_focus=True):
         if rows:
             # At least a dot of the chart at a time.
             low, high = self.window or (0.0, 1.0)
-            by *= max(1, round(rows * (high - low) / max(1, self.size.width * 2)))
+            by *= max(1, round(rows * (high - low) / max(1, self._chart_cells(self.size.width) * 2)))
             self.cursor = rows - 1 if self.cursor is None else min(rows - 1, max(0, self.cursor + by))
             self.redraw()
 
@@ -214,10 +240,11 @@ class LossChart(RunPane, can_focus=True):
         """The cursor goes to the step under the mouse."""
         offset = event.get_content_offset(self)
         low, high = self._range() or self._bounds() or (0.0, 0.0)
-        if offset is None or high <= low or self.size.width < 30:
+        cells = self._chart_cells(self.size.width)
+        if offset is None or high <= low or cells < 30:
             return
         gutter = _LABEL_CELLS + 2
-        share = (offset.x - gutter) / max(1, self.size.width - gutter)
+        share = (offset.x - gutter) / max(1, cells - gutter)
         x = self._data.metrics.column(X_COLUMNS[self.x_kind])
         self.cursor = int(np.searchsorted(x, low + share * (high - low)).clip(0, len(x) - 1))
         self.redraw()
