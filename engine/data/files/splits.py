@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.engine.data.files.base import COMPRESSIONS, CONTAINERS, bare_name, container_of
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import parse_object, printable, read_regular
+from penstock.storage.untrusted import parse_object, printable, read_regular, real_path
 
 TRAIN = "train"
 _WORDS = {
@@ -20,6 +20,7 @@ _WORDS = {
 _WORD_OF = {word: split for split, words in _WORDS.items() for word in words}
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 """As the hub names the files of a split: `train_sft-00000-of-00003.parquet`."""
+_HEAD = re.compile(r"\ufeff?---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """What `datasets` writes beside its rows."""
 
@@ -27,8 +28,9 @@ _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state
 def find_splits(root: Path) -> dict[str, list[Path]]:
     """Split -> its files, sorted; `train` alone where nothing tells splits apart. Empty for a folder without rows.
 
-    Splits are what `datasets` saved as such, or told by the hub's names of files, by a word such as train, val or test
-    in a file's name or in its folder's. UserError for a folder with rows in several kinds of files.
+    Splits are what `datasets` saved as such or a hub's README.md lists; else they are told by the hub's names of files,
+    or by a word such as train, val or test in a file's name or its folder's. UserError for a folder with rows in
+    several kinds of files.
     """
     if not root.is_dir():
         return {TRAIN: [root]}
@@ -39,6 +41,9 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
         return {name: _saved_files(root / name) for name in names}
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         return {TRAIN: _saved_files(root)}
+    named = _named_in_readme(root)
+    if named is not None:
+        return named
     files = sorted(file for file in root.rglob("*") if _is_rows(file, root))
     kinds = sorted({str(container_of(file)) for file in files})
     if len(kinds) > 1:
@@ -53,6 +58,64 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
     for split, listed in found.items():
         _require_one(root, split, listed)
     return dict(found) or ({TRAIN: rest} if rest else {})
+
+
+def _named_in_readme(root: Path) -> dict[str, list[Path]] | None:
+    """The splits that the head of a hub's README.md lists with their files; None where it lists none that are here.
+
+    UserError where it lists several data sets and says of none that it is the default.
+    """
+    sets = _data_sets(root)
+    if len(sets) > 1:
+        sets = [one for one in sets if one.get("default") is True or one.get("config_name") == "default"] or sets
+    if not sets:
+        return None
+    if len(sets) > 1:
+        names = ", ".join(printable(one.get("config_name")) for one in sets)
+        raise UserError(
+            f"data.path: {printable(root)} holds several data sets: {names} (README.md); name the folder or the file "
+            "of one"
+        )
+    found: dict[str, list[Path]] = {}
+    entries = sets[0].get("data_files")
+    for entry in entries if isinstance(entries, list) else [entries]:
+        split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)
+        patterns = [text for text in (paths if isinstance(paths, list) else [paths]) if isinstance(text, str)]
+        rows = sorted({file for pattern in patterns for file in _matching(root, pattern)})
+        if isinstance(split, str) and rows:
+            found.setdefault(split, []).extend(rows)
+    return found or None
+
+
+def _matching(root: Path, pattern: str) -> list[Path]:
+    """Files of rows below `root`; none for a pattern that leaves it, or is none."""
+    if ".." in pattern:
+        return []
+    try:
+        return [file for file in root.glob(pattern) if file.is_file() and container_of(file) is not None]
+    except (ValueError, NotImplementedError):
+        return []
+
+
+def _data_sets(root: Path) -> list[dict[str, Any]]:
+    """The `configs` of README.md that have files, each an object; none where nothing there can be read as such."""
+    try:
+        text = read_regular(real_path(root / "README.md"), most_bytes=1 << 24).decode("utf-8")
+    except (OSError, ValueError):
+        return []
+    head = _HEAD.match(text)
+    if head is None or "configs" not in head[1]:
+        return []
+    import yaml  # comes with huggingface_hub
+
+    try:
+        values = yaml.safe_load(head[1])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return []
+    listed = values.get("configs") if isinstance(values, dict) else None
+    return (
+        [one for one in listed if isinstance(one, dict) and one.get("data_files")] if isinstance(listed, list) else []
+    )
 
 
 def _require_one(root: Path, split: str, files: list[Path]) -> None:

@@ -230,6 +230,44 @@ def test_splits_are_told_by_the_names_of_files_and_folders(tmp_path: Path) -> No
         splits("main/train-00000-of-00001.parquet", "other/train-00000-of-00001.parquet")
 
 
+HEAD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: raw/first*.jsonl
+  - split: holdout
+    path: [raw/b.jsonl]
+{more}---
+# A data set
+"""
+
+
+def test_splits_that_a_readme_lists(tmp_path: Path) -> None:
+    for name in ("first-1", "first-2", "b", "other"):
+        write(tmp_path / "raw" / f"{name}.jsonl", json.dumps({"text": name}))
+    write(tmp_path / "README.md", HEAD.format(more=""))
+    found = detect(tmp_path)
+    assert (found.split, found.splits, found.num_files) == ("train", ["train", "holdout"], 2)
+    assert split_files(tmp_path, "holdout") == [tmp_path / "raw" / "b.jsonl"]
+    second = "- config_name: extra\n  data_files: raw/other.jsonl\n"
+    write(tmp_path / "README.md", HEAD.format(more=second))
+    with pytest.raises(UserError, match="holds several data sets: main, extra"):
+        find_splits(tmp_path)
+    write(tmp_path / "README.md", HEAD.format(more=second + "  default: true\n"))
+    assert find_splits(tmp_path) == {"train": [tmp_path / "raw" / "other.jsonl"]}
+    for broken in (
+        ": [",
+        "configs: 7",
+        "configs: [7, {}]",
+        "configs:\n- data_files: ../*.jsonl",
+        "configs:\n- data_files: ['/etc/*', '', 'a**']",
+    ):
+        write(tmp_path / "README.md", f"---\n{broken}\n---\n")
+        assert len(find_splits(tmp_path)["train"]) == 4
+
+
 def test_the_split_that_is_missing_says_which_there_are(tmp_path: Path) -> None:
     for name in ("train_sft", "test_sft"):
         write(tmp_path / f"{name}-00000-of-00001.jsonl", json.dumps({"text": name}))

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import sampled
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format
 from penstock.engine.data.formats.detect import detect
 from penstock.engine.data.reading import read_samples
-from penstock.engine.data.rows import BadRows
+from penstock.engine.data.rows import BadRows, RowError
 from penstock.engine.data.samples import Completion, Conversation, Ids, Sample, Text
 from penstock.storage.errors import UserError
 
@@ -266,3 +269,54 @@ def test_what_is_not_recognised_is_refused_with_its_columns(tmp_path: Path) -> N
         detect(picture.parent)
     with pytest.raises(UserError, match="does not exist"):
         detect(tmp_path / "nothing")
+
+
+NAMES = st.sampled_from(sorted({name for source in SHAPES for name in find_format(source).FIELDS}))  # type: ignore[union-attr]
+INNER = st.sampled_from(
+    [
+        "role",
+        "content",
+        "from",
+        "value",
+        "tool_calls",
+        "function",
+        "function_call",
+        "name",
+        "arguments",
+        "weight",
+        "type",
+        "text",
+    ]
+)
+WORDS = st.sampled_from(
+    ["user", "assistant", "tool", "gpt", "function_call", "a", "", "[1]", '{"a": 1}', "text", "[", " "]
+)
+LEAVES = st.one_of(WORDS, st.none(), st.booleans(), st.integers(-2, 7), st.floats(allow_nan=True))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(INNER, inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+@sampled(150, 2000)
+@given(fields=st.dictionaries(NAMES, VALUES, max_size=4), source=st.sampled_from(sorted(SHAPES)))
+def test_any_row_is_a_sample_or_a_bad_row(fields: dict[str, Any], source: str) -> None:
+    reader = find_format(source)
+    assert isinstance(reader, RowFormat)
+    reader.matches(fields)
+    refusal, sample = "", None
+    try:
+        sample = reader.convert(fields, "a:1")
+    except RowError as error:
+        refusal = str(error)
+    assert refusal.startswith("a:1") or not refusal
+    assert "\n" not in refusal
+    if isinstance(sample, Conversation):
+        assert all(
+            message["role"] in ("system", "developer", "user", "assistant", "tool") for message in sample.messages
+        )
+        assert all(isinstance(message.get("content", ""), str) for message in sample.messages)
+        assert all(0 <= message.get("weight", 1) < float("inf") for message in sample.messages)
+    if isinstance(sample, Ids):
+        assert sample.weights is None or len(sample.weights) == len(sample.ids)
