@@ -16,9 +16,7 @@ from penstock.storage.errors import UserError
 def test_questions_are_samples_that_are_trained_on(tmp_path: Path) -> None:
     file = tmp_path / "questions.blocks"
     file.write_text("".join(f"question: what is {i} squared\nanswer: it is {i * i}\n\n" for i in range(200)))
-    data = DataConfig(
-        source="questions", path=str(file), trained_tokens="all", tokenizer_vocab_size=300, sequence_length=48
-    )
+    data = DataConfig(source="questions", path=str(file), tokenizer_vocab_size=300, sequence_length=48)
     assert len(list(read_samples(data))) == 200
     found = detect(file)
     assert (found.source, found.num_files) == ("questions", 1)

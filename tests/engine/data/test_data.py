@@ -217,7 +217,7 @@ def test_bad_sources(tmp_path, jsonl, tokenizer):
     refused("corpus is empty", "text", tmp_path / "empty")
     refused("does not exist", "text", tmp_path / "missing")
     (tmp_path / "empty" / "latin.txt").write_bytes(b"caf\xe9")
-    refused(r"latin\.txt: not UTF-8", "text", tmp_path / "empty")
+    refused(r"latin\.txt:1: not UTF-8", "text", tmp_path / "empty")
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     with pytest.raises(UserError, match="not a writable folder"):
