@@ -33,6 +33,17 @@ class _Ready(NamedTuple):
     """Whether the end-of-text token follows; None: where no special token ends the text."""
 
 
+class Answer(NamedTuple):
+    """What became of a batch that another process encoded."""
+
+    encoded: list[Encoded]
+    bad: tuple[int, str]
+    """Samples that were left out, and what was wrong with the first."""
+    user_error: str | None = None
+    failure: str | None = None
+    """Traceback of any other error."""
+
+
 class Encoder:
     """Samples to tokens, by the data section of a recipe and a tokenizer. It can be pickled.
 

@@ -16,8 +16,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from queue import SimpleQueue
 
-from penstock.engine.data.encode import Encoder, size_of
-from penstock.engine.data.encode_worker import Answer
+from penstock.engine.data.encode import Answer, Encoder, size_of
 from penstock.engine.data.samples import Encoded, Sample, Text
 from penstock.storage import child
 from penstock.storage.errors import UserError
@@ -29,6 +28,10 @@ _SHARE_CHARS = 2**18
 SERIAL_BATCHES = 2
 """Batches that this process encodes itself before it begins others: few samples are done before those have started."""
 _MOST_PROCESSES = 16
+_KILLED = (
+    "data: a process that makes tokens of the source was ended by signal {signal}, 9 where the system has no memory "
+    "left; free some, or let fewer processors be used (taskset), and start again"
+)
 
 
 def encode_all(encoder: Encoder, samples: Iterator[Sample]) -> Iterator[Encoded]:
@@ -132,6 +135,8 @@ class _Worker:
             answer = pickle.load(stdout)
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
             code = self._process.wait()
+            if code < 0:
+                return Answer([], (0, ""), user_error=_KILLED.format(signal=-code))
             return Answer([], (0, ""), failure=f"it ended with code {code}")
         assert isinstance(answer, Answer)
         return answer

@@ -11,21 +11,9 @@ import pickle
 import signal
 import sys
 import traceback
-from typing import NamedTuple
 
-from penstock.engine.data.samples import Encoded
+from penstock.engine.data.encode import Answer
 from penstock.storage.errors import UserError
-
-
-class Answer(NamedTuple):
-    """What became of a batch."""
-
-    encoded: list[Encoded]
-    bad: tuple[int, str]
-    """Samples that were left out, and what was wrong with the first."""
-    user_error: str | None = None
-    failure: str | None = None
-    """Traceback of any other error."""
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from corpora import loader_of, make_corpus, unique_documents
 from penstock.app.recipe import apply_overrides, from_json, resolve_paths, to_json
 from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.corpus import prepare_corpus, require_readable
-from penstock.engine.data.packing import rows_per_epoch
+from penstock.engine.data.packing import rows_per_epoch, split_documents
 from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.storage.errors import UserError
 
@@ -115,12 +115,10 @@ def test_what_is_held_out_of_a_mixture_is_measured_once(tmp_path):
         packing="best_fit",
         sequence_length=8,
     )
-    from penstock.engine.data.packing import split_documents
-
     kept, _ = split_documents(12, 4, 0)
     loader = loader_of(corpus, 8, packing="best_fit", documents=kept, weights=data.part_weights)
     (found,) = epochs(loader, 1)
-    wanted = [3 * sum(i < 6 for i in kept), int(0.5 * sum(i >= 6 for i in kept))]
+    wanted = [3 * sum(i < 6 for i in kept), round(0.5 * sum(i >= 6 for i in kept))]
     assert [sum(n for first, n in found.items() if (first < 24) == low) for low in (True, False)] == wanted
     assert rows_per_epoch(corpus, data, 8) == -(-sum(wanted) // 2)
 
