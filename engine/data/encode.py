@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -216,6 +216,26 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     if config.source in _CONVERSATIONS and encoder.template is not None:
         return f"conversations: as the chat template has them, nothing is added; other rows: {begins}, {eos}"
     return f"{begins}, {eos}"
+
+
+def encoded_one_by_one(encoder: Encoder, samples: Iterator[Sample], most_chars: int) -> Iterator[Encoded]:
+    """All of `samples`, encoded in batches of about `most_chars` characters, which bounds memory."""
+    for batch in batches(samples, most_chars):
+        yield from encoder.encode(batch)
+
+
+def batches(samples: Iterator[Sample], most_chars: int) -> Iterator[list[Sample]]:
+    """The samples in batches of about so many characters."""
+    batch: list[Sample] = []
+    chars = 0
+    for sample in samples:
+        batch.append(sample)
+        chars += size_of(sample)
+        if chars >= most_chars:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
 
 
 def size_of(sample: Sample) -> int:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from queue import SimpleQueue
 
-from penstock.engine.data.encode import Answer, Encoder, size_of
+from penstock.engine.data.encode import Answer, Encoder, batches, encoded_one_by_one
 from penstock.engine.data.samples import Encoded, Sample, Text
 from penstock.storage import child
 from penstock.storage.errors import UserError
@@ -40,7 +40,7 @@ def encode_all(encoder: Encoder, samples: Iterator[Sample]) -> Iterator[Encoded]
     What is in memory at a time is bounded by a few batches. Raises UserError as the encoder does. However it ends, no
     process is left behind.
     """
-    for batch in islice(_batches(samples, BATCH_CHARS), SERIAL_BATCHES):
+    for batch in islice(batches(samples, BATCH_CHARS), SERIAL_BATCHES):
         yield from encoder.encode(batch)
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     first = next(samples, None)
@@ -50,22 +50,7 @@ def encode_all(encoder: Encoder, samples: Iterator[Sample]) -> Iterator[Encoded]
     if processes > 1 and not (isinstance(first, Text) and encoder.has_fast_tokenizer):
         yield from _in_parallel(encoder, samples, processes)
         return
-    for batch in _batches(samples, BATCH_CHARS):
-        yield from encoder.encode(batch)
-
-
-def _batches(samples: Iterator[Sample], most_chars: int) -> Iterator[list[Sample]]:
-    """The samples in batches of about so many characters."""
-    batch: list[Sample] = []
-    chars = 0
-    for sample in samples:
-        batch.append(sample)
-        chars += size_of(sample)
-        if chars >= most_chars:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+    yield from encoded_one_by_one(encoder, samples, BATCH_CHARS)
 
 
 def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) -> Iterator[Encoded]:
@@ -96,7 +81,7 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
         for _ in range(processes):
             workers.append(_Worker(start))
             idle.put(workers[-1])
-        for batch in _batches(samples, _SHARE_CHARS):
+        for batch in batches(samples, _SHARE_CHARS):
             under_way.append(threads.submit(ask, batch))
             if len(under_way) >= 2 * processes:
                 yield from oldest()

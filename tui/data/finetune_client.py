@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.app import child
+from penstock.storage import child
 from penstock.tui.data import processes
 
 COMMAND = tuple(child.command("app.cli", "finetune", "--json"))
