@@ -13,7 +13,15 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.select import attention_report
-from penstock.engine.config import Recipe, StorageConfig, changed_fields, drive_folders, parse_bytes, state_folder
+from penstock.engine.config import (
+    Recipe,
+    StorageConfig,
+    TrainConfig,
+    changed_fields,
+    drive_folders,
+    parse_bytes,
+    state_folder,
+)
 from penstock.engine.data.loader import DataLoader, MicroBatch
 from penstock.engine.data.prepare import Data, make_loader, make_validation, prepare_data
 from penstock.engine.events import Observer
@@ -35,6 +43,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.anatomy import Initializer, initial_constants, model_spec
 from penstock.engine.model.check import check_model
+from penstock.engine.model.router import router_coefficient
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
@@ -71,6 +80,7 @@ def open_session(
     config = model_config(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
     with checklist.step("taking the model apart"):
         spec = model_spec(config, recipe)
+        router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)  # or the run is refused
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
     _describe(observer, spec, prepared, loader, device)
@@ -122,7 +132,7 @@ def open_session(
         with checklist.step("searching a plan"):
             found = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
-            _refuse_unless_exact(spec, found.plan, observer)
+            _refuse_unless_exact(spec, train, found.plan, observer)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded: Recorded | None = None
         if going_on:
@@ -306,9 +316,9 @@ def _describe(observer: Observer, spec: ModelSpec, data: Data, loader: DataLoade
         observer.on_message(note)
 
 
-def _refuse_unless_exact(spec: ModelSpec, plan: Plan, observer: Observer) -> None:
+def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observer: Observer) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
-    result = check_model(spec.config, pieces=plan.streamed)
+    result = check_model(spec.config, pieces=plan.streamed, router_aux_loss=train.router_aux_loss)
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")
     observer.on_message(

@@ -109,6 +109,19 @@ def bench_precision_command(
     bench_precision(steps=steps, before_steps=before_steps, every=every, lr=lr, json=as_json, save=save, folder=folder)
 
 
+@bench_cli.command("packing", hidden=True, epilog="Example: penstock bench packing --context 8192 --json")
+def bench_packing_command(
+    context: Annotated[int, typer.Option(help="Tokens of a row.")] = 32_768,
+    document: Annotated[int, typer.Option(help="Tokens of a conversation.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each, in turn.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Time short conversations packed into long rows against one per row, on a small model on the CPU."""
+    from penstock.app.bench.packing import bench_packing
+
+    bench_packing(context=context, document=document, rounds=rounds, json=as_json)
+
+
 @bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")
 def bench_storage_command(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Folders on the drives to measure.")],

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from penstock.engine import preparing
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.reference import forward_backward
+from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import ModelSpec
@@ -76,11 +77,17 @@ class TokenStream:
 
 
 def check_model(
-    config: PretrainedConfig, *, pieces: bool = False, chunk_tokens: int = _CHUNK, seed: int = 0
+    config: PretrainedConfig,
+    *,
+    pieces: bool = False,
+    chunk_tokens: int = _CHUNK,
+    seed: int = 0,
+    router_aux_loss: float | None = None,
 ) -> CheckResult:
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
 
-    With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it.
+    With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
+    `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
@@ -89,10 +96,11 @@ def check_model(
     kind = config.model_type
     try:
         small, spec = _small_model(config)
-        error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32)
+        aux = router_coefficient(small, router_aux_loss, recurrent=spec.recurrent)
+        error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
         if TOLERANCE < error < _NARROW:
             with contextlib.suppress(UserError):  # no float64 reference: the float32 result stands
-                error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float64)
+                error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float64, aux)
     except UserError as refusal:
         return CheckResult(kind, False, None, None, str(refusal))
     if error <= TOLERANCE:
@@ -111,7 +119,13 @@ def _small_model(config: PretrainedConfig) -> tuple[PretrainedConfig, ModelSpec]
 
 
 def _compare(
-    small: PretrainedConfig, spec: ModelSpec, pieces: bool, chunk_tokens: int, seed: int, dtype: torch.dtype
+    small: PretrainedConfig,
+    spec: ModelSpec,
+    pieces: bool,
+    chunk_tokens: int,
+    seed: int,
+    dtype: torch.dtype,
+    aux: float = 0.0,
 ) -> tuple[float, str]:
     """Largest relative error and where it is; "loss" is the loss. Raises UserError saying what cannot be computed."""
     whole = spec.length_dependent_rotary or spec.recurrent
@@ -128,14 +142,14 @@ def _compare(
     source = random_model(small, seed)
     preparing.tell(detail=f"transformers' own gradients, {_name(dtype)}")
     with refused("transformers' own forward fails"):
-        reference_loss, reference = reference_gradients(small, source, documents, dtype)
+        reference_loss, reference = reference_gradients(small, source, documents, dtype, aux)
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
     if dtype == torch.float64:
         constants = {name: b.double() if b.is_floating_point() else b for name, b in constants.items()}
     weights = {name: parameter.detach().to(dtype) for name, parameter in source.named_parameters()}
     preparing.tell(detail=f"streamed gradients, {_name(dtype)}")
     with refused("streaming fails"):
-        runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants)
+        runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants, router_aux_loss=aux)
         grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         streams = [TokenStream.of(documents)]
         loss = forward_backward(runner, weights, grads, streams, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
@@ -168,8 +182,12 @@ def reference_gradients(
     source: PreTrainedModel,
     documents: Sequence[Tensor],
     dtype: torch.dtype = torch.float32,
+    router_aux_loss: float = 0.0,
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss per target and all gradients by transformers alone, one document at a time.
+
+    With `router_aux_loss` the gradients, not the loss, are those of transformers' load-balancing loss as well, over the
+    routers' logits of all documents together.
 
     Attention is eager; in float64 it is torch's, since eager attention takes its softmax in float32. `source` gives the
     weights; `documents` are int64 [length].
@@ -180,12 +198,19 @@ def reference_gradients(
     model.load_state_dict(source.state_dict())
     model = model.to(dtype)
     num_targets = sum(len(document) - 1 for document in documents)
-    total = 0.0
+    total, routed = 0.0, []
+    routing = {"output_router_logits": bool(router_aux_loss)} if hasattr(model, "router_aux_loss_coef") else {}
+    if routing:
+        model.router_aux_loss_coef = 0.0  # not document by document
     for document in documents:
-        output = model(input_ids=document[None], labels=document[None], use_cache=False)
+        output = model(input_ids=document[None], labels=document[None], use_cache=False, **routing)
         loss = output.loss * ((len(document) - 1) / num_targets)
-        loss.backward()
+        loss.backward(retain_graph=bool(router_aux_loss))
         total += loss.item()
+        if router_aux_loss:
+            routed.append(output.router_logits)
+    if router_aux_loss:
+        (router_aux_loss * balancing_loss(model, routed)).backward()
     zero = torch.zeros(())
     return total, {
         n: (zero.expand(p.shape) if p.grad is None else p.grad) for n, p in model.named_parameters() if p.requires_grad

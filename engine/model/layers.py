@@ -21,6 +21,7 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState
 from penstock.engine.model import skeleton
 from penstock.engine.model.recompute import for_backward
+from penstock.engine.model.router import RouterBalance
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec
 
@@ -244,8 +245,12 @@ class LayerRunner:
         device: torch.device,
         dtype: torch.dtype,
         compile: bool,
+        balance: RouterBalance | None = None,
     ) -> None:
-        """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it."""
+        """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it.
+
+        `balance`: looks at their routers; whoever runs layers tells it what is run.
+        """
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
@@ -255,6 +260,11 @@ class LayerRunner:
             )
             for index in sorted(set(spec.structures))
         }
+        self.balance = balance
+        if balance is not None:
+            for template in self._templates.values():
+                for module in set(template.modules):
+                    balance.listen(module)
 
     def compile(self, compiled: bool) -> None:
         for template in self._templates.values():

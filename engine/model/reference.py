@@ -94,6 +94,8 @@ def forward_backward(
     # Forward. Every layer's input is kept, and of its attention keys, values, output and log-sum-exp.
     here = _of_block(runner, EMBED, weights)
     hidden = [runner.embed(here, chunk.tokens.ids, chunk.tokens.positions) for chunk in chunks]
+    if layers.balance is not None:
+        layers.balance.begin()
     inputs: list[list[Tensor]] = []
     attended: list[list[AttentionState | None]] = []
     for layer in range(num_layers):
@@ -101,10 +103,14 @@ def forward_backward(
         inputs.append(hidden)
         states = (layers.states(layer, s.documents, cuts) for s, cuts in zip(streams, ranges, strict=True))
         attended.append([state for of_stream in states for state in of_stream])
-        hidden = [
-            layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
-            for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True)
-        ]
+        outputs = []
+        for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True):
+            if layers.balance is not None:
+                layers.balance.watch(len(x), counting=True)
+            outputs.append(layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys))
+        hidden = outputs
+    if layers.balance is not None:
+        layers.balance.settle(sum(len(stream.ids) for stream in streams))
 
     # Loss, and the gradient of the last layer's output in its place. From here on the last chunk comes first: later
     # queries add to the gradients of earlier keys.
@@ -119,6 +125,8 @@ def forward_backward(
         here, sums = (_of_block(runner, f"layers.{layer}", tensors) for tensors in (weights, gradients))
         for i in backwards:
             x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
+            if layers.balance is not None:
+                layers.balance.watch(len(x), counting=False)
             hidden[i] = layers.backward(layer, here, x, hidden[i], chunk.inputs, state, sums, keys=chunk.keys)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
     for i in backwards:

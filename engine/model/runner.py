@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from penstock.engine.model import loss as loss_terms
 from penstock.engine.model import skeleton
 from penstock.engine.model.layers import LayerInputs, LayerRunner
+from penstock.engine.model.router import RouterBalance, find_router
 from penstock.engine.model.skeleton import LayerCall, Skeleton
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import ChunkTokens
@@ -38,8 +39,10 @@ class ModelRunner:
         dtype: torch.dtype,
         compile: bool = False,
         constants: Mapping[str, Tensor] | None = None,
+        router_aux_loss: float = 0.0,
     ) -> None:
-        """`constants`: values of `spec.constants`; the model's initial ones where not given."""
+        """`constants`: values of `spec.constants`; the model's initial ones where not given. `router_aux_loss`: weight
+        of a load-balancing loss, which the model must define (model/router.py)."""
         self.spec = spec
         self.device = torch.device(device)
         self.dtype = dtype
@@ -49,7 +52,14 @@ class ModelRunner:
         skeleton.materialise_buffers(model, model.named_modules(), self.device)
         for name, tensor in (constants or {}).items():
             model.get_buffer(name).data = tensor.to(self.device)
-        self.layers = LayerRunner(spec, layers, prefix, device=self.device, dtype=dtype, compile=compile)
+        balance = None
+        if router_aux_loss:
+            router = find_router(model)
+            routing = sum(any(isinstance(part, router.module) for part in layer.modules()) for layer in layers)
+            balance = RouterBalance(router, router_aux_loss, routing, self.device)
+        self.layers = LayerRunner(
+            spec, layers, prefix, device=self.device, dtype=dtype, compile=compile, balance=balance
+        )
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
         self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
         self._logits_cost: loss_terms.LogitsCost | None = None

@@ -45,6 +45,9 @@ def build(config: PretrainedConfig, device: str = "meta", experts: str | None = 
     attention.register()
     config = copy.deepcopy(config)
     config.use_cache = False
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "output_router_logits", False):
+        text.output_router_logits = False  # no router runs in a model whose layers are replaced
     kwargs = {} if experts is None else {"experts_implementation": experts}
     try:
         with torch.device(device):

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.engine.config import TrainConfig
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype
+from penstock.engine.model.router import router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import ModelSpec, depths
 from penstock.engine.optim.base import Mode, Optimizer, find_optimizer
@@ -34,7 +35,10 @@ class Compute:
         """`compilation`: what is compiled; None: what the recipe wants and the machine can."""
         what = compilation or find_compilation(train, device, lambda message: None)
         dtype = compute_dtype(train)
-        runner = ModelRunner(spec, device=device, dtype=dtype, compile=what.layers, constants=constants)
+        aux = router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)
+        runner = ModelRunner(
+            spec, device=device, dtype=dtype, compile=what.layers, constants=constants, router_aux_loss=aux
+        )
         mode: Mode = "compiled" if what.optimizer else "eager" if train.compile == "off" else "fused"
         optimizer = find_optimizer(train).make(mode, free_threaded=device.type == "cuda")
         return Compute(runner, with_factors(optimizer, lr_factors(train, depths(spec))))

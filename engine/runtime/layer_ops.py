@@ -36,6 +36,8 @@ class LayerOps:
         """Streamed: what the running chunk's layer asked of attention; its tensors are in the window's slots."""
         self._graph: LayerGraph | None = None
         """Streamed: the running chunk's layer, between the two halves of its backward."""
+        self._counted_step = self._settled_step = -1
+        """Step whose routing is being counted, and the last one that has been."""
 
     # ------------------------------------------------------------------ operands
 
@@ -97,11 +99,28 @@ class LayerOps:
                 state.dv.zero_()
         return state
 
+    def _tell_routers(self, op: Op) -> None:
+        """What the routers of the op's layer are about to see, where their balance is trained."""
+        balance = self._layers.balance
+        if balance is None:
+            return
+        batch, chunk = self._views.batch(op), self._views.chunk(op)
+        filled = [len(m.ids) if m.filled is None else m.filled for m in batch.micro_batches]
+        if op.action.phase == "forward" and op.step != self._counted_step:
+            balance.begin()
+            self._counted_step = op.step
+        elif op.action.phase == "backward" and op.step != self._settled_step:
+            balance.settle(sum(filled))
+            self._settled_step = op.step
+        rows = max(0, min(filled[chunk.micro_batch], chunk.end) - chunk.start)
+        balance.watch(rows, counting=op.action.phase == "forward")
+
     # ------------------------------------------------------------------ layers
 
     @handles(a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM)
     def _forward(self, op: Op) -> None:
         views, (layer, chunk) = self._views, self._layer(op)
+        self._tell_routers(op)
         if a.SAVED_GRAPH in op.flags:
             y = self._keep(op)
         else:
@@ -155,6 +174,7 @@ class LayerOps:
         views, (layer, chunk) = self._views, self._layer(op)
         weights, gradients = views.weights(op), views.gradients(op)
         dy, shape = views.hidden(op.slots[a.DY], chunk), self._shapes[layer]
+        self._tell_routers(op)
         if a.SAVED_GRAPH in op.flags:
             dx = self._backward_saved(op, weights, dy, gradients)
         else:
@@ -212,6 +232,7 @@ class LayerOps:
         """Streamed: backward of what follows attention; queries and the gradient of its output to their slots."""
         views, (layer, chunk) = self._views, self._layer(op)
         weights, gradients, shape = views.weights(op), views.gradients(op), self._shape(layer)
+        self._tell_routers(op)
         if a.SAVED_GRAPH in op.flags:
             graph = self._graphs[layer, op.index][0]
         else:
@@ -282,18 +303,23 @@ class LayerOps:
     # ------------------------------------------------------------------ links
 
     def _places(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-        """(on the compute device, in RAM or aside) of what a copy is about; keys and values are two."""
-        (layer, chunk), kind, aside = self._layer(op), op.action.kind, self._views.aside(op)
+        """(on the compute device, in RAM or aside) of what a copy is about; keys and values are two.
+
+        How many tokens, the op's bytes say: a copy that nobody waits for may outlive what is known of its batch.
+        """
+        kind, aside = op.action.kind, self._views.aside(op)
         if kind in ("x", "dy"):
-            hidden = self._views.hidden(op.slots[a.SLOT], chunk)
-            yield hidden, aside.view(hidden.dtype).view(hidden.shape)
+            rows = aside.view(self._dtype).view(-1, self._views.runner.spec.hidden_size)
+            yield self._gpu.hidden[op.slots[a.SLOT]][: len(rows)], rows
         elif kind == "kv":
-            shape = self._shape(layer)
+            shape = self._shape(self._views.block_index(op.block) - 1)
+            per_token = shape.kv_heads * (shape.qk_dim + shape.v_dim) * self._dtype.itemsize
+            tokens, start = op.nbytes // per_token, self._plan.chunks[op.index].start
             if self._plan.streamed:
-                here = self._slot("kv", op, shape)
+                here = self._keys_and_values(self._gpu.window["kv"][op.slots["kv"]], tokens, shape, self._dtype)
             else:
-                here = [window[chunk.start : chunk.end] for window in self._window("kv", shape)]
-            yield from zip(here, self._keys_and_values(aside, _tokens(chunk), shape, self._dtype), strict=True)
+                here = [window[start : start + tokens] for window in self._window("kv", shape)]
+            yield from zip(here, self._keys_and_values(aside, tokens, shape, self._dtype), strict=True)
         else:
             slots = self._gpu.saved if kind == "saved" else self._gpu.window[kind]
             yield slots[op.slots[kind]][: op.nbytes], aside

@@ -502,7 +502,7 @@ def _arguments() -> Iterator[Bad]:
     commands = {
         "train": 1, "plan": 1, "resume": 1, "pause": 1, "stop": 1, "checkpoint": 1, "scrub": 1, "lanes": 1, "check": 1,
         "export": 2, "trace": 1, "runs": 0, "probe": 0, "bench step": 0, "bench memory": 0, "bench attention": 0,
-        "bench storage": 1, "bench plan": 0, "bench planned": 0,
+        "bench storage": 1, "bench plan": 0, "bench planned": 0, "bench packing": 0,
     }  # fmt: skip
     usages: dict[str, list[str]] = {
         "an unknown command": ["nonsense"],

@@ -1,0 +1,153 @@
+"""`penstock bench packing`: short conversations packed into long rows against one of them per row, the rest padding.
+
+The same documents in the same order make a step of either, on the same model with the same chunks: packed they fill one
+row or a few, apart each has a row of its own, whose padding is at its end. Both are trained by `train_step`, in turn.
+What a trained token costs in one over what it costs in the other is the ratio: 1 where padding costs nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from penstock.app.bench.cases import Shape
+from penstock.app.bench.process import scratch, show
+from penstock.app.bench.setup import Setup, plan_request, random_recipe, shape_model
+from penstock.app.bench.suite_worker import open_case
+from penstock.engine.data.loader import DataLoader, MicroBatch
+from penstock.engine.machine.budgets import Budgets
+from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.plan.problem import PlanOptions
+from penstock.engine.session import Session
+from penstock.engine.train import train_step
+from penstock.storage.errors import UserError
+from penstock.storage.readers import select_readers
+
+CONTEXT, DOCUMENT = 32_768, 512
+CHUNK_TOKENS = 2048
+SHAPE = Shape("2 layers of width 128", "qwen3", 2, 128, 256, 4, 2, 32, 512)
+_BUDGETS = Budgets(1 << 40, 1 << 40, None, {})
+"""More than either needs: everything stays in memory, and pages that padding would have filled are never touched."""
+
+
+def bench_packing(
+    *,
+    context: int = CONTEXT,
+    document: int = DOCUMENT,
+    chunk_tokens: int = CHUNK_TOKENS,
+    rounds: int = 3,
+    json: bool = False,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Time `rounds` steps of each over one packed row's documents; print the ratio, or JSON with `json`.
+
+    Returns `ratio` (seconds per trained token, one per row over packed; medians), the seconds of a step of each, and
+    the tokens that either computes. Raises UserError where a row holds no two documents.
+    """
+    if context < 2 * document or document < 2:
+        raise UserError(f"--context {context}: give room for two documents of {document} tokens, of at least 2 each")
+    with scratch(folder) as path:
+        rows = {"packed": 1, "apart": context // document}
+        opened: dict[str, Session] = {}
+        try:
+            for name, count in rows.items():
+                opened[name] = _open(Path(path) / name, context, document, chunk_tokens, count)
+            times: dict[str, list[float]] = {name: [] for name in opened}
+            tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
+            for _ in range(rounds):
+                for name, session in opened.items():
+                    times[name].append(train_step(session).step_s)
+            computed = {name: _computed(session) for name, session in opened.items()}
+        finally:
+            for session in opened.values():
+                session.close()
+    assert len(set(tokens.values())) == 1, "both train the same documents"
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    report = {
+        "ratio": seconds["apart"] / seconds["packed"],
+        "context": context,
+        "document": document,
+        "documents": rows["apart"],
+        "trained_tokens": tokens["packed"],
+        **{f"{name}_step_s": value for name, value in seconds.items()},
+        **{f"{name}_steps_s": value for name, value in times.items()},
+        **{f"{name}_computed_tokens": value for name, value in computed.items()},
+        "apart_padded_tokens": rows["apart"] * (context - document),
+    }
+    line = (
+        f"{rows['apart']} conversations of {document:,} tokens: one per row of {context:,} costs {report['ratio']:.2f} x "
+        f"what packed ones cost a trained token ({seconds['apart']:.2f} s and {seconds['packed']:.2f} s a step)"
+    )
+    show(report, line, as_json=json)
+    return report
+
+
+class _Conversations:
+    """A loader of steps of the same random documents, packed into rows or each in one of its own."""
+
+    def __init__(self, loader: DataLoader, context: int, document: int, rows: int) -> None:
+        self._loader, self._context, self._document, self._rows = loader, context, document, rows
+        documents = context // document
+        self._ids = torch.randint(SHAPE.vocab, (documents, document), generator=torch.Generator().manual_seed(0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def next_step(self) -> list[MicroBatch]:
+        return [self._row(ids) for ids in self._ids.chunk(self._rows)]
+
+    def _row(self, documents: torch.Tensor) -> MicroBatch:
+        """`documents` [count, tokens] end to end, then padding."""
+        count, tokens = documents.shape
+        filled = count * tokens
+        ids = torch.zeros(self._context, dtype=torch.int64)
+        ids[:filled] = documents.reshape(-1)
+        labels = torch.full((self._context,), IGNORE_LABEL)
+        ends = torch.full((count, 1), IGNORE_LABEL)
+        labels[:filled] = torch.cat([documents[:, 1:], ends], 1).reshape(-1)
+        positions = torch.arange(self._context)
+        positions[:filled] %= tokens
+        positions[filled:] -= filled
+        starts = list(range(0, min(filled + 1, self._context), tokens))
+        return MicroBatch(
+            ids=ids,
+            labels=labels,
+            positions=positions,
+            documents=starts,
+            num_targets=count * (tokens - 1),
+            lengths=[tokens] * count,
+            max_position=int(positions.max()),
+            filled=filled if filled < self._context else None,
+        )
+
+
+def _open(folder: Path, context: int, document: int, chunk_tokens: int, rows: int) -> Session:
+    folder.mkdir()
+    recipe = random_recipe(
+        context,
+        2,
+        steps=10**6,
+        global_batch_size=rows,
+        chunk_tokens=min(chunk_tokens, context),
+        device="cpu",
+        compile="off",
+        compute_dtype="float32",
+        activation_checkpointing="selective",
+        kv_window="whole",
+    )
+    recipe, spec = shape_model(recipe, SHAPE, SHAPE.layers)
+    device = torch.device("cpu")
+    readers = select_readers("auto", device, [folder])
+    plan = plan_request(recipe, spec, _BUDGETS, device, readers).plan(PlanOptions())
+    setup = Setup(SHAPE, spec, spec, plan, plan, recipe, device, readers)
+    session = open_case(setup, folder)[1]
+    session.loader = cast(DataLoader, _Conversations(session.loader, context, document, rows))
+    return session
+
+
+def _computed(session: Session) -> int:
+    """Tokens that a layer computes in a step."""
+    return sum(chunk.end - chunk.start for chunk in session.runtime.data(session.step).cut.values())
