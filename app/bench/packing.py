@@ -44,8 +44,8 @@ def bench_packing(
 ) -> dict[str, Any]:
     """Time `rounds` steps of each over one packed row's documents; print the ratio, or JSON with `json`.
 
-    Returns `ratio` (seconds per trained token, one per row over packed; medians), the seconds of a step of each, and
-    the tokens that either computes. Raises UserError where a row holds no two documents.
+    Returns `ratio` (seconds per trained token, one per row over packed; median of the rounds), the seconds of a step of
+    each, and the tokens that either computes. Raises UserError where a row holds no two documents.
     """
     if context < 2 * document or document < 2:
         raise UserError(f"--context {context}: give room for two documents of {document} tokens, of at least 2 each")
@@ -67,7 +67,7 @@ def bench_packing(
     assert len(set(tokens.values())) == 1, "both train the same documents"
     seconds = {name: statistics.median(found) for name, found in times.items()}
     report = {
-        "ratio": seconds["apart"] / seconds["packed"],
+        "ratio": statistics.median(a / p for a, p in zip(times["apart"], times["packed"], strict=True)),
         "context": context,
         "document": document,
         "documents": rows["apart"],
@@ -78,8 +78,8 @@ def bench_packing(
         "apart_padded_tokens": rows["apart"] * (context - document),
     }
     line = (
-        f"{rows['apart']} conversations of {document:,} tokens: one per row of {context:,} costs {report['ratio']:.2f} x "
-        f"what packed ones cost a trained token ({seconds['apart']:.2f} s and {seconds['packed']:.2f} s a step)"
+        f"{rows['apart']} conversations of {document:,} tokens: one per row of {context:,} costs {report['ratio']:.2f} "
+        f"x what packed ones cost a trained token ({seconds['apart']:.2f} s and {seconds['packed']:.2f} s a step)"
     )
     show(report, line, as_json=json)
     return report

@@ -62,8 +62,8 @@ def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurr
 
 
 def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    found: type[PreTrainedModel] | None = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return found
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return found if isinstance(found, type) else None
 
 
 def _recorder(model: type[PreTrainedModel] | None) -> OutputRecorder | None:
@@ -126,7 +126,7 @@ class RouterBalance:
         rows = max(1, self._layers * num_tokens)
         self.slope.copy_(self._counts * (self._coefficient * self._router.num_experts / rows**2))
 
-    @torch.compiler.disable  # type: ignore[misc]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         logits = output[self._router.index]
         if self._counting:
@@ -137,7 +137,7 @@ class RouterBalance:
         carriers = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.requires_grad]
         # What the layer goes on with: the scores of the chosen, made of the logits, which nobody may read again.
         carrier = next((i for i in carriers if i != self._router.index), self._router.index)
-        carried = _Balanced.apply(output[carrier], logits, self, self.num_rows)
+        carried = _Balanced.apply(output[carrier], logits, self, self.num_rows)  # type: ignore[no-untyped-call]
         return (*output[:carrier], carried, *output[carrier + 1 :])
 
     def _count(self, logits: Tensor) -> None:

@@ -36,8 +36,8 @@ WEIGHT = 0.7
 
 
 def config_of(kind: str, **overrides: Any) -> PretrainedConfig:
-    kv_heads = 4 if kind == "olmoe" else 2
-    m = tiny.model(model_type=kind, num_layers=2, num_kv_heads=kv_heads, overrides=FAMILIES.get(kind, {}) | overrides)
+    heads = {"num_kv_heads": 4, "head_dim": None} if kind == "olmoe" else {}
+    m = tiny.model(model_type=kind, num_layers=2, overrides=FAMILIES.get(kind, {}) | overrides, **heads)
     return model_config(tiny.recipe(model=m), None)
 
 
