@@ -1,4 +1,5 @@
-"""What other trainers call the fields of a recipe: transformers, TRL, axolotl, torchtune, nanoGPT."""
+"""What other trainers call the fields of a recipe: transformers, TRL, axolotl, LLaMA-Factory, torchtune,
+Megatron, nanoGPT."""
 
 from __future__ import annotations
 
@@ -23,17 +24,39 @@ _ACCUMULATION = Synonym(
 _CONTEXT = Synonym("data.sequence_length")
 _WARMUP_SHARE = Synonym("train.warmup_steps", "counts steps: the ratio times train.steps")
 _SAVE_EVERY = Synonym("storage.checkpoint_every")
-_MODEL = Synonym("model.path", "a local folder; nothing is downloaded")
-_DATA = Synonym("data.path", "data.source says whether it is text or jsonl")
+_MODEL = Synonym("model.path", "a folder, or hf://OWNER/NAME")
+_DATA = Synonym("data.path", "a file, a folder or hf://OWNER/NAME; data.source says in which format")
 _RECOMPUTE = Synonym("train.activation_checkpointing", "full, selective, none or auto, not true or false")
 _DTYPE = Synonym("train.compute_dtype", "bfloat16, float32 or auto; master weights are float32 in any case")
+_SCHEDULE = Synonym("train.lr_schedule", "cosine, linear, constant or wsd, which is warmup_stable_decay elsewhere")
+_DECAY = Synonym("train.decay_steps", "steps at the end of train.lr_schedule=wsd; what lies before them is stable")
+_GROUPS = Synonym("train.lr_groups", 'a factor on train.lr by pattern, as {"*embed_tokens*": 0.1}')
+_FROZEN = Synonym("train.lr_groups", 'a factor of 0 leaves parameters as they are: {"*embed_tokens*": 0}')
+_TRAINED = Synonym("data.trained_tokens", "assistant, last or all")
+_PACKING = Synonym("data.packing", "wrap, best_fit or none; attention never crosses a document's end")
+_TEMPLATE = Synonym("data.chat_template", "a Jinja file; none takes the tokenizer's own template")
+_ORDER = Synonym("data.order", "shuffled or kept; data.seed says how it is shuffled")
+_MIXTURE = Synonym("data.mixture", 'a list of objects, as {"path": "more.jsonl", "weight": 0.5}')
+_COLUMNS = Synonym("data.columns", 'names in the file by names of the format, as {"messages": "chat"}')
+_LONG = Synonym("data.long_documents", "split, cut or drop")
+_PUSH = Synonym("after.push", "OWNER/NAME; none pushes nothing")
+_NO_LENGTHS = Synonym("", "padding costs nothing, so rows are not sorted by length; data.packing fills them")
+_NO_NEFTUNE = Synonym("", "NEFTune is not there: no noise is added to embeddings")
 _NO_ADAPTERS = Synonym("", "every parameter is trained; there are no adapters and no quantised weights")
 _NO_CLUSTER = Synonym("", "a run uses one GPU of one machine")
 
 SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("learning_rate", "max_lr", "base_lr", "peak_lr"), Synonym("train.lr")),
     **dict.fromkeys(("min_lr", "min_learning_rate"), Synonym("train.min_lr_ratio", "a share of train.lr, 0 to 1")),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), Synonym("train.lr_schedule")),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_decay_style"), _SCHEDULE),
+    **dict.fromkeys(("num_decay_steps", "num_stable_steps", "lr_wsd_decay_iters", "cooldown_steps"), _DECAY),
+    **dict.fromkeys(("min_lr_rate", "cosine_min_lr_ratio"), Synonym("train.min_lr_ratio")),
+    **dict.fromkeys(("layerwise_lr_decay_rate", "layerwise_lr_decay", "layer_decay"), Synonym("train.layer_lr_decay")),
+    **dict.fromkeys(("embedding_learning_rate", "embedding_lr", "embedding_lr_scale", "param_groups"), _GROUPS),
+    **dict.fromkeys(("freeze", "frozen_parameters", "unfrozen_parameters", "freeze_trainable_layers"), _FROZEN),
+    **dict.fromkeys(("router_aux_loss_coef", "aux_loss_coef", "moe_aux_loss_coeff"), Synonym("train.router_aux_loss")),
+    **dict.fromkeys(("z_loss_weight", "z_loss_coef", "z_loss_multiplier"), Synonym("train.z_loss")),
+    **dict.fromkeys(("neftune_noise_alpha", "neftune_alpha", "noise_alpha"), _NO_NEFTUNE),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), _EPOCHS),
     **dict.fromkeys(("max_steps", "num_steps", "total_steps", "max_iters", "train_iters"), Synonym("train.steps")),
     **dict.fromkeys(("batch_size", "train_batch_size"), _GLOBAL),
@@ -61,7 +84,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("random_seed", "data_seed"), Synonym("train.seed", "data.seed orders the documents")),
     **dict.fromkeys(("eval_steps", "eval_interval", "eval_every"), Synonym("train.validate_every")),
     **dict.fromkeys(
-        ("val_set_size", "validation_split", "eval_split", "test_size"),
+        ("val_set_size", "validation_split", "eval_split", "test_size", "val_size"),
         Synonym("data.validation_documents", "a number of documents, not a share"),
     ),
     **dict.fromkeys(("save_steps", "save_interval", "save_every", "checkpoint_interval"), _SAVE_EVERY),
@@ -70,6 +93,21 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("run_name",), Synonym("name")),
     **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "pretrained_model_name_or_path"), _MODEL),
     **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file", "dataset_path", "data_path"), _DATA),
+    **dict.fromkeys(("dataset_type", "dataset_format", "data_format"), Synonym("data.source")),
+    **dict.fromkeys(("dataset_split", "train_split", "train_on_split", "dataset_train_split"), Synonym("data.split")),
+    **dict.fromkeys(("interleave_probs", "dataset_mixer", "data_mix"), _MIXTURE),
+    **dict.fromkeys(("field_messages", "dataset_text_field", "text_field", "text_column", "column_mapping"), _COLUMNS),
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_input"), _TRAINED),
+    **dict.fromkeys(("train_on_responses_only", "train_on_prompt", "mask_history", "roles_to_train"), _TRAINED),
+    **dict.fromkeys(("sample_packing", "neat_packing", "packing_strategy", "packed", "padding_free"), _PACKING),
+    **dict.fromkeys(("chat_template_path", "chat_template_jinja", "template", "prompt_template"), _TEMPLATE),
+    **dict.fromkeys(("shuffle", "shuffle_dataset", "disable_shuffling", "train_sampling_strategy"), _ORDER),
+    **dict.fromkeys(("group_by_length", "length_column_name"), _NO_LENGTHS),
+    **dict.fromkeys(("truncation", "truncation_mode", "truncation_strategy", "excess_length_strategy"), _LONG),
+    **dict.fromkeys(("add_bos_token", "add_bos"), Synonym("data.bos", "auto, on or off")),
+    **dict.fromkeys(("additional_special_tokens", "new_special_tokens", "add_tokens"), Synonym("model.added_tokens")),
+    **dict.fromkeys(("max_shard_size", "export_size"), Synonym("after.export_shard", "a size, as 5GB")),
+    **dict.fromkeys(("hub_model_id", "push_to_hub", "push_to_hub_model_id", "export_hub_model_id"), _PUSH),
     **dict.fromkeys(("tokenizer_name", "tokenizer_path", "tokenizer_name_or_path"), Synonym("data.tokenizer")),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), Synonym("model.num_layers")),
     **dict.fromkeys(("n_embd", "d_model", "dim"), Synonym("model.hidden_size")),

@@ -91,8 +91,8 @@ def bench_attention_command(
 
 @bench_cli.command("precision", hidden=True, epilog="Example: penstock bench precision --save docs/results/precision")
 def bench_precision_command(
-    steps: Annotated[int, typer.Option(min=1, help="Steps at the low rate.")] = 400,
-    before_steps: Annotated[int, typer.Option(min=1, help="Steps that make the model to start from.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Steps at the low rate.")] = 300,
+    before_steps: Annotated[int, typer.Option(min=1, help="Steps that make the model to start from.")] = 300,
     every: Annotated[int, typer.Option(min=1, help="Steps between two measurements.")] = 25,
     lr: Annotated[float, typer.Option(help="The low learning rate.")] = 1e-6,
     save: Annotated[

@@ -44,9 +44,9 @@ CASES = {
 """What is measured, and what the plot calls it."""
 RUNS = ("float32", "penstock", "stochastic", "in_place")
 """Ways to go on; all but penstock, of which weights and masters are measured, name what is measured of them."""
-STEPS, BEFORE_STEPS, EVERY, LR = 400, 400, 25, 1e-6
+STEPS, BEFORE_STEPS, EVERY, LR = 300, 300, 25, 1e-6
 ROW_TOKENS, ROWS = 256, 4
-_HELD_OUT, _VALIDATION_ROWS = 12, 64
+_HELD_OUT, _VALIDATION_ROWS = 12, 32
 
 Weights = dict[str, Tensor]
 """By the parameter's state-dict name."""
@@ -73,6 +73,7 @@ def bench_precision(
         call("penstock.app.bench.precision:begin", path, before_steps, what="bench precision, the model to start from")
         cases: dict[str, list[dict[str, float]]] = {}
         for run in RUNS:
+            print(f"{steps} steps at {lr:g}, {run}", file=sys.stderr, flush=True)
             cases |= call(
                 "penstock.app.bench.precision:go_on", run, path, steps, every, lr, what=f"bench precision, {run}"
             )
