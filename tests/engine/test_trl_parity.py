@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-STEPS, MICRO_BATCHES, ROWS = 20, 2, 2
-CONTEXT = 256
+STEPS, MICRO_BATCHES, CONTEXT = 20, 2, 256
+PACKED_ROWS, PACKED_CONVERSATIONS = 6, 12
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "llama": {"head_dim": 8, "tie_word_embeddings": False},
@@ -73,8 +74,28 @@ def model_folder(folder: Path, model_type: str) -> Path:
     return folder
 
 
-def conversations(file: Path) -> list[dict[str, Any]]:
-    """As many as the steps need, of one to three turns and all lengths; also in `file`, a row each."""
+@dataclass(frozen=True)
+class Case:
+    """What both are asked for."""
+
+    model_type: str
+    schedule: str
+    trained: Literal["assistant", "all"] = "assistant"
+    packing: Literal["none", "best_fit"] = "none"
+    """Packed, a step is all conversations: both choose rows by best fit, but in another order."""
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return 2 if self.packing == "none" else PACKED_ROWS // MICRO_BATCHES
+
+    @property
+    def conversations(self) -> int:
+        return STEPS * MICRO_BATCHES * self.rows if self.packing == "none" else PACKED_CONVERSATIONS
+
+
+def conversations(file: Path, count: int) -> list[dict[str, Any]]:
+    """Of one to three turns and all lengths; also in `file`, a row each."""
     chance = random.Random(5)
     words = [*"aeiou", "the", "letters", "of", "every", "word", "and", "say", "which", "is", "longest", "Ä", "日本"]
 
@@ -82,7 +103,7 @@ def conversations(file: Path) -> list[dict[str, Any]]:
         return " ".join(chance.choices(words, k=chance.randint(1, most)))
 
     rows = []
-    for _ in range(STEPS * MICRO_BATCHES * ROWS):
+    for _ in range(count):
         messages = [{"role": "system", "content": text(4)}] if chance.random() < 0.3 else []
         for _ in range(chance.randint(1, 3)):
             messages += [{"role": "user", "content": text(5)}, {"role": "assistant", "content": text(6)}]
@@ -92,7 +113,7 @@ def conversations(file: Path) -> list[dict[str, Any]]:
 
 
 def theirs(
-    model: Path, rows: list[dict[str, Any]], folder: Path, schedule: str, trained: str
+    model: Path, rows: list[dict[str, Any]], folder: Path, case: Case
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses of all steps, their learning rates, and the weights, by SFTTrainer."""
     from datasets import Dataset
@@ -111,10 +132,10 @@ def theirs(
     config = SFTConfig(
         output_dir=str(folder),
         max_steps=STEPS,
-        per_device_train_batch_size=ROWS,
+        per_device_train_batch_size=case.rows,
         gradient_accumulation_steps=MICRO_BATCHES,
         learning_rate=TRAIN["lr"],
-        lr_scheduler_type=schedule,
+        lr_scheduler_type=case.schedule,
         warmup_steps=0,
         optim="adamw_torch",
         adam_beta1=TRAIN["beta1"],
@@ -122,8 +143,8 @@ def theirs(
         adam_epsilon=TRAIN["eps"],
         weight_decay=TRAIN["weight_decay"],
         max_grad_norm=TRAIN["clip_norm"],
-        assistant_only_loss=trained == "assistant",
-        packing=False,
+        assistant_only_loss=case.trained == "assistant",
+        packing=case.packing == "best_fit",
         max_length=CONTEXT,
         train_sampling_strategy="sequential",
         gradient_checkpointing=False,
@@ -146,9 +167,7 @@ def theirs(
     return steps, rates[::MICRO_BATCHES], {n: p.detach() for n, p in trainer.model.named_parameters()}
 
 
-def ours(
-    model: Path, file: Path, folder: Path, schedule: str, trained: Literal["assistant", "all"]
-) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def ours(model: Path, file: Path, folder: Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same by a recipe.
 
     transformers gives a step the rate that its schedule has at the end of the step before: the first has the peak, and
@@ -161,17 +180,17 @@ def ours(
             source="messages",
             path=str(file),
             sequence_length=CONTEXT,
-            packing="none",
+            packing=case.packing,
             order="kept",
-            trained_tokens=trained,
+            trained_tokens=case.trained,
         ),
         "train": tiny.training(
             steps=STEPS + 1,
             warmup_steps=1,
             min_lr_ratio=0.0,
-            lr_schedule=schedule,
-            global_batch_size=ROWS * MICRO_BATCHES,
-            micro_batch_size=ROWS,
+            lr_schedule=case.schedule,
+            global_batch_size=case.rows * MICRO_BATCHES,
+            micro_batch_size=case.rows,
             chunk_tokens=100,
             **TRAIN,
         ),
@@ -184,15 +203,16 @@ def ours(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model_type", "schedule", "trained"), [("qwen3", "linear", "assistant"), ("llama", "cosine", "all")]
+    "case",
+    [Case("qwen3", "linear"), Case("llama", "cosine", trained="all"), Case("llama", "linear", packing="best_fit")],
+    ids=lambda case: f"{case.model_type}-{case.trained}-{case.packing}",
 )
-def test_twenty_steps_equal_those_of_trl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, schedule: str, trained: Any
-) -> None:
+def test_twenty_steps_equal_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, rows = model_folder(tmp_path / "model", model_type), conversations(tmp_path / "rows.jsonl")
-    expected_losses, expected_rates, expected = theirs(model, rows, tmp_path / "trl", schedule, trained)
-    losses, rates, weights = ours(model, tmp_path / "rows.jsonl", tmp_path, schedule, trained)
+    model, file = model_folder(tmp_path / "model", case.model_type), tmp_path / "rows.jsonl"
+    rows = conversations(file, case.conversations)
+    expected_losses, expected_rates, expected = theirs(model, rows, tmp_path / "trl", case)
+    losses, rates, weights = ours(model, file, tmp_path, case)
     assert len(losses) == STEPS
     assert rates == pytest.approx(expected_rates)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
