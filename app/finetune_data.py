@@ -207,7 +207,8 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
         found = prepare_data(recipe, _folder(recipe))
     assert found.tokenizer is not None
     if model is not None:
-        found.corpus.require_vocabulary(model.vocab_size)
+        grown = found.tokenizer.vocab_size if recipe.model.added_tokens else 0
+        found.corpus.require_vocabulary(max(model.vocab_size, grown))
     return Source(recipe, found.tokenizer, Encoder(recipe.data, found.tokenizer), found.corpus, model)
 
 

@@ -350,7 +350,8 @@ def _train(recipe: Recipe, path: Path, observer: _RunObserver, resume: bool, che
 
     try:
         with Checklist(observer).step("loading PyTorch"):
-            if recipe.model.path is None and recipe.data.tokenizer is None and recipe.data.source != "random":
+            own = recipe.model.path is None and recipe.data.tokenizer is None and not recipe.model.added_tokens
+            if own and recipe.data.source != "random":
                 prepare_text_ahead(recipe.data, path / "data")
             if recipe.train.compile != "off":
                 from penstock.engine.machine.compilers import compile_headers

@@ -30,7 +30,7 @@ from penstock.engine.forecast.report import forecast, predict
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.hf import weights
-from penstock.engine.hf.config import model_config, random_vocabulary
+from penstock.engine.hf.config import model_config, random_vocabulary, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
@@ -77,7 +77,12 @@ def open_session(
     checklist = Checklist(observer)
     with checklist.step("tokenizing the data"):
         prepared = prepare_data(recipe, run_dir / "data", random_vocabulary(recipe))
-    config = model_config(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
+    vocabulary = prepared.tokenizer.vocab_size if prepared.tokenizer else None
+    stored = model_config(recipe, vocabulary)
+    config = with_vocabulary(stored, recipe, vocabulary)
+    new_rows = None
+    if recipe.model.added_tokens and recipe.model.path is not None and vocabulary is not None:
+        new_rows = weights.NewRows.make(stored, len(recipe.model.added_tokens), vocabulary)
     with checklist.step("taking the model apart"):
         spec = model_spec(config, recipe)
         router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)  # or the run is refused
@@ -160,7 +165,9 @@ def open_session(
                     on_thread_start=on_drive,
                 )
                 undo.callback(store.close)
-                _fill_new(store, spec, recipe, loader, identity)
+                if new_rows is not None:
+                    observer.on_message(new_rows.describe(len(recipe.model.added_tokens)))
+                _fill_new(store, spec, recipe, loader, identity, new_rows)
         for warning in store.warnings:
             observer.on_message(warning)
         if recorded is not None:
@@ -340,14 +347,21 @@ def _require_same_state(store: NvmeStore, plan: Plan) -> None:
         )
 
 
-def _fill_new(store: NvmeStore, spec: ModelSpec, recipe: Recipe, loader: DataLoader, identity: dict[str, Any]) -> None:
+def _fill_new(
+    store: NvmeStore,
+    spec: ModelSpec,
+    recipe: Recipe,
+    loader: DataLoader,
+    identity: dict[str, Any],
+    new_rows: weights.NewRows | None,
+) -> None:
     """Commit the imported or initialised model as the first generation; closes the store where that fails."""
     try:
         constants: dict[str, Tensor] = {}
         if recipe.model.path is not None:
             reader = CheckpointReader(Path(recipe.model.path).expanduser())
-            constants = weights.read_constants(reader, spec)
-            buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec)
+            constants = weights.read_constants(reader, spec, None if new_rows is None else new_rows.stored)
+            buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec, new_rows)
         else:
             constants = initial_constants(spec)
             initializer = Initializer(spec, recipe.train.seed)

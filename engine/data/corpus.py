@@ -15,6 +15,8 @@ import numpy as np
 
 from penstock.engine.config import DataConfig
 from penstock.engine.data import needles
+from penstock.engine.data.added_tokens import FOLDER as ADDED_FOLDER
+from penstock.engine.data.added_tokens import add_tokens, kept_tokens
 from penstock.engine.data.corpus_cache import keep_corpus, take_corpus
 from penstock.engine.data.corpus_files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.encode import Encoder
@@ -46,16 +48,24 @@ _is_ahead, _cancelled = threading.Event(), threading.Event()
 _threads: list[threading.Thread] = []
 
 
-def prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
+def prepare_text(
+    config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
+) -> _Text:
     """Tokenizer and tokenised corpus in `folder`, made unless they are there already; one thread at a time."""
     with _preparing:
         made_for, made = _ahead.pop(folder, (None, None))
-        return made if made is not None and made_for == config else _prepare_text(config, model_folder, folder)
+        if made is not None and made_for == config and not added_tokens:
+            return made
+        return _prepare_text(config, model_folder, folder, added_tokens)
 
 
-def _prepare_text(config: DataConfig, model_folder: Path | None, folder: Path) -> _Text:
+def _prepare_text(
+    config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
+) -> _Text:
     has_corpus = os.path.lexists(folder / "corpus" / META)
     tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer", has_corpus=has_corpus)
+    if added_tokens:
+        tokenizer = add_tokens(tokenizer, list(added_tokens), folder / ADDED_FOLDER)
     return tokenizer, prepare_corpus(config, tokenizer, folder / "corpus")
 
 
@@ -123,13 +133,17 @@ def prepare_tokenizer(
     return open_trained(folder)
 
 
-def kept_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer | None:
-    """The tokenizer that `prepare_tokenizer` gave a run; nothing is made, whatever became of the source.
+def kept_tokenizer(
+    config: DataConfig, model_folder: Path | None, folder: Path, added_tokens: Sequence[str] = ()
+) -> TextTokenizer | None:
+    """The tokenizer that `prepare_text` gave a run; nothing is made, whatever became of the source.
 
     None where the run needs none. Raises UserError when it is not there, or damaged.
     """
     if config.source == "random":
         return None
+    if added_tokens:
+        return kept_tokens(folder.parent / ADDED_FOLDER)
     given = _given_tokenizer(config, model_folder)
     if given is None:
         require_intact(folder)

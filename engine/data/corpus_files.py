@@ -162,8 +162,9 @@ class TokenCorpus:
         if self.info.max_token_id >= vocab_size:
             raise UserError(
                 f"{printable(self.info.max_token_document)}: token id {self.info.max_token_id} is beyond the model's "
-                f"vocabulary of {vocab_size}; use the model's own tokenizer, or set model.vocab_size to at least "
-                f"{self.info.max_token_id + 1}"
+                f"vocabulary of {vocab_size}; use the model's own tokenizer, set model.vocab_size to at least "
+                f"{self.info.max_token_id + 1} for a model from scratch, or name the tokens that it lacks in "
+                "model.added_tokens, for which the embedding grows"
             )
 
 

@@ -34,7 +34,8 @@ def prepare_data(recipe: Recipe, folder: Path, vocab_size: int | None = None) ->
         if vocabulary is None:
             raise UserError("model.vocab_size: data.source=random needs it; set it")
         return Data(random_corpus(data, vocabulary, folder / "corpus"), None)
-    tokenizer, corpus = prepare_text(data, Path(model.path).expanduser() if model.path is not None else None, folder)
+    origin = Path(model.path).expanduser() if model.path is not None else None
+    tokenizer, corpus = prepare_text(data, origin, folder, model.added_tokens)
     return Data(corpus, tokenizer)
 
 

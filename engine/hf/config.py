@@ -127,6 +127,16 @@ def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
     return make_config(values | model.overrides, "model")
 
 
+def with_vocabulary(config: PretrainedConfig, recipe: Recipe, tokenizer_size: int | None) -> PretrainedConfig:
+    """The config with rows for all ids of the tokenizer, where the recipe adds tokens; else as it is."""
+    text = config.get_text_config(decoder=True)
+    if not recipe.model.added_tokens or tokenizer_size is None or tokenizer_size <= text.vocab_size:
+        return config
+    grown = copy.deepcopy(config)
+    grown.get_text_config(decoder=True).vocab_size = tokenizer_size
+    return grown
+
+
 def random_vocabulary(recipe: Recipe) -> int | None:
     """Ids that random tokens may have: as many as the recipe says, or its model folder; None for data that is text."""
     model = recipe.model

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,25 +31,89 @@ _COPIED_BYTES = 1 << 28
 """Of one file; the largest tokenizers have some tens of MB."""
 
 
-def import_blocks(reader: CheckpointReader, spec: ModelSpec) -> Iterator[tuple[str, dict[str, Tensor]]]:
+class NewRows(NamedTuple):
+    """Rows of the embedding and the head for tokens that a recipe adds: they begin as the mean of the rows before."""
+
+    stored: PretrainedConfig
+    """The config of the checkpoint, whose tables may be smaller than the model's."""
+    first: int
+    end: int
+    """The rows [first, end)."""
+
+    @classmethod
+    def make(cls, stored: PretrainedConfig, num_added: int, tokenizer_size: int) -> NewRows:
+        """For the last `num_added` of the ids below `tokenizer_size`."""
+        rows = stored.get_text_config(decoder=True).vocab_size
+        return cls(stored, min(tokenizer_size - num_added, rows), tokenizer_size)
+
+    def describe(self, num_added: int) -> str:
+        """What is done, in words."""
+        rows, tokens = self.stored.get_text_config(decoder=True).vocab_size, "token" + "s" * (num_added != 1)
+        if self.end > rows:
+            grows = f"the embedding grows from {rows:,} to {self.end:,} rows"
+        else:
+            grows = f"the embedding has {rows:,} rows, and spare ones for them"
+        return f"{num_added:,} {tokens} added: {grows}; new rows are the mean of the others"
+
+    def fill(self, values: Tensor, rows: int) -> Tensor:
+        """A table [stored rows, ...] or a bias [stored rows], float32, grown to `rows`."""
+        mean = values[: self.first].mean(dim=0, keepdim=True)
+        grown = torch.cat([values, mean.expand(max(0, rows - len(values)), *values.shape[1:])])
+        grown[self.first : self.end] = mean
+        return grown
+
+
+def import_blocks(
+    reader: CheckpointReader, spec: ModelSpec, new_rows: NewRows | None = None
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one buffer is in memory at a time.
+
+    `new_rows`: of the tables by token id, which may be smaller in the checkpoint.
 
     Before the first tensor is read, raises UserError naming tensor and file when a tensor is missing, has another
     shape than the config makes it, or a dtype that fp32 does not hold exactly; while reading, when tied tensors differ.
     """
-    layout = CheckpointLayout(spec, reader)
+    layout = CheckpointLayout(spec, reader, new_rows.stored if new_rows is not None else None)
     for name in layout.trained:
         if reader.tensors[name][0] not in FLOAT_DTYPES:
             raise UserError(
                 f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 does not hold exactly; "
                 f"convert it to one of {', '.join(FLOAT_DTYPES)}"
             )
-    return ((buffer, dict(_read_buffer(reader, layout, buffer))) for buffer in spec.buffers)
+    if new_rows is None:
+        return ((buffer, dict(_read_buffer(reader, layout, buffer))) for buffer in spec.buffers)
+    return _with_new_rows(reader, layout, spec, new_rows)
 
 
-def read_constants(reader: CheckpointReader, spec: ModelSpec) -> dict[str, Tensor]:
+def _with_new_rows(
+    reader: CheckpointReader, layout: CheckpointLayout, spec: ModelSpec, new_rows: NewRows
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    tables = _vocabulary_tables(skeleton.build(spec.config))
+    for buffer, params in spec.buffers.items():
+        values = dict(_read_buffer(reader, layout, buffer))
+        for param in params:
+            if param.name in tables:
+                values[param.name] = new_rows.fill(values[param.name], param.shape[0])
+            elif tuple(values[param.name].shape) != tuple(param.shape):
+                raise UserError(
+                    f"model.added_tokens: model type '{spec.model_type}' has one more table by token id, "
+                    f"'{param.name}', and Penstock cannot grow it; leave the tokens out"
+                )
+        yield buffer, values
+
+
+def _vocabulary_tables(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters with a row for each token: the input embedding, the head and its bias."""
+    modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    found = {id(p) for module in modules if module is not None for p in module.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
+def read_constants(
+    reader: CheckpointReader, spec: ModelSpec, stored: PretrainedConfig | None = None
+) -> dict[str, Tensor]:
     """The persistent buffers that the checkpoint holds, by state-dict name, in its dtypes."""
-    layout = CheckpointLayout(spec, reader)
+    layout = CheckpointLayout(spec, reader, stored)
     constants: dict[str, Tensor] = {}
     for conversion in layout.of_constants:
         constants |= _convert(reader, layout, conversion)
@@ -89,8 +154,10 @@ def _convert(reader: CheckpointReader, layout: CheckpointLayout, conversion: Con
 class CheckpointLayout:
     """Which conversions of a checkpoint belong to which buffer of `spec`, and what is only kept."""
 
-    def __init__(self, spec: ModelSpec, reader: CheckpointReader) -> None:
-        model = skeleton.build(spec.config)
+    def __init__(self, spec: ModelSpec, reader: CheckpointReader, stored: PretrainedConfig | None = None) -> None:
+        """`stored`: the config of the checkpoint where its tables have fewer rows than the model's."""
+        model = skeleton.build(spec.config if stored is None else stored)
+        self._rows = {param.name: param.shape for params in spec.buffers.values() for param in params}
         self.stored = {n: Stored(dtype, shape, str(reader.file(n))) for n, (dtype, shape) in reader.tensors.items()}
         self.plan = ConversionPlan(model, self.stored)
         self.canonical = _canonical_names(model)
@@ -127,6 +194,10 @@ class CheckpointLayout:
 
     def exported(self, conversion: Conversion) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of the tensors that an export writes for `conversion`."""
+        if conversion.transform is None:
+            name = conversion.sources[0]
+            shape = self._rows.get(self.canonical[conversion.targets[0]], self.stored[name].shape)
+            return [(name, self.stored[name].dtype, shape)]
         if conversion.exported_names == conversion.sources:
             return [(name, self.stored[name].dtype, self.stored[name].shape) for name in conversion.sources]
         dtype = self.stored[conversion.sources[0]].dtype
@@ -146,53 +217,106 @@ def export_folder(
     origin: Path | None,
     tokenizer: TextTokenizer | None,
     dtype: str,
-) -> None:
-    """Write a Hugging Face folder; one buffer is in memory at a time.
+    stored: PretrainedConfig | None = None,
+    convert: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+) -> list[str]:
+    """Write a Hugging Face folder; one buffer is in memory at a time. What is to be said of it.
 
     With an `origin`, the folder that the model was imported from, every tensor has its name, layout and dtype there,
     what was not trained is copied, and config, generation config and tokenizer files are the origin's, byte for byte
     (where the config of `spec` says otherwise than the origin's, these fields are changed).
     Without, tensors are in `dtype` (a torch dtype's name) and laid out as transformers saves them, persistent buffers
     with their values in `constants`, else their initial ones. `tokenizer` replaces the origin's tokenizer files.
+    `stored`: the origin's config where its tables have fewer rows. `convert`: trained tensors are in `dtype` with an
+    origin too, and its config says so. A file of weights has at most `max_shard_bytes`.
 
-    Raises UserError when `out_dir` holds files already or cannot be written, and when the origin is gone.
+    Raises UserError when `out_dir` holds files already or cannot be written, when the origin is gone, and for a value
+    that float16 does not hold; what a failure leaves is no model.
     """
+    was_there = out_dir.exists()
     require_writable(out_dir)
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
-    if origin is not None:
-        _export_like(out_dir, spec, read_buffer, origin, skip=TOKENIZER_FILES if tokenizer is not None else ())
-    else:
-        values = dict(constants) if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
-        _export_fresh(out_dir, spec, read_buffer, values, FLOAT_DTYPES[dtype], tokenizer)
+    rounding = _Rounding()
+    try:
+        if origin is not None:
+            skip = TOKENIZER_FILES if tokenizer is not None else ()
+            layout = CheckpointLayout(spec, CheckpointReader(origin), stored)
+            like = _Like(origin, layout, dtype if convert else None, max_shard_bytes, rounding)
+            like.export(out_dir, spec, read_buffer, skip)
+        else:
+            values = constants if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
+            kind = FLOAT_DTYPES[dtype]
+            _export_fresh(out_dir, spec, read_buffer, dict(values), kind, tokenizer, max_shard_bytes, rounding)
+    except UserError:
+        if not was_there and not any(out_dir.iterdir()):
+            out_dir.rmdir()
+        raise
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
             if has_model_file(tokenizer.folder, name):
                 atomic_write(out_dir / name, read_model_file(tokenizer.folder, name, _COPIED_BYTES))
+    return rounding.remarks()
 
 
-def _export_like(out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, origin: Path, skip: Collection[str]) -> None:
-    reader = CheckpointReader(origin)
-    layout = CheckpointLayout(spec, reader)
-    config = _config_like(spec.config, origin / "config.json")
-    copied = {name: read_model_file(origin, name, _COPIED_BYTES) for name in _copied_names(origin, skip)}
-    tensors = [(name, *reader.tensors[name]) for name in layout.kept]
-    for conversions in layout.of_buffer.values():
-        for conversion in conversions:
-            tensors += layout.exported(conversion)
-    dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
-    with CheckpointWriter(out_dir, tensors) as writer:
-        for name in layout.kept:
-            writer.write(name, reader.read(name))
-        for buffer, conversions in layout.of_buffer.items():
-            params = read_buffer(buffer)
+class _Rounding:
+    """float32 values to a dtype, none of them made infinite on the way."""
+
+    def __init__(self) -> None:
+        self._flushed = self._values = 0
+
+    def __call__(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """`values` in `dtype`. Raises UserError naming the tensor where float16 does not hold a finite value."""
+        if values.dtype != torch.float32 or dtype != torch.float16:
+            return values.to(dtype)
+        rounded = values.to(dtype)
+        lost = rounded.isinf() & values.isfinite()
+        if lost.any():
+            raise UserError(
+                f"export: tensor '{name}' holds {float(values[lost][0]):.6g}, and float16 ends at "
+                f"{torch.finfo(dtype).max:g}; export as bfloat16 or float32"
+            )
+        self._flushed += int(((rounded == 0) & (values != 0)).sum())
+        self._values += values.numel()
+        return rounded
+
+    def remarks(self) -> list[str]:
+        if not self._flushed:
+            return []
+        return [f"float16: {self._flushed:,} of {self._values:,} values are too small for it and became 0"]
+
+
+class _Like(NamedTuple):
+    """An export with the names, the layout and, unless there is a `dtype`, the dtypes of the origin's tensors."""
+
+    origin: Path
+    layout: CheckpointLayout
+    dtype: str | None
+    max_shard_bytes: int
+    rounding: _Rounding
+
+    def export(self, out_dir: Path, spec: ModelSpec, read_buffer: ReadBuffer, skip: Collection[str]) -> None:
+        layout, reader = self.layout, CheckpointReader(self.origin)
+        config = _config_like(spec.config, self.origin / "config.json", self.dtype)
+        copied = {name: read_model_file(self.origin, name, _COPIED_BYTES) for name in _copied_names(self.origin, skip)}
+        tensors = [(name, *reader.tensors[name]) for name in layout.kept]
+        for conversions in layout.of_buffer.values():
             for conversion in conversions:
-                values = {target: params[layout.canonical[target]] for target in conversion.targets}
-                for name, tensor in layout.plan.revert(conversion, values).items():
-                    writer.write(name, tensor.to(dtypes[name]))
-    for name, content in copied.items():
-        atomic_write(out_dir / name, content)
-    atomic_write(out_dir / "config.json", config)
+                tensors += [(n, self.dtype or dtype, shape) for n, dtype, shape in layout.exported(conversion)]
+        dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
+        with CheckpointWriter(out_dir, tensors, self.max_shard_bytes) as writer:
+            for name in layout.kept:
+                writer.write(name, reader.read(name))
+            for buffer, conversions in layout.of_buffer.items():
+                params = read_buffer(buffer)
+                for conversion in conversions:
+                    values = {target: params[layout.canonical[target]] for target in conversion.targets}
+                    for name, tensor in layout.plan.revert(conversion, values).items():
+                        writer.write(name, self.rounding(name, tensor, dtypes[name]))
+        for name, content in copied.items():
+            atomic_write(out_dir / name, content)
+        atomic_write(out_dir / "config.json", config)
 
 
 def _copied_names(origin: Path, skip: Collection[str]) -> list[str]:
@@ -207,13 +331,16 @@ def _copied_names(origin: Path, skip: Collection[str]) -> list[str]:
     )
 
 
-def _config_like(config: PretrainedConfig, file: Path) -> bytes:
-    """`file`'s bytes; where `config` says otherwise than the file (overrides), the file with these fields changed."""
+def _config_like(config: PretrainedConfig, file: Path, dtype: str | None) -> bytes:
+    """`file`'s bytes; where `config` or `dtype` says otherwise than the file, the file with these fields changed."""
     original = read_model_file(file.parent, file.name, _COPIED_BYTES)
     values = parse_object(original)
     before = type(config).from_dict(copy.deepcopy(values)).to_dict()
     incidental = ("_name_or_path", "transformers_version")
     changed = {k: v for k, v in config.to_dict().items() if k not in incidental and before.get(k) != v}
+    if dtype is not None:
+        names = [name for name in ("dtype", "torch_dtype") if name in values] or ["dtype"]
+        changed |= {name: dtype for name in names if values.get(name) != dtype}
     return original if not changed else (json.dumps(values | changed, indent=2) + "\n").encode()
 
 
@@ -224,6 +351,8 @@ def _export_fresh(
     constants: dict[str, Tensor],
     dtype: torch.dtype,
     tokenizer: TextTokenizer | None,
+    max_shard_bytes: int,
+    rounding: _Rounding,
 ) -> None:
     model = skeleton.build(spec.config)
     empty = {name: tensor.to("meta") for name, tensor in constants.items()}
@@ -231,11 +360,11 @@ def _export_fresh(
         empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
     made = transformers_layout(model, empty)
     tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in made.items()]
-    with CheckpointWriter(out_dir, tensors) as writer:
+    with CheckpointWriter(out_dir, tensors, max_shard_bytes) as writer:
         for name, tensor in transformers_layout(model, constants).items():
             writer.write(name, tensor)
         for buffer in spec.buffers:
-            rounded = {name: tensor.to(dtype) for name, tensor in read_buffer(buffer).items()}
+            rounded = {name: rounding(name, tensor, dtype) for name, tensor in read_buffer(buffer).items()}
             for name, tensor in transformers_layout(model, rounded).items():
                 writer.write(name, tensor)
     config = copy.deepcopy(spec.config)
