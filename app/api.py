@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.app import control, hub
 from penstock.app.checkpoints import checkpoint_named, copy_state_of, make_for_export
 from penstock.app.hub_names import on_hub
 from penstock.app.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from penstock.app.rundir import RunDir, find_run, is_live, read_recipe
-from penstock.engine.config import DataConfig, ModelConfig, Recipe
+from penstock.engine.config import AfterConfig, DataConfig, ModelConfig, Recipe, parse_bytes
 from penstock.storage.errors import UserError
-from penstock.storage.untrusted import printable, shell
+from penstock.storage.untrusted import one_line, printable, shell
 
 
 def train(
@@ -36,6 +36,10 @@ def train(
         recipe, overrides, from_scratch=from_scratch, get=lambda given: hub.fetched(given, weights=not from_scratch)
     )
     require_inputs(resolved)
+    if resolved.after.push is not None:
+        from penstock.app.hub_push import require_push
+
+        require_push(resolved.after.push)
     with RunDir.create(resolved, None if run_dir is None else Path(run_dir)) as run:
         try:
             run_training(run, resume=False)
@@ -137,30 +141,61 @@ def _model_recipe(given: str | Path) -> Recipe | None:
     return Recipe(name=name, model=ModelConfig(path=str(path)), data=DataConfig(source="random"))
 
 
-def export(run: str | Path, out_dir: str | Path, *, checkpoint: str | None = None) -> Path:
+def export(
+    run: str | Path,
+    out_dir: str | Path,
+    *,
+    checkpoint: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: str | int | None = None,
+    push: str | None = None,
+) -> Path:
     """Write a run's last generation, or a checkpoint's, as a Hugging Face folder at `out_dir`, new or empty.
 
+    `dtype`: bf16, fp16 or fp32, None the recipe's `after.export_dtype`; `max_shard_size`: likewise of one file of
+    weights. `push`: a repository on the hub to upload it to, private where it is new; None uploads nothing.
     Of a running run a checkpoint is made first and stays; its name is returned by none of this, and listed by
     `penstock checkpoint RUN`. The folder. Raises UserError.
     """
-    export_named(find_run(str(run)), Path(out_dir), checkpoint)
+    export_named(find_run(str(run)), Path(out_dir), checkpoint, dtype, max_shard_size, push)
     return Path(out_dir)
 
 
-def export_named(path: Path, out_dir: Path, checkpoint: str | None) -> str | None:
-    """`export`; the name of the checkpoint that was made for it, if one was."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names of dtypes."""
+
+
+def export_named(
+    path: Path,
+    out_dir: Path,
+    checkpoint: str | None,
+    dtype: str | None = None,
+    max_shard_size: str | int | None = None,
+    push: str | None = None,
+) -> tuple[str | None, list[str]]:
+    """`export`; the name of the checkpoint that was made for it, if one was, and what is to be said of the export."""
     from penstock.app.launch import export_run, require_new_folder
 
+    after = _after(read_recipe(path), dtype, max_shard_size, push)
     checkpoint, made = checkpoint_named(path, checkpoint), None
     require_new_folder(out_dir)
     if checkpoint is None and is_live(path):
         checkpoint = made = make_for_export(path)
     if checkpoint is not None:
-        export_run(path, read_recipe(path), out_dir, checkpoint)
-    else:
-        with RunDir.open(path, read_only=True) as directory:
-            export_run(path, directory.recipe, out_dir)
-    return made
+        return made, export_run(path, read_recipe(path), out_dir, checkpoint, after)
+    with RunDir.open(path, read_only=True) as directory:
+        return made, export_run(path, directory.recipe, out_dir, after=after)
+
+
+def _after(recipe: Recipe, dtype: str | None, max_shard_size: str | int | None, push: str | None) -> AfterConfig:
+    """How a run is exported now. A push is none that the recipe wants at the run's end."""
+    wanted = recipe.after.export_dtype if dtype is None else DTYPES.get(dtype, dtype)
+    if wanted not in ("auto", *DTYPES.values()):
+        raise UserError(f"--dtype {one_line(wanted, 40)}: write bf16, fp16 or fp32")
+    if max_shard_size is not None:
+        parse_bytes(max_shard_size, "--max-shard-size")
+    size = recipe.after.export_shard if max_shard_size is None else max_shard_size
+    return AfterConfig(export=True, export_dtype=cast(Any, wanted), export_shard=size, push=push)
 
 
 def resolved_recipe(

@@ -355,19 +355,31 @@ def export(
     run: RunArgument,
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="Folder to make; must be new or empty.")],
     checkpoint: CheckpointOption = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32; default that of the model it began with.")
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest file of weights, as 2GB; default the recipe's, 5GB.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, private if new; else nothing is.")
+    ] = None,
 ) -> None:
     """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder.
 
     Of a running run a checkpoint is made first, at its next step, and stays.
     """
+    from penstock.app.model_card import other_programs
+
     path = find_run(run)
-    made = api.export_named(path, out_dir, checkpoint)
+    made, said = api.export_named(path, out_dir, checkpoint, dtype, max_shard_size, push)
     if made is not None:
         typer.echo(
             printable(f"checkpoint {made} stays; once the run is over: ")
             + shell("penstock", "checkpoint", path, made, "--delete")
         )
-    typer.echo(printable(f"exported to {out_dir}"))
+    for line in [*said, *other_programs(out_dir)]:
+        typer.echo(printable(line))
 
 
 @cli.command(epilog="Example: penstock runs")

@@ -96,7 +96,7 @@ def explaining(hub: HubName, kind: Kind) -> Iterator[None]:
         raise UserError(f"{hub}: {explain_hub(error, hub, kind)}") from error
 
 
-def explain_hub(error: Exception, hub: HubName, kind: Kind) -> str:
+def explain_hub(error: Exception, hub: HubName, kind: Kind, *, pushing: bool = False) -> str:
     """An error of huggingface_hub in one line: what is wrong, and what to do."""
     from huggingface_hub import constants, errors
 
@@ -106,6 +106,8 @@ def explain_hub(error: Exception, hub: HubName, kind: Kind) -> str:
             return f"is gated; accept its terms at {url}, then log in with `hf auth login` (or set HF_TOKEN)"
         if isinstance(one, errors.RevisionNotFoundError):
             return f"has no revision '{hub.revision}'; look at {url} for its branches and tags"
+        if isinstance(one, errors.RepositoryNotFoundError) and pushing:
+            return "the hub does not let you write there; log in with `hf auth login`, with a token that may"
         if isinstance(one, errors.RepositoryNotFoundError):
             what = "model" if kind == "model" else "data set"
             return f"no such {what} is on the hub, or it is private; correct the name, or log in with `hf auth login`"
@@ -114,8 +116,12 @@ def explain_hub(error: Exception, hub: HubName, kind: Kind) -> str:
             if status in (401, 403):
                 why = one_line(one.server_message or one, 200)
                 return f"the hub refuses ({status}: {why}); log in with `hf auth login`, with a token that may do this"
+    if is_unreachable(error) and pushing:
+        return f"{constants.ENDPOINT} cannot be reached ({one_line(error, 160)})"
     if is_unreachable(error):
         return f"{constants.ENDPOINT} cannot be reached ({one_line(error, 160)}); connect, or {elsewhere(hub, kind)}"
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno is not None and not pushing:
         return f"{one_line(error.strerror)} ({cache()}); free space there, or set HF_HOME to another folder"
+    if pushing:
+        return one_line(error, 300)
     return f"{one_line(error, 300)}; files that are complete stay in the cache: run the same command again"

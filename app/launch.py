@@ -23,13 +23,14 @@ from penstock.app import control
 from penstock.app.checkpoints import CheckpointRequests, export_folder
 from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
+from penstock.app.model_card import write_card
 from penstock.app.progress import Display, StepLanes, item_line, plan_line, short_path, summary_lines
 from penstock.app.recall_view import RecallMap, recall_of
 from penstock.app.run_files import JsonLines, json_text, number, whole
 from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
 from penstock.app.speed import MeanSpeed
-from penstock.engine.config import Recipe, drive_folders
+from penstock.engine.config import AfterConfig, Recipe, drive_folders, parse_bytes
 from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want, step_name
 from penstock.engine.preparing import Checklist
 from penstock.storage.disk import atomic_write
@@ -336,8 +337,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         return
     if recipe.after.export:
         folder = export_folder(run.path, result.steps)
-        export_run(run.path, recipe, folder)
-        display.message(f"exported to {short_path(folder)}")
+        for line in export_run(run.path, recipe, folder):
+            display.message(line)
         if recipe.after.sample_prompt is not None:
             text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
             display.message(f"sample, {recipe.after.sample_tokens} tokens by transformers behind the prompt: {text!r}")
@@ -414,17 +415,33 @@ def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str
     return {"last": found[-1][0], "best": best, "best_step": best_step}, maps, lines.warning()
 
 
-def export_run(path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> None:
-    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder.
+def export_run(
+    path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None, after: AfterConfig | None = None
+) -> list[str]:
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder with a model card.
 
+    `after`: its dtype, its shards and whether it is pushed, in place of the recipe's. What is to be said of it.
     Nobody else may be working on the run, unless it is a checkpoint's. Raises UserError when `folder` already holds
     something.
     """
+    after = after or recipe.after
     require_new_folder(folder)
+    if after.push is not None:
+        from penstock.app.hub_push import require_push
+
+        require_push(after.push)
     with loading():
         from penstock.engine.export import export
 
-    export(path, recipe, out_dir=folder, checkpoint=checkpoint)
+    size = parse_bytes(after.export_shard, "after.export_shard")
+    done = export(path, recipe, out_dir=folder, checkpoint=checkpoint, dtype=after.export_dtype, max_shard_bytes=size)
+    write_card(folder, path, recipe, done)
+    said = [*done.remarks, f"exported to {short_path(folder)}"]
+    if after.push is not None:
+        from penstock.app.hub_push import push_folder
+
+        said.append(push_folder(folder, after.push))
+    return said
 
 
 def require_new_folder(folder: Path) -> None:

@@ -48,6 +48,10 @@ class AfterConfig:
             f"after.sample_tokens: {self.sample_tokens} must be from 1 to {_MOST_SAMPLE_TOKENS:,}",
         )
         require(
+            self.push is None or self.export,
+            "after.push: the export is pushed; set after.export=true, or push nothing",
+        )
+        require(
             self.sample_prompt is None or self.export,
             "after.sample_prompt: the sample is generated from the export; set after.export=true, or no prompt",
         )

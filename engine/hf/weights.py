@@ -266,9 +266,9 @@ class _Rounding:
     def __init__(self) -> None:
         self._flushed = self._values = 0
 
-    def __call__(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(self, name: str, values: Tensor, dtype: torch.dtype | None) -> Tensor:
         """`values` in `dtype`. Raises UserError naming the tensor where float16 does not hold a finite value."""
-        if values.dtype != torch.float32 or dtype != torch.float16:
+        if dtype is None or values.dtype != torch.float32 or dtype != torch.float16:
             return values.to(dtype)
         rounded = values.to(dtype)
         lost = rounded.isinf() & values.isfinite()

@@ -1,0 +1,147 @@
+"""The README.md of an exported model: what it was made of, how, and what came of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.app.hub_names import HubName
+from penstock.app.recipe import changes
+from penstock.app.run_files import JsonLines, number
+from penstock.engine.config import Recipe
+from penstock.storage.disk import atomic_write
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import printable, shell
+
+if TYPE_CHECKING:
+    from penstock.engine.export import Exported
+
+NAME = "README.md"
+_SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?=/|$)")
+_PACKAGES = ("penstock", "torch", "transformers", "datasets")
+
+
+def write_card(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) -> None:
+    """Write the card of an export of a run, durably."""
+    atomic_write(folder / NAME, card_text(folder, run_path, recipe, exported))
+
+
+def card_text(folder: Path, run_path: Path, recipe: Recipe, exported: Exported) -> str:
+    """The card, with the front matter that the hub reads."""
+    named = _by_names(recipe)
+    base, data = _hub_name(recipe.model.path), _hub_name(recipe.data.path)
+    front = ["library_name: transformers", "pipeline_tag: text-generation"]
+    front += [f"base_model: {base.name}"] if base is not None else []
+    front += ["datasets:", f"- {data.name}"] if data is not None else []
+    front += ["tags:", "- penstock", f"- {json.dumps(exported.model_type)}"]
+    began = "random weights" if recipe.model.path is None else f"`{named.model.path}`"
+    lines = [
+        "---",
+        *front,
+        "---",
+        f"# {recipe.name}",
+        "",
+        f"A {exported.model_type} model of {exported.num_params:,} parameters, all of them trained with Penstock, "
+        f"begun from {began}.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in _facts(run_path, named, exported)),
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{folder.name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
+        "```",
+        "",
+        *(f"{line}  " for line in other_programs(folder.name)),
+        "",
+        "## Made by",
+        "",
+        "This recipe, as `recipe.json`:",
+        "",
+        "```json",
+        json.dumps(changes(named), indent=2),
+        "```",
+        "",
+        "```",
+        shell("penstock", "train", "recipe.json"),
+        "```",
+    ]
+    return printable("\n".join(lines)) + "\n"
+
+
+def other_programs(folder: Path | str) -> list[str]:
+    """How an exported folder comes to other programs, a line each."""
+    gguf = shell("python", "convert_hf_to_gguf.py", folder, "--outtype", "bf16")
+    return [
+        f"for llama.cpp, if it has this architecture: {gguf}",
+        f"for Ollama, likewise: echo FROM {shell(folder)} > Modelfile && ollama create NAME -f Modelfile",
+    ]
+
+
+def _facts(run_path: Path, recipe: Recipe, exported: Exported) -> list[tuple[str, str]]:
+    from penstock.engine.data.corpus_files import read_info
+
+    facts = [("steps", f"{'unknown' if exported.step is None else f'{exported.step:,}'} of {recipe.train.steps:,}")]
+    where = recipe.data.path or ", ".join(str(part.get("path")) for part in recipe.data.mixture) or recipe.data.source
+    facts.append(("data", f"`{where}` ({recipe.data.source})"))
+    try:
+        info = read_info(run_path / "data" / "corpus")
+        facts.append(("rows and tokens", info.words()))
+        facts.append(("SHA-256 of the tokens", f"`{info.content}`"))
+    except (UserError, OSError):
+        pass  # what became of the run's data since does not keep its model back
+    facts += [(name, text) for name, text in _losses(run_path, exported.step)]
+    versions = [f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None]
+    return [*facts, ("versions", ", ".join(versions))]
+
+
+def _losses(run_path: Path, step: int | None) -> list[tuple[str, str]]:
+    """Of the exported step, or the last one before it that was measured."""
+    found = []
+    for title, file in (("training loss", "metrics.jsonl"), ("validation loss", "validation.jsonl")):
+        last: tuple[int, float] | None = None
+        for line in JsonLines(run_path / file).steps():
+            loss = number(line.get("loss"))
+            if loss is not None and (step is None or line["step"] <= step):
+                last = line["step"], loss
+        if last is not None:
+            found.append((title, f"{last[1]:.4f} (step {last[0]:,})"))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hub_name(path: str | None) -> HubName | None:
+    """The repository and commit whose snapshot in the hub's cache a path is; None for any other path."""
+    match = None if path is None else _SNAPSHOT.search(path)
+    return None if match is None else HubName(f"{match[2]}/{match[3]}", match[4])
+
+
+def _by_names(recipe: Recipe) -> Recipe:
+    """The recipe as another machine takes it: names on the hub in place of snapshots in this one's cache."""
+
+    def named(path: Any) -> Any:
+        hub = _hub_name(path) if isinstance(path, str) else None
+        return path if hub is None else str(hub)
+
+    data = replace(
+        recipe.data,
+        path=named(recipe.data.path),
+        tokenizer=named(recipe.data.tokenizer),
+        mixture=[{key: named(value) for key, value in part.items()} for part in recipe.data.mixture],
+    )
+    return replace(recipe, model=replace(recipe.model, path=named(recipe.model.path)), data=data)
