@@ -11,7 +11,6 @@ from collections import deque
 
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
-from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 
 
@@ -35,13 +34,15 @@ def validate(session: Session) -> ValidationMetrics:
     commit = session.commit_due(step) or step == session.recipe.train.steps
     total, weight, tokens, right = 0.0, 0.0, 0, 0
     tally = Tally() if session.recipe.data.source == "needles" else None
-    under_way: deque[tuple[int, int]] = deque()
-    """(number, last op) of the passes that have been handed over; tokens of two of them are on the compute device."""
+    under_way: deque[tuple[int, list[int]]] = deque()
+    """(number, each lane's last op on its tokens) of the passes that have been handed over: a copy that nobody waits
+    for looks at them too. Tokens of two passes are on the compute device."""
 
     def finish_pass() -> None:
         nonlocal total, weight, tokens, right
         number, last = under_way.popleft()
-        session.executor.wait(last)
+        for op in last:
+            session.executor.wait(op)
         data = runtime.end_evaluation(number)
         total, weight = total + data.total_loss, weight + data.total_weight
         tokens, right = tokens + data.num_targets, right + int(data.right.sum())
@@ -55,11 +56,12 @@ def validate(session: Session) -> ValidationMetrics:
         data = session.fetch_evaluation(micro_batches)
         runtime.begin_evaluation(number, data)
         documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
-        ops: list[Op] = []
+        ends: dict[str, int] = {}
         due_now = commit and number == 1
         for ops in session.builder.evaluate(step, number, commit_previous=due_now, documents=documents, chunks=cut):
             session.executor.submit(ops)
-        under_way.append((number, ops[-1].id))
+            ends |= {op.lane: op.id for op in ops if op.batch == number}
+        under_way.append((number, list(ends.values())))
     while under_way:
         finish_pass()
     return ValidationMetrics(
