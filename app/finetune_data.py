@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +21,7 @@ from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.preparing import Checklist
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import printable
+from penstock.storage.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from penstock.engine.data.corpus_files import TokenCorpus
@@ -29,7 +34,8 @@ _TEXT = ("text", "jsonl", "python_stdlib", "tokens")
 _TRAINED = {"assistant": "all turns of the assistant", "last": "the last turn of the assistant", "all": "all tokens"}
 _LOOKED_AT = 20
 """Documents held out of which the first fit for a prompt is taken."""
-_BATCH_CHARS = 1 << 16
+_BATCH = 16
+"""Samples that are encoded at once."""
 _COUNTED_TOKENS = 1 << 23
 """Of which weights are read at once."""
 
@@ -64,7 +70,8 @@ class Source:
     recipe: Recipe
     """With local folders in place of names of the hub."""
     tokenizer: TextTokenizer
-    encoder: Encoder
+    encoders: list[Encoder]
+    """Of the parts of a mixture, or of the one source."""
     corpus: TokenCorpus
     model: ModelFacts | None
     lengths: NDArray[np.int64] = field(init=False)
@@ -85,18 +92,19 @@ class Source:
 
     def documents(self) -> Iterator[Document]:
         """The documents as they are read and encoded, one after the other."""
-        from penstock.engine.data.encode import encoded_one_by_one
         from penstock.engine.data.reading import read_samples
 
-        samples = itertools.chain.from_iterable(read_samples(part) for part in self.recipe.data.parts)
         parts = []
-        for encoded in encoded_one_by_one(self.encoder, samples, _BATCH_CHARS):
-            parts.append(encoded)
-            if encoded.last:
-                weights = [np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts]
-                ids = np.concatenate([part.ids for part in parts])
-                yield Document(parts[0].where, ids, np.concatenate(weights))
-                parts = []
+        for config, encoder in zip(self.recipe.data.parts, self.encoders, strict=True):
+            samples = read_samples(config)
+            while batch := list(itertools.islice(samples, _BATCH)):
+                for encoded in encoder.encode(batch):
+                    parts.append(encoded)
+                    if encoded.last:
+                        weights = [np.ones(len(p.ids), np.float32) if p.weights is None else p.weights for p in parts]
+                        ids = np.concatenate([part.ids for part in parts])
+                        yield Document(parts[0].where, ids, np.concatenate(weights))
+                        parts = []
 
     def rows(self, data: DataConfig) -> int:
         """Rows that an epoch fills. UserError for none."""
@@ -145,19 +153,25 @@ class Source:
             split = f", split {part.split}" if part.split else ""
             columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
             found.append(printable(f"{part.source}: {place}{many}{split}{columns}"))
-        if not self.is_text and (template := self.encoder.template) is not None:
-            given, trained = self.recipe.data.chat_template, self.recipe.data.trained_tokens
-            how = "its generation markers" if template.has_markers else "rendering each turn's prefix"
-            words = [_TRAINED[trained], *([] if trained == "all" else [f"told by {how}"])]
-            name = "the tokenizer's own" if given is None else printable(given)
+        data = self.recipe.data
+        templates = [
+            encoder.template
+            for part, encoder in zip(data.parts, self.encoders, strict=True)
+            if part.source not in _TEXT and encoder.template is not None
+        ]
+        if templates:
+            how = "its generation markers" if templates[0].has_markers else "rendering each turn's prefix"
+            words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"told by {how}"])]
+            name = "the tokenizer's own" if data.chat_template is None else printable(data.chat_template)
             found.append(f"chat template: {name}; trained: {', '.join(words)}")
-        return [*found, describe_specials(self.tokenizer, self.recipe.data)]
+        return [*found, *dict.fromkeys(describe_specials(self.tokenizer, part) for part in data.parts)]
 
     def warnings(self, recipe: Recipe) -> list[str]:
         """What may not be as the user thinks."""
         found = []
         if skipped := self.corpus.info.skipped_rows:
             found.append(f"{skipped:,} {'row is' if skipped == 1 else 'rows are'} bad and left out (data.bad_rows)")
+        found += self.corpus.notes
         if lost := self._lost(recipe.data):
             found.append(
                 f"{lost:,} of the documents that are cut have nothing to train left; raise data.sequence_length"
@@ -204,12 +218,26 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             from penstock.engine.data.encode import Encoder
             from penstock.engine.data.prepare import prepare_data
 
-        found = prepare_data(recipe, _folder(recipe))
+        with _place() as folder:
+            found = prepare_data(recipe, folder)
     assert found.tokenizer is not None
     if model is not None:
         grown = found.tokenizer.vocab_size if recipe.model.added_tokens else 0
         found.corpus.require_vocabulary(max(model.vocab_size, grown))
-    return Source(recipe, found.tokenizer, Encoder(recipe.data, found.tokenizer), found.corpus, model)
+    encoders = [Encoder(part, found.tokenizer) for part in recipe.data.parts]
+    return Source(recipe, found.tokenizer, encoders, found.corpus, model)
+
+
+@contextmanager
+def _place() -> Iterator[Path]:
+    """A folder for a corpus, which goes at the end: its files are open, and kept for this user where that is worth it
+    (engine/data/corpus_cache.py), best on the file system of what is kept."""
+    kept = cache_folder("looking")
+    with contextlib.suppress(OSError):
+        if kept is not None:
+            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept if kept is not None and os.access(kept, os.W_OK) else None) as folder:
+        yield Path(folder)
 
 
 def _look_at_model(recipe: Recipe) -> ModelFacts:
@@ -243,9 +271,3 @@ def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:
         found[first:stop] = np.diff(sums[corpus.starts[first : stop + 1] - begin])
         first = stop
     return found
-
-
-def _folder(recipe: Recipe) -> Path:
-    import tempfile
-
-    return Path(tempfile.mkdtemp())
