@@ -342,6 +342,10 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         if recipe.after.sample_prompt is not None:
             text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
             display.message(f"sample, {recipe.after.sample_tokens} tokens by transformers behind the prompt: {text!r}")
+        if recipe.data.source == "needles":
+            from penstock.app.haystack import haystack_line
+
+            display.message(haystack_line(folder, recipe.data.sequence_length, recipe.data.seed))
     look = shell("penstock", "watch", short_path(run.path))
     display.message(f"look closer: {look}; all figures and messages: summary.json, metrics.jsonl and log.jsonl there")
 

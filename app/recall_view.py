@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.app.rows import Glyphs, Row, exactly
-from penstock.storage.units import count_text
 from penstock.storage.untrusted import is_whole
 
 _LABEL, _CELL = 7, 5
@@ -71,7 +70,7 @@ def map_rows(found: RecallMap, glyphs: Glyphs) -> list[Row]:
     ]
     for length, right, asked in zip(found.lengths, found.right, found.asked, strict=True):
         cells = (_cell(*pair, glyphs) for pair in zip(right, asked, strict=True))
-        rows.append([(count_text(length).rjust(_LABEL - 1) + " ", "text"), *cells])
+        rows.append([(f"{length:,}".rjust(_LABEL - 1) + " ", "text"), *cells])
     return [exactly(row, map_width(found)) for row in rows]
 
 

@@ -364,7 +364,7 @@ def _fill_new(
             buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(reader, spec, new_rows)
         else:
             constants = initial_constants(spec)
-            initializer = Initializer(spec, recipe.train.seed)
+            initializer = Initializer(spec, recipe.train.seed, recipe.model.embedding_std)
             buffers = ((name, initializer.values(name)) for name in spec.buffers)
         crc = write_constants(store.root / CONSTANTS_FILE, constants)
         fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))

@@ -36,6 +36,9 @@ class ModelConfig:
     """Longest position the rotary embedding is configured for; none takes data.sequence_length."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
+    embedding_std: float | None = None
+    """Standard deviation of a new model's token embeddings; none takes the model's own. 1 keeps tokens apart where
+    layers are narrow."""
     added_tokens: list[str] = field(default_factory=list)
     """Special tokens to add to the tokenizer; the embedding grows where it has no row for them, and their rows begin as
     the mean of the others."""
@@ -47,6 +50,8 @@ class ModelConfig:
         for name in (*sizes, "vocab_size", "max_position"):
             value = getattr(self, name)
             require(value is None or value > 0, f"model.{name}: {value} must be at least 1")
+        std = self.embedding_std
+        require(std is None or std > 0, f"model.embedding_std: {std} must be above 0")
         require_most("model", self, ("num_layers",), MOST_LAYERS)
         require_most("model", self, (*sizes, "vocab_size", "max_position"), MOST_SIZE)
         if self.num_heads and self.num_kv_heads:

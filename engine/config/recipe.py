@@ -119,6 +119,7 @@ _LATER: dict[str, Any] = {
     "validation_sequences": None,
     "validate_first": False,
     "optimizer": "adamw",
+    "embedding_std": None,
     "added_tokens": [],
     "split": None,
     "mixture": [],

@@ -6,8 +6,10 @@ an answer stands says how far back the model saw, and how deep in the haystack t
 
     straw hay ann 7 reed moss bob 3 ... ? bob 3 ann 7 <|endoftext|>
 
-Attention finds an answer by two steps that it must learn together, to look at the word before and then for the same
-name: short haystacks with few pairs teach it, so the documents get longer (`curriculum`) and are used in that order.
+Attention finds an answer by two steps that it must learn together: to know the word before each, and to look for the
+one that follows the same name. Two pairs without filler teach it, sixteen do not: so documents get longer (`curriculum`)
+and are used in that order. Were every name asked once in training, a model would learn to give the digits that it has
+not given yet, and nothing more; so there some are asked again, and others not.
 """
 
 from __future__ import annotations
@@ -41,31 +43,36 @@ VOCABULARY = (EOS_TOKEN, "?", *_DIGITS, *_NAMES, *_FILLER)
 """The 53 words; a word's id is its place."""
 
 NEEDLES = 16
-"""Pairs of a haystack; fewer where it has under 8 words for each."""
+"""Pairs of a haystack; fewer where it has no room for as many and their questions."""
 DEPTHS = 5
 """Bands of depth: a fifth of a haystack each, from its beginning."""
 
 _QUESTION = VOCABULARY.index("?")
 _FIRST_DIGIT, _FIRST_NAME, _FIRST_FILLER = (VOCABULARY.index(words[0]) for words in (_DIGITS, _NAMES, _FILLER))
-_SHORTEST = 16
+_SHORTEST = 10
 """Tokens of the shortest haystack, of two pairs."""
 
-STAGES = ((32, 90), (64, 15), (128, 15), (512, 12), (2048, 14), (4096, 16), (8192, 24))
+STAGES = ((10, 60), (18, 20), (34, 12), (66, 12), (128, 10), (512, 10), (2048, 10), (4096, 10), (8192, 16))
 """The curriculum: haystacks of so many tokens, and how many rows of 8,192 tokens they fill."""
 TESTED = (512, 1024, 2048, 4096, 8192)
 """Lengths of the haystacks that are held out."""
 
 
-def haystack(length: int, random: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Ids and weights [length] of a haystack, which has at least 16 tokens; only the answers have weight."""
-    pairs = min(NEEDLES, length // 8)
+def haystack(
+    length: int, random: np.random.Generator, *, again: bool = False
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Ids and weights [length] of a haystack, which has at least 10 tokens; only the answers have weight.
+
+    `again`: a name may be asked more than once, and another not at all.
+    """
+    pairs = min(NEEDLES, (length - 2) // 4)
     body = length - 2 * pairs - 2
     names = _FIRST_NAME + random.permutation(len(_NAMES))[:pairs]
     digits = _FIRST_DIGIT + random.integers(0, len(_DIGITS), pairs)
     ids = _FIRST_FILLER + random.integers(0, len(_FILLER), length)
     places = np.sort(random.permutation(body - pairs)[:pairs]) + np.arange(pairs)
     ids[places], ids[places + 1] = names, digits
-    order = random.permutation(pairs)
+    order = random.integers(0, pairs, pairs) if again else random.permutation(pairs)
     ids[body] = _QUESTION
     ids[body + 1 : -1 : 2], ids[body + 2 : -1 : 2] = names[order], digits[order]
     ids[-1] = VOCABULARY.index(EOS_TOKEN)
@@ -114,7 +121,7 @@ def documents(config: DataConfig) -> Iterator[Ids]:
         (tested[index * len(tested) // held_out] for index in range(held_out)),
     )
     for number, length in enumerate(lengths):
-        ids, weights = haystack(length, random)
+        ids, weights = haystack(length, random, again=number < trained)
         yield Ids(f"haystack {number}", ids.tolist(), weights.tolist())
 
 

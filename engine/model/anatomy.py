@@ -154,9 +154,12 @@ def _rotary_reach(table: dict[str, Any], longest: int) -> float:
 class Initializer:
     """Random float32 values of a model's parameters, by the model's own initialiser."""
 
-    def __init__(self, spec: ModelSpec, seed: int):
-        """The same (spec, seed) always gives the same values, in whatever order they are asked for."""
-        self._spec, self._seed = spec, seed
+    def __init__(self, spec: ModelSpec, seed: int, embedding_std: float | None = None):
+        """The same arguments always give the same values, in whatever order they are asked for.
+
+        `embedding_std`: standard deviation of the token embeddings, in place of the model's own.
+        """
+        self._spec, self._seed, self._embedding_std = spec, seed, embedding_std
         self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
         self._layers = skeleton.find_layers(self._model)[1]
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
@@ -179,6 +182,9 @@ class Initializer:
                 torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 for module in modules:
                     self._model._init_weights(module)
+                for module, key in places:
+                    if self._embedding_std is not None and module is self._model.get_input_embeddings():
+                        nn.init.normal_(module.get_parameter(key), std=self._embedding_std)
             values = {p.name: skeleton.site_parameter(self._sites[p.name]).detach() for p in params}
         finally:
             for (module, key), parameter in zip(places, on_meta, strict=True):

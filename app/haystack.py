@@ -1,0 +1,44 @@
+"""Asking an exported model about a haystack (engine/data/needles.py), by plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_AROUND = 2
+"""Words shown on either side of what was asked."""
+
+
+def haystack_line(folder: Path, length: int, seed: int) -> str:
+    """How a model folder answers a haystack of `length` tokens that the run with this `data.seed` never had, in words.
+
+    The haystack is text that the folder's own tokenizer reads; its last question is told.
+    """
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from penstock.engine.data.needles import VOCABULARY, haystack
+
+    disable_progress_bar()
+    ids, weights = haystack(length, np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, length]))))
+    words = [VOCABULARY[number] for number in ids]
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    inputs = tokenizer(" ".join(words), return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        likeliest = model(**inputs).logits[0].argmax(dim=-1).tolist()
+    asked = np.flatnonzero(weights)
+    said = [tokenizer.decode([likeliest[place - 1]]) for place in asked]
+    right = sum(answer == words[place] for answer, place in zip(said, asked, strict=True))
+    name, answer = words[asked[-1] - 1], said[-1]
+    place = words.index(name)
+    around = " ".join(words[max(0, place - _AROUND) : place + 2 + _AROUND])
+    verdict = "right" if answer == words[asked[-1]] else f"wrong, it is {words[asked[-1]]}"
+    return (
+        f"plain transformers, from the export, answer {right} of {len(asked)} questions about a haystack of {length:,} "
+        f"tokens; token {place:,} is in '{around}', and '{name}' at token {asked[-1]:,} is followed by {answer}: {verdict}"
+    )
