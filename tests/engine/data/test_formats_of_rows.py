@@ -1,6 +1,7 @@
 """Formats of rows, from files as people have them, and what is refused of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,22 @@ def test_formats_are_recognised(tmp_path: Path, source: str) -> None:
     assert (found.rename, found.num_files) == ({}, 1)
     assert detect(tmp_path, "test").split == "test"
     assert len(list(read_samples(DataConfig(source=source, path=str(tmp_path))))) == 3  # type: ignore[arg-type]
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+SHOWN = dict(re.findall(r"^`(\w+)`: [^\n]*\n```json\n([^`]*)^```", PAGE, re.MULTILINE))
+
+
+def test_the_page_shows_every_format_of_rows() -> None:
+    assert set(SHOWN) == set(SHAPES)
+
+
+@pytest.mark.parametrize("source", SHAPES)
+def test_the_rows_of_the_page_are_what_it_says(tmp_path: Path, source: str) -> None:
+    for row in SHOWN[source].splitlines():
+        (tmp_path / "a.jsonl").write_text(row)
+        assert detect(tmp_path / "a.jsonl").source == source
+        assert len(samples_of(tmp_path, source, row)) == 1
 
 
 def test_every_format_of_rows_is_recognised_by_a_test() -> None:
