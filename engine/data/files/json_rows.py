@@ -19,6 +19,7 @@ from penstock.storage.untrusted import printable, require_sound
 
 COMPRESSED = True
 _READ_BYTES = 1 << 20
+_ALONE_BYTES = 8 << 20  # of an object on one line, beyond which it is no single row
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CUT_CHARS = 12  # of the longest token that a read may have cut, a literal or an escape
 
@@ -41,16 +42,17 @@ def read(file: Path, bad: BadRows) -> Iterator[Row]:
 
 
 def _is_lines(file: Path) -> bool:
-    """Whether the first line is an object by itself and another line follows, or the object is a row."""
+    """Whether the first line looks like an object and another line follows, or that object is a row."""
     with base.open_utf8(file) as stream:
         line = stream.readline(base.LINE_BYTES)
         if not line.startswith(b"{") or not line.rstrip().endswith(b"}"):
             return False
+        if stream.read(_READ_BYTES).strip():
+            return True
         try:
-            record = json.loads(line)
+            return len(line) <= _ALONE_BYTES and _list_field(json.loads(line)) is None
         except (ValueError, RecursionError):
             return False
-        return any(more.strip() for more in stream) or _list_field(record) is None
 
 
 def _list_field(record: dict[str, Any]) -> str | None:

@@ -206,6 +206,14 @@ def test_nulls_of_columns_are_no_fields_but_null_in_json_is_a_value(tmp_path: Pa
     assert rows_of(write(tmp_path / "a.json", json.dumps(rows))) == rows
 
 
+def test_an_object_on_a_line_by_itself_is_a_row_unless_it_holds_rows(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert rows_of(write(tmp_path / "a.json", json.dumps({"messages": turns}))) == [{"messages": turns}]
+    assert rows_of(write(tmp_path / "a.json", json.dumps({"text": "a"}) + "\n")) == [{"text": "a"}]
+    assert rows_of(write(tmp_path / "a.json", json.dumps({"rows": [{"text": "a"}] * 2}))) == [{"text": "a"}] * 2
+    assert rows_of(write(tmp_path / "a.json", json.dumps({"rows": []}))) == [{"rows": []}]
+
+
 def test_splits_are_told_by_the_names_of_files_and_folders(tmp_path: Path) -> None:
     def splits(*names: str) -> dict[str, list[str]]:
         root = tmp_path / f"set{len(list(tmp_path.iterdir()))}"
