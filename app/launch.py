@@ -257,7 +257,7 @@ def require_data(recipe: Recipe) -> None:
     data = recipe.data
     if data.source == "random" and recipe.model.path is None and recipe.model.vocab_size is None:
         raise UserError("model.vocab_size: data.source=random needs it; set it")
-    if is_hub(data.path):
+    if is_hub(data.path) or any(is_hub(part.get("path")) for part in data.mixture):
         return
     if data.lacks_path:
         reason = f"the recipe names no text for data.source={data.source}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from penstock.app import control, memory_limit
-from penstock.app.launch import require_inputs
+from penstock.app.launch import require_inputs, require_weights
 from penstock.app.recipe import resolve_paths, to_run_json
 from penstock.app.run_files import open_append, open_read, remove_own
 from penstock.app.rundir import LEFT_BY_LAUNCHER, fresh_path, read_recipe, read_status
@@ -91,7 +91,11 @@ def resume(run_path: Path) -> None:
     Raises UserError when it cannot start, or is running.
     """
     run_path = run_path.resolve()
-    require_inputs(read_recipe(run_path))
+    recipe = read_recipe(run_path)
+    if (run_path / "data" / "corpus" / "meta.json").exists():  # whatever became of their source, it goes on with these
+        require_weights(recipe)
+    else:
+        require_inputs(recipe)
     if not control.go_on(run_path):
         _spawn(["resume", str(run_path)], run_path, run_path.parent)
 
