@@ -200,10 +200,9 @@ def _require_text(
         progress.tell()
         yield sample
     if empty:
-        reason = f"{config.source} found no text in {config.path or config.source}"
-        if bad.count:
-            reason += f"; {bad.count:,} rows were left out, the first: {bad.first}"
-        raise UserError(f"data.source: the corpus is empty: {reason}")
+        more = f"; {bad.count:,} rows were left out, the first: {bad.first}" if bad.count else ""
+        where = config.path or config.source
+        raise UserError(f"data.source: the corpus is empty: {config.source} found no text in {where}{more}")
 
 
 def _source_fingerprint(config: DataConfig) -> str:
