@@ -260,11 +260,12 @@ class ActivationSchedule:
         The order alternates from chunk to chunk, so that the last ones of a chunk serve the next one from their slots.
         """
         reach = self._plan.blocks[layer].sliding_window
-        row = self._plan.problem.row_tokens
-        first = chunk.start // row * row  # a row starts a document
         if self._documents is not None:
             starts = self._documents[chunk.micro_batch]
-            first = max(first, starts[bisect_right(starts, chunk.start) - 1])
+            first = starts[bisect_right(starts, chunk.start) - 1]  # packed rows lie end to end wherever one ends
+        else:
+            row = self._plan.problem.row_tokens
+            first = chunk.start // row * row  # each row is taken for a document
         if reach is not None:
             first = max(first, chunk.start - reach + 1)
         before = self.streams[chunk.micro_batch][: chunk.local]

@@ -195,9 +195,11 @@ def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) 
 def test_every_op_finds_what_it_wants_where_it_looks(
     plan: Plan, cuts: list[int] | None, passes: dict[int, list[int]]
 ) -> None:
-    """Replays the ops: every slot, region and file holds, when it is read, what the reader wants."""
+    """Replays the ops: every slot, region and file holds, when it is read, what the reader wants. Documents that are
+    known may begin anywhere: packed rows lie end to end, and one need not begin at a multiple of a row's length."""
     rows = range(0, plan.window_tokens, plan.problem.row_tokens)
-    documents = [sorted({*rows, *(c for c in cuts or () if c < plan.window_tokens)})] * plan.problem.micro_batches
+    starts = rows if cuts is None else {0, *(c for c in cuts if c < plan.window_tokens)}
+    documents = [sorted(starts)] * plan.problem.micro_batches
     replay = Replay(plan, documents)
     for op in steps_of(plan, 2, None if cuts is None else documents, passes):
         replay.perform(op)
