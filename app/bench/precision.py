@@ -80,12 +80,13 @@ def bench_precision(
     cases = {case: cases[case] for case in CASES}
     for case, rows in cases.items():
         print(f"{CASES[case]}: {_row(rows)}", file=sys.stderr, flush=True)
-    report = {"lr": lr, "steps": steps, "before_steps": before_steps, "cases": cases, "learnt": learnt(cases)}
+    shares = learnt(cases)
+    report: dict[str, Any] = {"lr": lr, "steps": steps, "before_steps": before_steps, "cases": cases, "learnt": shares}
     if save is not None:
         save.with_suffix(".json").write_text(json_module.dumps(report, indent=1) + "\n")
         plot(report, save.with_suffix(".svg"))
-    shares = ", ".join(f"{CASES[case]} {share:.0%}" for case, share in report["learnt"].items())
-    show(report, f"{steps} steps at {lr:g}, learnt of what float32 learns: {shares}", as_json=json)
+    told = ", ".join(f"{CASES[case]} {share:.0%}" for case, share in shares.items())
+    show(report, f"{steps} steps at {lr:g}, learnt of what float32 learns: {told}", as_json=json)
     return report
 
 
@@ -310,6 +311,7 @@ def rounded_stochastically(values: Tensor, generator: torch.Generator) -> Tensor
 def _load(recipe: Recipe, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    assert recipe.model.path is not None
     model: nn.Module = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype, attn_implementation="sdpa")
     return model
 
