@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,35 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Pretrain
     overrides = overrides or {}
     if "rope_parameters" in overrides:
         values.pop("rope_scaling", None)  # its former name, which transformers would prefer
-    return make_config(values | overrides, str(file))
+    with _rope_checked(overrides):
+        return make_config(values | overrides, str(file))
+
+
+@contextmanager
+def _rope_checked(overrides: dict[str, Any]) -> Iterator[None]:
+    """UserError for a slip in the recipe's own rope_parameters that transformers only warns of."""
+    if "rope_parameters" not in overrides:
+        yield
+        return
+    if not isinstance(overrides["rope_parameters"], dict):
+        raise UserError('model.overrides: rope_parameters must be an object, as {"rope_type": "yarn", "factor": 4.0}')
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, listener = logging.getLogger("transformers.modeling_rope_utils"), Listener()
+    logger.addHandler(listener)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(listener)
+    wrong = next((text for text in said if "must be" in text or "nrecognized" in text), None)
+    if wrong is not None:
+        raise UserError(f"model.overrides: {one_line(wrong, 300)}")
 
 
 def parse_config(content: bytes, where: str) -> dict[str, Any]:
@@ -124,7 +155,8 @@ def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
     for ours, theirs in _SHAPE_FIELDS.items():
         if getattr(model, ours) is not None:
             values[theirs] = getattr(model, ours)
-    return make_config(values | model.overrides, "model")
+    with _rope_checked(model.overrides):
+        return make_config(values | model.overrides, "model")
 
 
 def with_vocabulary(config: PretrainedConfig, recipe: Recipe, tokenizer_size: int | None) -> PretrainedConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,8 @@ def test_rows_begin_as_the_mean_are_trained_and_exported(tmp_path: Path, tied: b
     sections = {"model": model, "data": data, "train": tiny.training(steps=2, lr=1e-30)}
     tiny.train_run(tmp_path / "run", observer, **sections)
     said = next(message for message in observer.messages if "tokens added" in message)
-    assert said == (
-        f"2 tokens added: the embedding grows from {size} to {size + 2} rows; new rows are the mean of the others"
-        if not spare
-        else f"2 tokens added: the embedding has {size + spare} rows, and spare ones for them; new rows are the mean of the others"
-    )
+    grows, has = f"grows from {size} to {size + 2} rows", f"has {size + spare} rows, and spare ones for them"
+    assert said == f"2 tokens added: the embedding {has if spare else grows}; new rows are the mean of the others"
     export(tmp_path / "run", tiny.recipe(**sections), out_dir=tmp_path / "out", dtype="float32")
     before, after = load_file(origin / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     tables = ["model.embed_tokens.weight"] + ([] if tied else ["lm_head.weight"])
@@ -60,7 +56,7 @@ def test_rows_begin_as_the_mean_are_trained_and_exported(tmp_path: Path, tied: b
         mean = before[name][:size].float().mean(dim=0)
         assert torch.allclose(after[name][size : size + 2], mean.expand(2, -1), atol=1e-6)
         rest = [*range(size), *range(size + 2, size + spare)]
-        assert torch.equal(after[name][rest], before[name].float()[rest])
+        assert torch.allclose(after[name][rest], before[name].float()[rest], rtol=0, atol=1e-20)
     assert before.keys() == after.keys()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("a<|user|>b")["input_ids"].count(size) == 1
@@ -70,10 +66,6 @@ def test_rows_begin_as_the_mean_are_trained_and_exported(tmp_path: Path, tied: b
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     ids = loaded.generate(**tokenizer("some<|user|>", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert ids.shape[1] > 3
-
-    shutil.rmtree(origin)  # a resume has the generation; its tokenizer is the run's own
-    with pytest.raises(UserError, match="model.path"):
-        tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **sections)
 
 
 def test_new_rows_are_trained(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Nothing is asked of another machine that the user has not asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import REPOSITORY
+from no_network import cut
+
+RECIPE = """
+from penstock import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
+
+recipe = Recipe(
+    name="local",
+    model=ModelConfig(path="model", added_tokens=["<|note|>"]),
+    data=DataConfig(source="text", path="text.txt", sequence_length=16),
+    train=TrainConfig(steps=2, lr=1e-3, compile="off", calibrate=False, device="cpu"),
+    budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
+    after=AfterConfig(export=True, export_dtype="float32", sample_prompt="some", sample_tokens=3),
+)
+"""
+SHAPE = """
+from penstock import DataConfig, ModelConfig, Recipe
+
+recipe = Recipe(
+    name="shape",
+    machine="rtx4090-64",
+    model=ModelConfig(model_type="llama", num_layers=2, hidden_size=64, num_heads=4, vocab_size=300),
+    data=DataConfig(source="random", sequence_length=64),
+)
+"""
+
+
+def tried(folder: Path, *arguments: str, offline: str | None = None, module: str = "penstock.app.cli") -> str:
+    """What a command that ends well has tried to reach."""
+    environment, log = cut(folder / "cut")
+    environment["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
+    unset = ("HF_HUB_OFFLINE", "PENSTOCK_OFFLINE_BY_DEFAULT", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT")
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    given = {} if offline is None else {"HF_HUB_OFFLINE": offline}
+    own = {"HF_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=inherited | own | given | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return log.read_text()
+
+
+def test_the_watch_sees_what_is_tried(tmp_path: Path) -> None:
+    environment, log = cut(tmp_path)
+    code = "import urllib.request; urllib.request.urlopen('http://huggingface.co', timeout=3)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    assert "Temporary failure in name resolution" in done.stderr
+    assert log.read_text().startswith("getaddrinfo huggingface.co")
+
+
+def test_help_and_plans_ask_nobody(tmp_path: Path) -> None:
+    (tmp_path / "shape.py").write_text(SHAPE)
+    assert tried(tmp_path / ".", "plan", "shape.py") == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("offline", [None, "0", "1"])
+def test_a_fine_tune_from_a_folder_to_an_export_asks_nobody(tmp_path: Path, offline: str | None) -> None:
+    from test_export_options import as_users_have_it
+
+    as_users_have_it(tmp_path / "model", "llama", True)
+    (tmp_path / "text.txt").write_text("some text to train on\n" * 200)
+    (tmp_path / "local.py").write_text(RECIPE)
+    assert tried(tmp_path, "train", "local.py", "--run-dir", "run", offline=offline) == ""
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_help_asks_nobody(tmp_path: Path) -> None:
+    assert tried(tmp_path, "--help") == ""
