@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cli_process import REPOSITORY
+from model_folders import as_users_have_it
 from no_network import cut
+
+from penstock.app.cli import main
 
 RECIPE = """
 from penstock import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
@@ -63,23 +67,30 @@ def test_the_watch_sees_what_is_tried(tmp_path: Path) -> None:
     assert log.read_text().startswith("getaddrinfo huggingface.co")
 
 
-def test_help_and_plans_ask_nobody(tmp_path: Path) -> None:
+def test_a_plan_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(*address: object, **options: object) -> None:
+        asked.append(address)
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
     (tmp_path / "shape.py").write_text(SHAPE)
-    assert tried(tmp_path / ".", "plan", "shape.py") == ""
+    assert main(["plan", "shape.py"]) == 0
+    assert asked == []
+
+
+def test_help_asks_nobody(tmp_path: Path) -> None:
+    assert tried(tmp_path, "--help") == ""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("offline", [None, "0", "1"])
 def test_a_fine_tune_from_a_folder_to_an_export_asks_nobody(tmp_path: Path, offline: str | None) -> None:
-    from test_export_options import as_users_have_it
-
     as_users_have_it(tmp_path / "model", "llama", True)
     (tmp_path / "text.txt").write_text("some text to train on\n" * 200)
     (tmp_path / "local.py").write_text(RECIPE)
     assert tried(tmp_path, "train", "local.py", "--run-dir", "run", offline=offline) == ""
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
-
-
-@pytest.mark.long
-def test_help_asks_nobody(tmp_path: Path) -> None:
-    assert tried(tmp_path, "--help") == ""

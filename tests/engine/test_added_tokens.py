@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from model_folders import as_users_have_it
 from safetensors.torch import load_file
-from test_export_options import as_users_have_it
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.engine.config import DataConfig, ModelConfig

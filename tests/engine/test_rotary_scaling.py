@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
-from test_export_options import as_users_have_it
+from model_folders import as_users_have_it
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.config import ModelConfig

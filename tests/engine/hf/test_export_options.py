@@ -9,36 +9,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from model_folders import as_users_have_it
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from penstock.engine.data.tokenizer import load_tokenizer, train_tokenizer
+from penstock.engine.data.tokenizer import load_tokenizer
 from penstock.engine.hf.weights import export_folder, import_blocks
 from penstock.storage.errors import UserError
 from penstock.storage.safetensors_io import CheckpointReader
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 64}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = [("llama", False), ("llama", True), ("qwen3", True), ("gemma3_text", True)]
-
-
-def as_users_have_it(folder: Path, model_type: str, tied: bool) -> Path:
-    """A model folder as `save_pretrained` of model and tokenizer writes it, and the hub's page of it."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES)
-    config.tie_word_embeddings = tied
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    trained = train_tokenizer(["some text to train on"], 260, folder / "own")
-    tokenizer = AutoTokenizer.from_pretrained(trained.folder)
-    tokenizer.chat_template = "{{ messages }}"
-    tokenizer.save_pretrained(folder)
-    for file in (folder / "own").iterdir():
-        file.unlink()
-    (folder / "own").rmdir()
-    (folder / "README.md").write_text("of the original")
-    return folder
 
 
 def exported(folder: Path, out: Path, change: Any = None, **options: Any) -> tuple[Path, list[str], dict[str, Tensor]]:
