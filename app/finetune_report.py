@@ -41,7 +41,7 @@ class Bar(NamedTuple):
 
     least: int
     most: int
-    count: int
+    documents: int
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[Bar]:

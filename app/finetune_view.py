@@ -120,13 +120,13 @@ def _model_words(model: Mapping[str, Any]) -> Iterator[str]:
 def _lengths(page: Page, lengths: Mapping[str, Any], row: int) -> None:
     figures = f"median {lengths['median']:,}, p95 {lengths['p95']:,}, longest {lengths['max']:,}"
     page.head("tokens a document", figures)
-    most = max(bar["count"] for bar in lengths["histogram"])
+    most = max(bar["documents"] for bar in lengths["histogram"])
     names = [_span(bar) for bar in lengths["histogram"]]
     wide = max(map(len, names))
-    counts = [f"{bar['count']:,}" for bar in lengths["histogram"]]
+    counts = [f"{bar['documents']:,}" for bar in lengths["histogram"]]
     room = max(4, min(_BAR, page.width - wide - max(map(len, counts)) - 6))
     for name, bar, count in zip(names, lengths["histogram"], counts, strict=True):
-        cells = max(round(room * bar["count"] / most), bar["count"] > 0)
+        cells = max(round(room * bar["documents"] / most), bar["documents"] > 0)
         over = bar["least"] > row
         pieces = (page.glyphs.bar_full * cells, "warn" if over else "accent"), (" " * (room - cells), "text")
         page.line([(f"  {name:>{wide}} ", "text"), *pieces, (f" {count}", "text")])
@@ -214,7 +214,7 @@ def shortened(pieces: Sequence[Piece], most: int, ellipsis: str) -> list[Piece]:
 
 def chosen_rows(page: Page, chosen: Sequence[Mapping[str, Any]]) -> None:
     """Every field that is not a default, and why."""
-    page.head("chosen", "--set changes any of it")
+    page.head("chosen", "any of it can be set")
     wide = max(len(item["key"]) for item in chosen)
     room = max(10, page.width - wide - _VALUE - 6)
     for item in chosen:

@@ -113,7 +113,7 @@ def test_as_json_nothing_is_asked_written_or_trained(here: Path, capsys: pytest.
     assert files(here) == before
     assert found["plan"]["fits"]
     assert found["model"]["params"] == 58_656
-    assert sum(bar["count"] for bar in found["lengths"]["histogram"]) == 60
+    assert sum(bar["documents"] for bar in found["lengths"]["histogram"]) == 60
     assert {item["key"]: item["value"] for item in found["chosen"]}["data.sequence_length"] == 128
     assert found["recipe"]["data"]["source"] == "messages"
     assert [piece["trained"] for piece in found["samples"][0]["pieces"]] == [False, True]

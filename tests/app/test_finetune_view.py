@@ -1,43 +1,16 @@
 """What a fine-tune found and chose, as people read it: marks without colour, no row too wide, nothing lost."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from sample_proposal import Letters, document, proposal
 
 from penstock.app.finetune_report import Document, histogram, length_figures, sample, token_row
 from penstock.app.finetune_view import SAMPLE_CHARS, marked_rows, print_rows, report_rows, shortened
 from penstock.app.rows import ASCII, UNICODE, plain
-
-
-class Letters:
-    """Token n is the n-th character."""
-
-    def decode(self, ids: Any) -> str:
-        return "".join(map(chr, ids))
-
-
-def document(text: str, trained: str) -> Document:
-    """`trained` has an x where a token counts."""
-    weights = np.asarray([float(mark == "x") for mark in trained], dtype=np.float32)
-    return Document("talks.jsonl:3", np.asarray([ord(char) for char in text]), weights)
-
-
-def proposal(**changes: Any) -> dict[str, Any]:
-    lengths = np.asarray([3, 100, 120, 130, 900])
-    found = {
-        "model": {"type": "llama", "params": 1_500_000_000, "context": 32_768, "vocab_size": 128_256, "path": "/m"},
-        "data": {"lines": ["messages: 5 rows of talks.jsonl", "template: the model's own"]},
-        "lengths": length_figures(lengths, lengths // 2, 512) | {"long_documents": "cut"},
-        "row": 512,
-        "samples": [sample(document("user: hi\nbot: Käse\n", "..............xxxx."), Letters())],
-        "chosen": [{"key": "train.lr", "value": 2e-5, "why": "usual for 1.5 B parameters"}],
-        "warnings": ["one row was left out"],
-    }
-    return json.loads(json.dumps(found | changes))
 
 
 def test_lengths_are_counted_in_bars_that_double() -> None:
@@ -53,7 +26,7 @@ def test_lengths_are_counted_in_bars_that_double() -> None:
         (513, 1024, 1),
     ]
     assert [tuple(bar) for bar in histogram(np.asarray([5, 5]))] == [(5, 8, 2)]
-    assert sum(bar.count for bar in histogram(np.arange(1, 5000))) == 4999
+    assert sum(bar.documents for bar in histogram(np.arange(1, 5000))) == 4999
 
 
 def test_figures_of_lengths() -> None:

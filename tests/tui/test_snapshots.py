@@ -10,10 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sample_forecast import fitting
+from sample_proposal import proposal
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from penstock.app.rows import UNICODE
 from penstock.tui.app import PenstockApp
+from penstock.tui.data.finetune_client import Asked, FinetuneState
+from penstock.tui.screens.finetune import FinetuneScreen
 
 HERE = Path(__file__).parent
 SNAPSHOTS = HERE / "snapshots"
@@ -22,7 +27,7 @@ NOW = 1_790_000_000.0
 
 SIZES = [(80, 24), (120, 36), (200, 60)]
 CASES = [("home", size) for size in SIZES] + [("run", size) for size in SIZES]
-CASES += [("timeline", (120, 36)), ("compare", (120, 36)), ("help", (80, 24))]
+CASES += [("timeline", (120, 36)), ("compare", (120, 36)), ("help", (80, 24)), ("finetune", (120, 36))]
 
 
 @pytest.fixture
@@ -55,6 +60,17 @@ async def settled(app: PenstockApp, pilot: Pilot[None]) -> str:
     return pictures[-1]
 
 
+def fill_form(app: PenstockApp) -> None:
+    """As if what the form names had been looked at."""
+    screen = app.screen
+    assert isinstance(screen, FinetuneScreen)
+    asked = Asked("models/llama", "talks.jsonl", "3")
+    for name in ("model", "data", "epochs"):
+        screen.query_one(f"#{name}", Input).value = getattr(asked, name)
+    screen.client.state = FinetuneState(asked, "", proposal(plan=fitting()))
+    screen._show()
+
+
 @pytest.mark.parametrize(
     ("screen", "size"), CASES, ids=lambda value: value if isinstance(value, str) else str(value[0])
 )
@@ -70,7 +86,11 @@ async def test_a_screen_looks_as_it_did(kept_root: Path, screen: str, size: tupl
     }
     async with app.run_test(size=size) as pilot:
         await settled(app, pilot)
-        if screen != "home":
+        if screen == "finetune":
+            app.open_finetune()
+            await settled(app, pilot)
+            fill_form(app)
+        elif screen != "home":
             opened[screen]()
             await settled(app, pilot)
         if screen == "help":

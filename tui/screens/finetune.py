@@ -29,7 +29,7 @@ _FIELDS = (
 _NUMBERS = {"epochs": r"[0-9]*\.?[0-9]*", "context": r"[0-9]*"}
 
 
-class _Paths(Suggester):
+class Paths(Suggester):
     """Completes the name of what lies where the application works."""
 
     def __init__(self, root: Path, *, folders_only: bool) -> None:
@@ -81,9 +81,9 @@ class FinetuneScreen(PenstockScreen):
             for name, label, hint in _FIELDS:
                 with Horizontal():
                     yield Label(label)
-                    suggester = None if name in _NUMBERS else _Paths(root, folders_only=name == "model")
-                    limits = {"restrict": _NUMBERS[name]} if name in _NUMBERS else {}
-                    yield Input(placeholder=hint, id=name, compact=True, suggester=suggester, **limits)
+                    suggester = None if name in _NUMBERS else Paths(root, folders_only=name == "model")
+                    limit = _NUMBERS.get(name)
+                    yield Input(placeholder=hint, id=name, compact=True, suggester=suggester, restrict=limit)
         yield _Found(id="found", classes="pane")
         yield Footer(show_command_palette=False)
 
