@@ -210,12 +210,13 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     encoder = Encoder(config, tokenizer)
     adds = encoder.adds_bos
     bos = tokenizer.decode([tokenizer.bos_id]) if tokenizer.bos_id is not None else None
-    eos = f"{tokenizer.decode([tokenizer.eos_id])} ends each document"
+    eos = tokenizer.decode([tokenizer.eos_id])
     why = "data.bos says so" if config.bos != "auto" else "as the tokenizer does" if adds else "the tokenizer adds none"
     begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
     if config.source in _CONVERSATIONS and encoder.template is not None:
-        return f"conversations: as the chat template has them, nothing is added; other rows: {begins}, {eos}"
-    return f"{begins}, {eos}"
+        own = f"conversations: as the chat template has them, {eos} behind those that it ends with no special token"
+        return f"{own}; other rows: {begins}, {eos} ends each document"
+    return f"{begins}, {eos} ends each document"
 
 
 def encoded_one_by_one(encoder: Encoder, samples: Iterator[Sample], most_chars: int) -> Iterator[Encoded]:

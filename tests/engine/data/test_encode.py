@@ -78,7 +78,7 @@ def test_specials_are_described(plain: TextTokenizer, with_bos: TextTokenizer) -
     assert said(with_bos) == f"{BOS} begins each document (as the tokenizer does), {EOS} ends each document"
     assert said(plain) == f"no begin-of-text token (the tokenizer adds none), {EOS} ends each document"
     assert said(with_bos, bos="off").startswith("no begin-of-text token (data.bos says so)")
-    assert said(plain, source="messages").startswith("conversations: as the chat template has them, nothing is added")
+    assert said(plain, source="messages").startswith("conversations: as the chat template has them, ")
     assert said(plain, source="tokens").startswith("tokens are taken as they are")
 
 
