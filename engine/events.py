@@ -97,7 +97,8 @@ class StepMetrics:
     step: int
     """1 for the first step of the run."""
     loss: float
-    """Mean negative log-likelihood of the step's target tokens, nats."""
+    """Mean negative log-likelihood of the step's target tokens by their weights, nats: the cross entropy alone, without
+    what train.z_loss and train.router_aux_loss add to what is trained; 0 where the step has no target."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     lr: float

@@ -113,13 +113,14 @@ def bench_precision_command(
 def bench_packing_command(
     context: Annotated[int, typer.Option(help="Tokens of a row.")] = 32_768,
     document: Annotated[int, typer.Option(help="Tokens of a conversation.")] = 512,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each, in turn.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Time short conversations packed into long rows against one per row, on a small model on the CPU."""
     from penstock.app.bench.packing import bench_packing
 
-    bench_packing(context=context, document=document, rounds=rounds, json=as_json)
+    bench_packing(context=context, document=document, chunk_tokens=chunk, rounds=rounds, json=as_json)
 
 
 @bench_cli.command("storage", epilog="Example: penstock bench storage /mnt/a /mnt/b --json")

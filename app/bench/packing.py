@@ -8,6 +8,7 @@ What a trained token costs in one over what it costs in the other is the ratio: 
 from __future__ import annotations
 
 import statistics
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,8 +45,9 @@ def bench_packing(
 ) -> dict[str, Any]:
     """Time `rounds` steps of each over one packed row's documents; print the ratio, or JSON with `json`.
 
-    Returns `ratio` (seconds per trained token, one per row over packed; median of the rounds), the seconds of a step of
-    each, and the tokens that either computes. Raises UserError where a row holds no two documents.
+    Returns `ratio` (seconds per trained token, one per row over packed; median of the rounds), `cpu_ratio` (the same in
+    seconds of the processor, which other work on the machine does not lengthen), the seconds of a step of each, and the
+    tokens that either computes. Raises UserError where a row holds no two documents.
     """
     if context < 2 * document or document < 2:
         raise UserError(f"--context {context}: give room for two documents of {document} tokens, of at least 2 each")
@@ -56,30 +58,37 @@ def bench_packing(
             for name, count in rows.items():
                 opened[name] = _open(Path(path) / name, context, document, chunk_tokens, count)
             times: dict[str, list[float]] = {name: [] for name in opened}
+            cpu_times: dict[str, list[float]] = {name: [] for name in opened}
             tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
             for _ in range(rounds):
                 for name, session in opened.items():
+                    before_s = time.process_time()
                     times[name].append(train_step(session).step_s)
+                    cpu_times[name].append(time.process_time() - before_s)
             computed = {name: _computed(session) for name, session in opened.items()}
         finally:
             for session in opened.values():
                 session.close()
     assert len(set(tokens.values())) == 1, "both train the same documents"
     seconds = {name: statistics.median(found) for name, found in times.items()}
+    cpu_seconds = {name: statistics.median(found) for name, found in cpu_times.items()}
     report = {
         "ratio": statistics.median(a / p for a, p in zip(times["apart"], times["packed"], strict=True)),
+        "cpu_ratio": cpu_seconds["apart"] / cpu_seconds["packed"],
         "context": context,
         "document": document,
         "documents": rows["apart"],
         "trained_tokens": tokens["packed"],
         **{f"{name}_step_s": value for name, value in seconds.items()},
         **{f"{name}_steps_s": value for name, value in times.items()},
+        **{f"{name}_cpu_s": value for name, value in cpu_seconds.items()},
         **{f"{name}_computed_tokens": value for name, value in computed.items()},
         "apart_padded_tokens": rows["apart"] * (context - document),
     }
     line = (
         f"{rows['apart']} conversations of {document:,} tokens: one per row of {context:,} costs {report['ratio']:.2f} "
-        f"x what packed ones cost a trained token ({seconds['apart']:.2f} s and {seconds['packed']:.2f} s a step)"
+        f"x what packed ones cost a trained token ({seconds['apart']:.2f} s and {seconds['packed']:.2f} s a step); "
+        f"{report['cpu_ratio']:.2f} x in seconds of the processor"
     )
     show(report, line, as_json=json)
     return report

@@ -94,9 +94,9 @@ class LayerOps:
         state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._views.documents(op, chunk))
         if op.action is a.LAYER_BACKWARD:
             state.dk, state.dv = self._window("dkv", shape)
-            if a.ZERO_DKV in op.flags:
-                state.dk.zero_()
-                state.dv.zero_()
+            if a.ZERO_DKV in op.flags:  # of the stream's last chunk: what is behind it is padding
+                state.dk[: chunk.end].zero_()
+                state.dv[: chunk.end].zero_()
         return state
 
     def _tell_routers(self, op: Op) -> None:

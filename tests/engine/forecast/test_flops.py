@@ -73,6 +73,12 @@ def test_what_a_step_of_two_chunks_executes_by_hand() -> None:
     assert streamed.layer_matmul == flops.layer_matmul + 2 * 8 * projection
     assert streamed.attention_forward == flops.attention_forward
 
+    # Six of the eight tokens come before the padding: the second chunk is computed half.
+    padded = executed_flops(model, plan, [5, 1], [6])
+    per_token = 2 * (3 * layer + again) + projection
+    assert padded.layer_matmul == 6 * per_token - 2 * again
+    assert padded.head_matmul == 6 * 3 * 2 * head
+
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),

@@ -219,3 +219,21 @@ def test_a_few_layers_tell_what_many_take(case: str, rates: str) -> None:
     evaluation_s = estimate_evaluation(plan, machine, full=True)
     assert estimate_evaluation(plan, machine) == pytest.approx(evaluation_s, rel=0.1)
     assert evaluation_s < 0.7 * whole.step_s
+
+
+@pytest.mark.parametrize("case", ["all in RAM", "streamed", "many chunks", "chunks of two micro-batches"])
+def test_padding_that_is_not_computed_is_not_predicted(case: str) -> None:
+    """Micro-batches filled by quarters, one of them empty: told by a few layers and merged chunks as by all of them."""
+    plan, machine = some_plan(*DEEP[case]), ROUND
+    documents = [list(range(0, plan.window_tokens, 16)) for _ in range(plan.problem.micro_batches)]
+    shares = [2, 4, 3, 1, 0, 4, 3]
+    filled = [shares[m % 7] * plan.window_tokens // 4 for m in range(plan.problem.micro_batches)]
+    whole = estimate(plan, machine, None, documents, full=True)
+    less = estimate(plan, machine, None, documents, filled, full=True)
+    short = estimate(plan, machine, None, documents, filled)
+    assert less.step_s < whole.step_s
+    assert less.busy_s["compute"] < 0.9 * whole.busy_s["compute"]
+    assert less.bytes["d2h"] < whole.bytes["d2h"]
+    assert short.step_s == pytest.approx(less.step_s, rel=0.15)
+    evaluation_s = [estimate_evaluation(plan, machine, None, documents, some, full=True) for some in (None, filled)]
+    assert evaluation_s[1] < evaluation_s[0]
