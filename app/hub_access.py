@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,15 +51,19 @@ def online() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """huggingface_hub's own warnings are not shown: what matters of them is said here."""
-    from huggingface_hub.utils import logging
+    """huggingface_hub's own warnings are not shown: what matters of them is said here. Bars are for terminals."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), not are_progress_bars_disabled() and not sys.stderr.isatty()
     logging.set_verbosity_error()
+    if bars:
+        disable_progress_bars()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            enable_progress_bars()
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

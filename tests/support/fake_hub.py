@@ -206,7 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
                 elif line["key"] == "lfsFile":
                     repo.files[value["path"]] = self.hub.uploaded[value["oid"]]
             oid = commit_of(repo.files)
-            return self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/commit/{oid}"})
+            return self._json(
+                {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{parts[2]}/{parts[3]}/commit/{oid}"}
+            )
         self._error(404, None)
 
     def do_PUT(self) -> None:

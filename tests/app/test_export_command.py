@@ -1,0 +1,149 @@
+"""`penstock export`: dtype and size of files, the model card, and the push to the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cli_process import refusal
+from fake_hub import FakeHub, fake_hub
+from model_folders import as_users_have_it
+from safetensors.torch import load_file
+
+import penstock
+from penstock.app.cli import main
+from penstock.app.hub_push import require_push
+from penstock.app.recipe import from_dict
+from penstock.app.rundir import read_recipe
+from penstock.engine.config import AfterConfig, BudgetConfig, DataConfig, ModelConfig, Recipe, TrainConfig
+from penstock.storage.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps from a model of the hub's cache on a text, validated."""
+    folder = tmp_path_factory.mktemp("run")
+    model = as_users_have_it(folder / "hub/models--small--llama/snapshots" / ("ab" * 20), "llama", True)
+    (folder / "text").mkdir()
+    for number in range(8):
+        (folder / "text" / f"{number}.txt").write_text("some text to train on\n" * 5)
+    recipe = Recipe(
+        name="tuned",
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(source="text", path=str(folder / "text"), sequence_length=16, validation_documents=2),
+        train=TrainConfig(steps=2, validate_every=2, compile="off", calibrate=False, device="cpu"),
+        budgets=BudgetConfig(gpu="1GiB", ram="1GiB"),
+    )
+    return penstock.train(recipe, run_dir=folder / "run")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    from huggingface_hub import constants
+
+    with fake_hub() as running:
+        for name in ("HF_HUB_OFFLINE", "PENSTOCK_OFFLINE_BY_DEFAULT"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_TOKEN", running.token)
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        yield running
+
+
+def test_options_and_what_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "my model"
+    assert main(["export", str(run), str(out), "--dtype", "fp32", "--max-shard-size", "30kB"]) == 0
+    said = capsys.readouterr().out
+    assert "exported to" in said
+    assert f"python convert_hf_to_gguf.py '{out}' --outtype bf16" in said
+    assert "ollama create" in said
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert {t.dtype for shard in shards for t in load_file(shard).values()} == {torch.float32}
+    assert not any(name.startswith(".") for name in (file.name for file in out.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "--dtype int8: write bf16, fp16 or fp32"),
+        (["--max-shard-size", "big"], "--max-shard-size: 'big' is not a size"),
+        (["--push", "x"], "write hf://OWNER/NAME"),
+        (["--push", "me/model@v1"], "goes to the main branch"),
+    ],
+)
+def test_options_that_mean_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert message in refusal(capsys, "export", str(run), str(tmp_path / "out"), *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_says_what_the_model_was_made_of(run: Path, tmp_path: Path) -> None:
+    penstock.export(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = card.split("---\n")[1]
+    assert "library_name: transformers" in front
+    assert "base_model: small/llama" in front
+    assert "- penstock" in front
+    assert re.search(r"\| steps \| 2 of 2 \|", card)
+    assert re.search(r"\| training loss \| \d+\.\d{4} \(step 2\) \|", card)
+    assert re.search(r"\| validation loss \| \d+\.\d{4} \(step 2\) \|", card)
+    content = json.loads((run / "data" / "corpus" / "meta.json").read_text())["content"]
+    assert f"| SHA-256 of the tokens | `{content}` |" in card
+    assert "8 documents" in card
+    block = json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1])
+    made = read_recipe(run)
+    assert block["model"]["path"] == "hf://small/llama@" + "ab" * 20
+    block["model"]["path"] = made.model.path
+    assert from_dict(block) == made
+    assert "penstock train recipe.json" in card
+    assert "transformers " in card
+
+
+def test_a_push_makes_a_private_repository_and_uploads_the_folder(
+    run: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(tmp_path / "out"), "--push", "me/tuned"]) == 0
+    assert "which is new and private" in capsys.readouterr().out
+    pushed = hub.repos["models/me/tuned"]
+    assert pushed.private
+    assert pushed.files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    hub.repos["models/me/tuned"].private = False
+    assert main(["export", str(run), str(tmp_path / "again"), "--push", "hf://me/tuned", "--dtype", "fp32"]) == 0
+    assert "new and private" not in capsys.readouterr().out
+    assert not pushed.private
+    assert pushed.files["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
+
+
+def test_nothing_is_pushed_unasked(run: Path, tmp_path: Path, hub: FakeHub) -> None:
+    penstock.export(run, tmp_path / "out")
+    assert hub.requests == []
+
+
+def test_a_push_that_fails_is_one_line_and_leaves_the_folder(
+    run: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    error = refusal(capsys, "export", str(run), str(tmp_path / "out"), "--push", "me/tuned")
+    assert "`hf auth login`" in error
+    assert f"hf upload me/tuned {tmp_path / 'out'}" in error
+    assert (tmp_path / "out" / "README.md").exists()
+    monkeypatch.delenv("HF_TOKEN")
+    error = refusal(capsys, "export", str(run), str(tmp_path / "none"), "--push", "me/tuned")
+    assert "nobody is logged in" in error
+    assert not (tmp_path / "none").exists()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        require_push("me/tuned")
+
+
+def test_a_recipe_pushes_only_an_export() -> None:
+    with pytest.raises(UserError, match=r"after\.push: .* set after\.export=true"):
+        AfterConfig(push="me/tuned")
