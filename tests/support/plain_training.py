@@ -1,0 +1,111 @@
+"""Fine-tuning as anybody would write it: one document after the other through transformers' model, autograd, AdamW.
+
+Nothing of ours is used but the documents that a step has, and where each begins: not its rows, labels, masks, positions
+or weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from every_format import Tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from penstock.engine.config import TrainConfig
+from penstock.engine.data.loader import MicroBatch
+from penstock.engine.optim.lr import learning_rate
+
+
+class Piece(NamedTuple):
+    """A document, or a part of it, which is then a document of its own but for the target of its last token."""
+
+    ids: list[int]
+    targets: list[int]
+    """Of every token, 0 where it counts nothing; of a document's last one there is none."""
+    weights: list[float]
+    """Of the targets."""
+
+
+def pieces(document: Tokens, capacity: int) -> list[Piece]:
+    """The parts of a row's length."""
+    ids, weights = document
+    return [_piece(ids, weights, start, start + capacity) for start in range(0, len(ids), capacity)]
+
+
+def _piece(ids: list[int], weights: list[float], start: int, stop: int) -> Piece:
+    weighted = weights[start + 1 : stop + 1]
+    targets = [target if weight else 0 for target, weight in zip(ids[start + 1 : stop + 1], weighted, strict=True)]
+    return Piece(ids[start:stop], targets, weighted)
+
+
+def in_order(documents: Sequence[Tokens], capacity: int) -> list[list[Piece]]:
+    """The rows of documents laid end to end: one that crosses a row's end goes on in the next as one of its own."""
+    rows: list[list[Piece]] = [[]]
+    room = capacity
+    for ids, weights in documents:
+        for begin in range(0, len(ids), capacity):
+            start, end = begin, min(begin + capacity, len(ids))
+            while start < end:
+                stop = min(end, start + room)
+                rows[-1].append(_piece(ids, weights, start, stop))
+                room -= stop - start
+                start = stop
+                if not room:
+                    rows.append([])
+                    room = capacity
+    return rows
+
+
+def found_in(micro_batch: MicroBatch, documents: Sequence[Tokens], capacity: int) -> list[Piece]:
+    """The pieces that a micro-batch has, by their tokens alone."""
+    known = {tuple(piece.ids): piece for document in documents for piece in pieces(document, capacity)}
+    assert all(piece == known[tuple(piece.ids)] for document in documents for piece in pieces(document, capacity))
+    ends = [*micro_batch.documents, len(micro_batch.ids)]
+    spans = itertools.islice(itertools.pairwise(ends), len(micro_batch.lengths))
+    return [known[tuple(micro_batch.ids[first:last].tolist())] for first, last in spans]
+
+
+def train_plainly(
+    config: PretrainedConfig, start: dict[str, Tensor], settings: TrainConfig, steps: Sequence[Sequence[Piece]]
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses of the steps in float64, and behind them weights and Adam's first moments, by the parameters' names."""
+    make: Any = AutoModelForCausalLM
+    model = make.from_config(config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
+    model.load_state_dict({name: tensor.double() for name, tensor in start.items()}, strict=False)
+    decays: list[Tensor] = [p for p in model.parameters() if p.ndim > 1]
+    rest: list[Tensor] = [p for p in model.parameters() if p.ndim <= 1]
+    adamw = torch.optim.AdamW(
+        [{"params": decays, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    losses = []
+    for step, members in enumerate(steps, start=1):
+        total = sum(sum(piece.weights) for piece in members)
+        found = 0.0
+        for piece in members:
+            if piece.targets:
+                loss = _loss(model, piece) / total
+                loss.backward()
+                found += loss.item()
+        if settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(found)
+    parameters = dict(model.named_parameters())
+    moments = {name: adamw.state[p]["exp_avg"] for name, p in parameters.items()}
+    return losses, {name: p.detach() for name, p in parameters.items()}, moments
+
+
+def _loss(model: Any, piece: Piece) -> Tensor:
+    """The sum over the targets by their weights."""
+    logits = model(input_ids=torch.tensor([piece.ids])).logits[0][: len(piece.targets)]
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(piece.targets), reduction="none")
+    return (losses * torch.tensor(piece.weights, dtype=torch.float64)).sum()
