@@ -1,4 +1,4 @@
-"""The pages for users: their commands exist, the first three lines train a model, planned figures are the plan's."""
+"""The pages for users: their commands exist, the first line trains a model, planned figures are the plan's."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 from bad_model_files import CONFIG
+from chat_model import make_chat_model, write_talks
 from cli_process import REAL, done, started
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,13 +77,14 @@ def users(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_three_lines_fine_tune_a_model_on_a_file(users: Path) -> None:
-    write, plan, train = block("README.md", "mine.json")
+def test_one_line_fine_tunes_a_model_on_a_file(tmp_path: Path) -> None:
+    (line,) = block("README.md", "penstock finetune")
+    make_chat_model(tmp_path / "models" / "Qwen3-0.6B")
+    write_talks(tmp_path / "chats.jsonl")
     settings = " ".join(f"--set {item}" for item in SMALL)
-    for line in (write, plan, f"{train} --run-dir run {settings}"):
-        done(started(users, "sh", "-c", line.replace("penstock", " ".join(REAL))))
-    assert json.loads((users / "run" / "status.json").read_text())["state"] == "finished"
-    assert len(AutoModelForCausalLM.from_pretrained(users / "run" / "export").model.layers) == 2
+    done(started(tmp_path, "sh", "-c", f"{line.replace('penstock', ' '.join(REAL))} --yes --run-dir run {settings}"))
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export").model.layers) == 2
 
 
 def test_the_same_from_python(users: Path) -> None:

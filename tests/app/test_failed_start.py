@@ -120,7 +120,10 @@ def test_a_start_from_the_terminal_application_leaves_its_words(
 
 
 BAD_DATA: dict[str, tuple[list[str], str]] = {
-    "no text in the first line": (["data.source=jsonl", "data.path=none.jsonl"], "no `text` field; the row has content"),
+    "no text in the first line": (
+        ["data.source=jsonl", "data.path=none.jsonl"],
+        "no `text` field; the row has content",
+    ),
     "no JSON": (["data.source=jsonl", "data.path=torn.jsonl"], "not a JSON object"),
     "missing": (["data.source=jsonl", "data.path=nowhere"], "nowhere does not exist"),
     "empty folder": (["data.source=text", "data.path=folder"], "the corpus is empty"),
