@@ -1,6 +1,7 @@
 """Documents, tokenizer, corpus folder and packing."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from samples import sampled
 from transformers import AutoTokenizer
 
+from penstock.engine import preparing
 from penstock.engine.config import DataConfig
 from penstock.engine.data import corpus as corpus_module
 from penstock.engine.data.corpus import (
@@ -186,6 +188,30 @@ def test_long_text_files_are_read_in_pieces_as_one_document(tmp_path, tokenizer,
     corpus = prepare_corpus(config, tokenizer, tmp_path / "corpus")
     assert corpus.info.num_documents == 2
     assert tokenizer.decode(corpus.tokens[: corpus.starts[1] - 1].tolist()) == long
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "text"])
+def test_whoever_watches_is_told_how_much_of_the_files_has_been_read(tmp_path, tokenizer, monkeypatch, kind):
+    (tmp_path / "source").mkdir()
+    for number in range(3):
+        lines = [f"line {i} of file {number} " * 8 for i in range(1000)]
+        file = tmp_path / "source" / f"{number}.{kind}"
+        if kind == "text":
+            file.write_text("\n".join(lines))
+        else:
+            content = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
+            file.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    told = []
+    monkeypatch.setattr(preparing, "tell", lambda fraction=None, detail=None: told.append((fraction, detail)))
+    config = DataConfig(source=kind.partition(".")[0], path=str(tmp_path / "source"))
+    documents = prepare_corpus(config, tokenizer, tmp_path / "corpus").info.num_documents
+    fractions = [fraction for fraction, detail in told if detail and detail.startswith("tokenizing")]
+    assert len(fractions) == documents
+    assert fractions == sorted(fractions)
+    assert 0 < fractions[0] < 0.5
+    assert fractions[-1] > 0.99
+    if kind == "jsonl":
+        assert len(set(fractions)) > 10, "within the files as well"
 
 
 def test_max_documents_and_python_stdlib():
