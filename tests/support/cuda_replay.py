@@ -90,7 +90,7 @@ class Arithmetic:
 
     def __init__(self, cuda: Pretended, shapes: Planned) -> None:
         self.spec, self.device, self.dtype = shapes.spec, DEVICE, compute_dtype(shapes.train)
-        self.layers = self
+        self.layers, self.balance = self, None
         self._cuda, self._plan, self._inputs_bytes = cuda, shapes.plan, shapes.inputs_bytes
 
     # ------------------------------------------------------------------ ModelRunner
