@@ -310,7 +310,7 @@ class LayerOps:
         kind, aside = op.action.kind, self._views.aside(op)
         if kind in ("x", "dy"):
             rows = aside.view(self._dtype).view(-1, self._views.runner.spec.hidden_size)
-            yield self._gpu.hidden[op.slots[a.SLOT]][: len(rows)], rows
+            yield self._gpu.hidden[op.slots[a.SLOT]][: rows.shape[0]], rows
         elif kind == "kv":
             shape = self._shape(self._views.block_index(op.block) - 1)
             per_token = shape.kv_heads * (shape.qk_dim + shape.v_dim) * self._dtype.itemsize

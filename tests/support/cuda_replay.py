@@ -127,7 +127,9 @@ class Arithmetic:
 
     def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
-        return self._cuda.scratch(1, dtype=torch.float64)[0], self._cuda.scratch(len(tokens.labels), dtype=torch.bool)
+        return self._cuda.scratch(1, dtype=torch.float64)[0], self._cuda.scratch(
+            tokens.labels.numel(), dtype=torch.bool
+        )
 
     # ------------------------------------------------------------------ LayerRunner
 
