@@ -143,14 +143,16 @@ def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[De
     """The prompt of the sample at the end: what comes before the first answer of a document held out."""
     if not recipe.after.export or "after.sample_prompt" in given:
         return []
-    prompt = next(source.prompts(recipe.data, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS), "")
-    if not prompt:
+    found = next(source.prompts(recipe.data, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS), None)
+    if found is None:
         return []
-    why = "the first held out" if recipe.data.validation_documents else "the first of the data"
-    return [
-        Default("after.sample_prompt", prompt, why),
-        *([] if "after.sample_tokens" in given else [Default("after.sample_tokens", SAMPLE_TOKENS, "a short answer")]),
-    ]
+    prompt, answer = found
+    where = "the first held out" if recipe.data.validation_documents else "the first of the data"
+    made = [Default("after.sample_prompt", prompt, where)]
+    if "after.sample_tokens" not in given:
+        tokens = min(SAMPLE_TOKENS[1], answer) or SAMPLE_TOKENS[0]
+        made.append(Default("after.sample_tokens", tokens, "as long as the answer in the data" if answer else "a few"))
+    return made
 
 
 def data_report(source: Source, recipe: Recipe, samples: int = SAMPLES) -> dict[str, Any]:
@@ -162,7 +164,10 @@ def data_report(source: Source, recipe: Recipe, samples: int = SAMPLES) -> dict[
         "data": {"source": recipe.data.source, "path": recipe.data.path, "lines": source.lines()},
         "lengths": figures | {"long_documents": recipe.data.long_documents},
         "row": row,
-        "samples": [sample(item, source.tokenizer) for item in itertools.islice(source.documents(), samples)],
+        "samples": [
+            sample(document._replace(where=source.short(document.where)), source.tokenizer)
+            for document in itertools.islice(source.documents(), samples)
+        ],
         "warnings": source.warnings(recipe),
     }
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.app.finetune_report import Document
 from penstock.app.loading import loading
+from penstock.app.progress import short_path
 from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.preparing import Checklist
 from penstock.storage.errors import UserError
@@ -106,6 +107,11 @@ class Source:
                         yield Document(parts[0].where, ids, np.concatenate(weights))
                         parts = []
 
+    def short(self, where: str) -> str:
+        """Where a document comes from, from the current folder where that is shorter."""
+        paths = [part.path for part in self.recipe.data.parts if part.path and where.startswith(part.path)]
+        return short_path(paths[0]) + where[len(paths[0]) :] if paths else where
+
     def rows(self, data: DataConfig) -> int:
         """Rows that an epoch fills. UserError for none."""
         from penstock.engine.data.packing import rows_per_epoch
@@ -118,10 +124,11 @@ class Source:
             )
         return found
 
-    def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[str]:
-        """What comes before the first trained token of documents held out, or of the first ones where none are.
+    def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[tuple[str, int]]:
+        """What comes before the first answer of documents held out, or of the first ones where none are; and the tokens
+        of that answer.
 
-        Of a text it is the beginning. What is longer than `most` tokens is left out.
+        Of a text it is the beginning, and 0. A beginning of more than `most` tokens is left out.
         """
         from penstock.engine.data.packing import split_documents
 
@@ -130,15 +137,17 @@ class Source:
             numbers = split_documents(len(self), data.validation_documents, data.seed)[1][:_LOOKED_AT]
         for number in numbers.tolist():
             start, stop = (int(offset) for offset in self.corpus.starts[number : number + 2])
-            first = text_tokens
+            first, answer = text_tokens, 0
             if self.corpus.weights is not None:
                 counted = self.corpus.weights[start:stop] > 0
-                first = int(np.argmax(counted)) if not counted[1:].all() else text_tokens
+                if not counted[1:].all():
+                    first = int(np.argmax(counted))
+                    answer = int(np.argmin(np.append(counted[first:], False)))
             if 1 < first <= most and first < stop - start:
                 ids = self.corpus.tokens[start : start + first].astype(np.int64).tolist()
                 if ids[0] == self.tokenizer.bos_id:  # the tokenizer puts it there again
                     del ids[0]
-                yield self.tokenizer.decode(ids)
+                yield self.tokenizer.decode(ids), answer
 
     def lines(self) -> list[str]:
         """What was found of the data, a sentence a line."""
@@ -148,7 +157,7 @@ class Source:
         found = []
         for part in self.recipe.data.parts:
             files = source_files(part)
-            place = part.path or part.source
+            place = short_path(part.path) if part.path else part.source
             many = f", {len(files):,} files" if len(files) > 1 else ""
             split = f", split {part.split}" if part.split else ""
             columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
@@ -252,7 +261,7 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
     if context is not None and recipe.data.sequence_length == DataConfig().sequence_length > context:
         recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
     spec = kept_spec(recipe, lambda: model_spec(config, recipe))
-    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, str(recipe.model.path))
+    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, short_path(str(recipe.model.path)))
 
 
 def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:

@@ -46,7 +46,8 @@ OUTLIER = 4
 """A longest document of more than so many times the 99th percentile is an outlier: the row covers the percentile."""
 HELD_OUT, LEAST_HELD, MOST_HELD, LEAST_DOCUMENTS = 0.02, 4, 256, 40
 """Share of the documents held out, at least and at most; below `LEAST_DOCUMENTS` none is."""
-SAMPLE_TOKENS = 60
+SAMPLE_TOKENS = 60, 200
+"""Behind the beginning of a text; of an answer at most."""
 
 
 class Default(NamedTuple):

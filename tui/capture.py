@@ -19,10 +19,12 @@ from pathlib import Path
 from penstock.app import shipped
 from penstock.app.launcher import start
 from penstock.app.recipe import apply_overrides, load_recipe
-from penstock.app.rundir import RunInfo, read_info
+from penstock.app.rundir import RunInfo, is_live, read_info
 from penstock.tui.actions import keys_page
 from penstock.tui.app import PenstockApp
+from penstock.tui.capture_finetune import fill_form, make_chat, tune
 from penstock.tui.film import film
+from penstock.tui.screens.finetune import FinetuneScreen
 from penstock.tui.screens.fit import FitScreen
 from penstock.tui.screens.home import HomeScreen
 from penstock.tui.widgets.plan_panel import PlanPanel
@@ -61,6 +63,7 @@ class Shot:
 
 
 HOME = Shot("home", (120, 36), lambda app: None)
+FORM = Shot("finetune-form", (120, 44), fill_form)
 
 
 def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
@@ -79,6 +82,7 @@ def shots(root: Path, live: Path, finished: list[Path]) -> list[Shot]:
         Shot("timeline", (160, 44), lambda app: app.open_timeline(finished[0], 12)),
         Shot("fit", (120, 36), lambda app: app.open_fit("rtx4090-128")),
         Shot("compare", (120, 36), lambda app: app.open_compare(finished)),
+        FORM,
     ]
 
 
@@ -109,6 +113,10 @@ def _wait(run: Path, done: Callable[[RunInfo], bool], limit_s: float) -> None:
         time.sleep(0.5)
 
 
+def _is_exported(run: Path) -> bool:
+    return any((run / "export").glob("*.safetensors")) and is_live(run) is False
+
+
 async def take(shot: Shot, root: Path, out: Path) -> None:
     """Write one picture, without the fonts that it would load from elsewhere."""
     app = PenstockApp(root, plans_recipes=True)
@@ -132,6 +140,8 @@ def _is_planned(app: PenstockApp) -> bool:
     """Whether nothing more is to come of what the screen plans."""
     screen = app.screen
     if isinstance(screen, FitScreen):
+        return screen.client.state.done
+    if isinstance(screen, FinetuneScreen):
         return screen.client.state.done
     if isinstance(screen, HomeScreen):
         return not screen.will_plan
@@ -163,6 +173,11 @@ def main() -> None:
         root = Path(home) / "work"
         root.mkdir()
         os.chdir(root)
+        make_chat(root, lambda run: _wait(run, lambda info: info.state == "finished" and _is_exported(run), 600))
+        tune(root, out)
+        if wanted and all("finetune" in name for name in wanted):
+            asyncio.run(take(FORM, root, out))
+            return
         live, finished = make_runs(root)
         for shot in shots(root, live, finished):
             if not wanted or shot.name in wanted:
