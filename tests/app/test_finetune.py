@@ -34,6 +34,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
 
@@ -77,7 +78,7 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
         "train.steps 6 as you said",
         "fits on this machine",
         "recipe written to tiny_chat_talks.py",
-        "sample, 6 tokens by transformers behind the prompt",
+        "sample, 5 tokens by transformers behind the prompt",
     ):
         assert part in printed, part
     recipe = load_recipe("tiny_chat_talks.py")
@@ -239,6 +240,8 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a tokenizer larger than the embedding": (large_tokenizer, "vocabulary"),
     "no template": (no_template, "chat template"),
     "no data": (no_data, "nowhere.jsonl"),
+    "a model of the hub without a network": (lambda here: ["hf://nobody/x", "talks.jsonl"], "HF_HUB_OFFLINE is set"),
+    "data of the hub without a network": (lambda here: ["tiny-chat", "hf://nobody/x"], "HF_HUB_OFFLINE is set"),
     "an empty file": (data_of(""), "bad.jsonl"),
     "empty lines": (data_of("\n\n"), "bad.jsonl"),
     "no JSON": (data_of(f"{GOOD}\n{{not json\n"), "bad.jsonl:2"),
