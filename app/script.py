@@ -57,6 +57,8 @@ def train_killed(arguments: list[str], kill_after: int) -> tuple[int, Path | Non
         if step >= kill_after and process.poll() is None:
             process.kill()
             process.wait()
-            print(f"killed after step {step} (SIGKILL: nothing was saved, no handler ran); resuming the run", flush=True)
+            print(
+                f"killed after step {step} (SIGKILL: nothing was saved, no handler ran); resuming the run", flush=True
+            )
             return process.returncode, run
     return process.returncode, None

@@ -37,17 +37,22 @@ recipe = Recipe(
     train=TrainConfig(
         steps=160,
         global_batch_size=1,
+        chunk_tokens=1024,
+        activation_checkpointing="selective",
         lr=2e-3,
+        lr_groups={"*.q_norm.*": 10.0, "*.k_norm.*": 10.0},  # how sharply it looks: more with every doubling of length
         warmup_steps=10,
-        lr_schedule="constant",
+        lr_schedule="wsd",
+        decay_steps=30,
+        weight_decay=0.0,
         compute_dtype="auto",
         compile="off",  # which takes longer than the run
         validate_every=160,
         validate_first=True,
         validation_sequences=8,
     ),
-    budgets=BudgetConfig(gpu="64MiB", ram="64MiB", nvme="1GiB"),
-    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=20),
+    budgets=BudgetConfig(gpu="23MiB", ram="25MiB", nvme="1GiB"),
+    storage=StorageConfig(part_bytes="64KiB", checkpoint_every=20, keep_good=None),
     after=AfterConfig(export=True),
 )
 

@@ -25,7 +25,8 @@ MISSIONS = [path for path in RECIPES if load_recipe(path).model.path is not None
 """Those that fine-tune a published model."""
 
 BILLIONS = {
-    "quickstart": 0.01999,
+    "quickstart": 0.000342,
+    "text_small": 0.01999,
     "qwen_1_5b_4gib": 1.544,
     "7b_512k": 7.616,
     "7b_512k_24gb": 7.616,
@@ -43,7 +44,13 @@ BILLIONS = {
 SHRUNK = settings(
     model={"vocab_size": 400},
     data={"validation_documents": 1},
-    train={"warmup_steps": 0, "global_batch_size": 1, "validate_every": 1, "validation_sequences": "none"},
+    train={
+        "warmup_steps": 0,
+        "decay_steps": "none",
+        "global_batch_size": 1,
+        "validate_every": 1,
+        "validation_sequences": "none",
+    },
     budgets={"gpu": "8MiB", "ram": "8MiB"},
     storage={"checkpoint_every": 1},
     after={"sample_prompt": "none"},
@@ -64,9 +71,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_there_are_twelve() -> None:
+def test_there_are_thirteen() -> None:
     assert {path.stem for path in RECIPES} == BILLIONS.keys()
-    assert (len(RECIPES), len(MISSIONS)) == (12, 10)
+    assert (len(RECIPES), len(MISSIONS)) == (13, 10)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -7,9 +7,9 @@ an answer stands says how far back the model saw, and how deep in the haystack t
     straw hay ann 7 reed moss bob 3 ... ? bob 3 ann 7 <|endoftext|>
 
 Attention finds an answer by two steps that it must learn together: to know the word before each, and to look for the
-one that follows the same name. Two pairs without filler teach it, sixteen do not: so documents get longer (`curriculum`)
-and are used in that order. Were every name asked once in training, a model would learn to give the digits that it has
-not given yet, and nothing more; so there some are asked again, and others not.
+one that follows the same name. Two pairs without filler teach it, sixteen do not: so documents get longer
+(`curriculum`) and are used in that order. Were every name asked once in training, a model would learn to give the
+digits that it has not given yet, and nothing more; so there some are asked again, and others not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ _FIRST_DIGIT, _FIRST_NAME, _FIRST_FILLER = (VOCABULARY.index(words[0]) for words
 _SHORTEST = 10
 """Tokens of the shortest haystack, of two pairs."""
 
-STAGES = ((10, 60), (18, 20), (34, 12), (66, 12), (128, 10), (512, 10), (2048, 10), (4096, 10), (8192, 16))
+STAGES = (
+    *((10, 55), (18, 12), (34, 8), (66, 8), (128, 6), (256, 6)),
+    *((512, 8), (1024, 8), (2048, 10), (4096, 12), (8192, 27)),
+)
 """The curriculum: haystacks of so many tokens, and how many rows of 8,192 tokens they fill."""
 TESTED = (512, 1024, 2048, 4096, 8192)
 """Lengths of the haystacks that are held out."""

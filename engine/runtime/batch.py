@@ -36,10 +36,8 @@ class Batch:
 class EvaluationData(Batch):
     total_loss: float = math.nan
     """Sum of the negative log-likelihood of the targets by their weights, nats."""
-    hits: dict[int, Tensor] = field(default_factory=dict)
-    """Index of a chunk -> bool [targets], on the compute device: whether the model finds each the likeliest."""
     right: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """[num_targets] the same of all of them, in host memory."""
+    """Bool [num_targets], in host memory: whether the model finds each target, in order, the likeliest token."""
 
 
 @dataclass(slots=True)

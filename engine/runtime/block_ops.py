@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import Future
 from typing import Any, cast
@@ -37,9 +38,14 @@ class BlockOps:
         self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
         self._evaluations = torch.zeros(len(plan.chunks), dtype=torch.float64, device=self._device)
+        # Whether each target of a validation is the likeliest token; of a chunk those at its tokens' places, from the
+        # first on.
+        self._starts = [0, *itertools.accumulate(chunk.end - chunk.start for chunk in plan.chunks)]
+        self._hits = torch.zeros(self._starts[-1], dtype=torch.bool, device=self._device)
         pinned = self._device.type == "cuda"
-        self._report_on_host, self._evaluations_on_host = (
-            torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in (self._report, self._evaluations)
+        self._report_on_host, self._evaluations_on_host, self._hits_on_host = (
+            torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+            for tensor in (self._report, self._evaluations, self._hits)
         )
 
     # ------------------------------------------------------------------ blocks
@@ -62,7 +68,8 @@ class BlockOps:
         x = views.hidden(op.slots[a.X], views.chunk(op))
         total, right = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
         self._evaluations[op.index] = total
-        views.evaluated[op.batch].hits[op.index] = right
+        start = self._starts[op.index]
+        self._hits[start : start + right.shape[0]] = right
 
     @handles(a.HEAD)
     def _head(self, op: Op) -> None:
@@ -130,9 +137,9 @@ class BlockOps:
         data = self._views.evaluated[op.batch]
         self._to_host(self._evaluations, self._evaluations_on_host)
         data.total_loss = float(self._evaluations_on_host[list(data.cut)].sum())
-        right = torch.cat([data.hits[index] for index in sorted(data.cut)])
-        data.right = torch.empty_like(right, device="cpu", pin_memory=self._device.type == "cuda")
-        self._to_host(right, data.right)
+        self._to_host(self._hits, self._hits_on_host)
+        targets = ((self._starts[index], data.chunks[index].labels.shape[0]) for index in sorted(data.cut))
+        data.right = torch.cat([self._hits_on_host[start : start + count] for start, count in targets])
 
     def _to_host(self, source: Tensor, target: Tensor) -> None:
         """Copy what ops that are done have left on the compute device, and wait for that copy alone."""

@@ -76,7 +76,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize(("name", "machine"), [("quickstart.py", None), ("120b_gh200.py", "gh200-480")])
+@pytest.mark.parametrize(("name", "machine"), [("text_small.py", None), ("120b_gh200.py", "gh200-480")])
 def test_a_plan_comes_first_and_its_advice_after(server: Server, name: str, machine: str | None) -> None:
     server.send(asked(1, name, machine))
     first, last = server.next(), server.next()
@@ -101,16 +101,16 @@ def test_the_newest_request_ends_the_one_under_way(server: Server) -> None:
     server.send(asked(3, "120b_gh200.py", "rtx4090-64"))  # half a minute of advice
     assert not server.next()["done"]
     busy = children(server.process.pid)
-    server.send(asked(4, "quickstart.py"))
+    server.send(asked(4, "text_small.py"))
     answer = server.last()
     assert answer["id"] == 4
-    assert answer["forecast"]["recipe"] == "quickstart"
+    assert answer["forecast"]["recipe"] == "text_small"
     assert busy
     assert all(not Path(f"/proc/{pid}").exists() for pid in busy)
 
 
 def test_of_several_waiting_requests_the_last_counts(server: Server) -> None:
-    server.send(*(asked(number, "quickstart.py") for number in range(10, 15)))
+    server.send(*(asked(number, "text_small.py") for number in range(10, 15)))
     assert server.last()["id"] == 14
 
 
@@ -127,7 +127,7 @@ def test_of_several_waiting_requests_the_last_counts(server: Server) -> None:
     ],
 )
 def test_what_the_user_has_to_mend_is_an_error(server: Server, change: dict[str, Any], part: str) -> None:
-    server.send(asked(20, "quickstart.py", **change))
+    server.send(asked(20, "text_small.py", **change))
     answer = server.next()
     assert answer["id"] == 20
     assert part in answer["error"]
@@ -154,7 +154,7 @@ def test_a_planner_that_dies_is_told(server: Server) -> None:
     answer = server.last()
     assert answer["id"] == 23
     assert "signal 9" in answer["error"]
-    server.send(asked(24, "quickstart.py"))
+    server.send(asked(24, "text_small.py"))
     assert server.last()["forecast"]["fits"]
 
 

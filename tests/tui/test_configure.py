@@ -109,8 +109,8 @@ class Opened:
 async def ui(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Opened]:
-    """On a recipe, quickstart if none is named; with a quick planner, or another `how` (fake_planner.py)."""
-    recipe, how = getattr(request, "param", ("quickstart", "sample"))
+    """On a recipe, text_small if none is named; with a quick planner, or another `how` (fake_planner.py)."""
+    recipe, how = getattr(request, "param", ("text_small", "sample"))
     if how != "real":
         monkeypatch.setattr(plan_client, "SERVER", (sys.executable, str(FAKE), how, str(tmp_path / "log")))
         monkeypatch.setattr(plan_client, "DEBOUNCE_S", 0.01)
@@ -126,7 +126,7 @@ async def test_the_plan_follows_what_is_typed(ui: Opened) -> None:
     await ui.type("train.steps", "20")
     assert (await ui.planned())["steps"] == 20
     assert "20 steps" in ui.page()
-    assert ui.form.border_title == "quickstart: 1 changed"
+    assert ui.form.border_title == "text_small: 1 changed"
     await ui.press("backspace")
     assert (await ui.planned())["steps"] == 84
     assert not ui.configure.is_unsaved
@@ -298,7 +298,7 @@ async def test_launch_asks_and_starts_here(ui: Opened, place: Path, monkeypatch:
     await ui.dialog(ConfirmDialog, "l")
     await ui.press("y")
     await ui.until(lambda: bool(shown))
-    assert started[0][0].name == "quickstart"
+    assert started[0][0].name == "text_small"
     assert started[0][1] == place
     assert shown == [place / "runs" / "new"]
 
@@ -322,12 +322,12 @@ async def test_a_launch_is_told_at_once_and_begins_one_run(
     assert not line.display
     await ui.answer("y")
     assert line.display
-    assert "starting quickstart" in str(line.render())
+    assert "starting text_small" in str(line.render())
     before = ui.form.current
     await ui.press("down", "l")  # the window goes on, and nothing is started twice
     assert ui.form.current is not before
     assert ui.app.screen is ui.configure
-    assert "starting quickstart" in ui.notes
+    assert "starting text_small" in ui.notes
     ready.set()
     await ui.until(lambda: isinstance(ui.app.screen, RunScreen))
     assert len(started) == 1
@@ -486,10 +486,10 @@ async def test_a_recipe_that_cannot_be_read_says_so(ui: Opened, place: Path) -> 
 async def test_a_run_s_recipe_can_be_configured_again(ui: Opened, place: Path) -> None:
     save_recipe(place / "recipe.json", ui.recipe)
     await ui.open(place / "recipe.json")
-    assert (await ui.planned())["recipe"] == "quickstart"
+    assert (await ui.planned())["recipe"] == "text_small"
 
 
-@pytest.mark.parametrize("ui", [("quickstart", "dies")], indirect=True)
+@pytest.mark.parametrize("ui", [("text_small", "dies")], indirect=True)
 async def test_planner_trouble_leaves_the_form_working(ui: Opened) -> None:
     await ui.until(lambda: "ended again" in (ui.state.trouble or ""))
     assert "MemoryError: no room" in ui.page()
@@ -499,7 +499,7 @@ async def test_planner_trouble_leaves_the_form_working(ui: Opened) -> None:
     await ui.until(lambda: "ended again" in (ui.state.trouble or ""))
 
 
-@pytest.mark.parametrize("ui", [("quickstart", "real")], indirect=True)
+@pytest.mark.parametrize("ui", [("text_small", "real")], indirect=True)
 async def test_the_real_planner(ui: Opened) -> None:
     """Another field, another plan; what does not fit comes with fixes, and a key takes one that fits."""
     first = await ui.planned()

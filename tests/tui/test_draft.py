@@ -16,12 +16,12 @@ from penstock.storage.errors import UserError
 from penstock.tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
-QUICKSTART = RECIPES[0].with_name("quickstart.py")
+TEXT_SMALL = RECIPES[0].with_name("text_small.py")
 
 
 @pytest.fixture
 def draft() -> Draft:
-    return Draft(load_recipe(QUICKSTART))
+    return Draft(load_recipe(TEXT_SMALL))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -152,6 +152,7 @@ def test_kinds() -> None:
     kinds = {key: kind_of(key) for key in field_table()}
     assert {key for key, kind in kinds.items() if kind == "switch"} == {
         "model.tie_embeddings",
+        "train.validate_first",
         "train.calibrate",
         "train.deterministic",
         "after.export",

@@ -17,17 +17,17 @@ from penstock.tui.data.draft import Draft
 from penstock.tui.theme import THEMES
 from penstock.tui.widgets.form import FieldList, FieldRow, Form
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.py"
+TEXT_SMALL = Path(__file__).parents[2] / "recipes" / "text_small.py"
 
 
 class FormApp(App[None]):
-    """The form of quickstart."""
+    """The form of text_small."""
 
     glyphs = UNICODE
 
     def __init__(self) -> None:
         super().__init__()
-        self.draft = Draft(load_recipe(QUICKSTART))
+        self.draft = Draft(load_recipe(TEXT_SMALL))
         self.edited: list[str] = []
 
     def compose(self) -> ComposeResult:
