@@ -40,5 +40,5 @@ def haystack_line(folder: Path, length: int, seed: int) -> str:
     verdict = "right" if answer == words[asked[-1]] else f"wrong, it is {words[asked[-1]]}"
     return (
         f"plain transformers, from the export, answer {right} of {len(asked)} questions about a haystack of {length:,} "
-        f"tokens; token {place:,} is in '{around}', and '{name}' at token {asked[-1]:,} is followed by {answer}: {verdict}"
+        f"tokens; token {place:,} is in '{around}', and '{name}' behind the question is followed by {answer}: {verdict}"
     )

@@ -108,7 +108,7 @@ def test_pictures_and_printed_figures_are_of_one_run() -> None:
     assert len(pictures) == 6
     for picture in pictures:
         text = re.sub(r"<style.*?</style>|<[^>]+>|\s|&#160;", "", picture.read_text(), flags=re.S)
-        shown = re.findall(r"quickstart-[\d-]+", text)
+        shown = re.findall(rf"{name[0].partition('-')[0]}-[\d-]+", text)
         assert shown, picture
         assert all(name[0].startswith(cut) for cut in shown), picture
         assert f"/{last[0]}" in text, picture

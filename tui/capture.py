@@ -35,7 +35,7 @@ _LIVE_STEP = 22
 _FRAME_S = 0.5
 _FRAMES = 24
 
-RECIPE = "quickstart"
+RECIPE = "text_small"
 SETTINGS: tuple[str, ...] = (
     "model.num_layers=12",
     "data.sequence_length=256",
