@@ -54,9 +54,6 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         data = folder / way.write(folder, rows_of(source, DOCUMENTS, tokenizer))
         documents = [document(source, number, tokenizer) for number in range(DOCUMENTS)]
-        if source == "text":  # read in the order of their names
-            files = sorted(file for file in data.rglob("*") if file.is_file())
-            documents = [documents[int(file.name.partition(".")[0])] for file in files]
         found[source] = data, folder / "tokenizer", documents
     return found
 

@@ -189,7 +189,7 @@ def _zst(data: bytes) -> bytes:
 
 def _markdown(folder: Path, rows: list[Row]) -> str:
     for number, fields in enumerate(rows):
-        _at(folder / "notes" / f"part {number % 3}" / f"{number:03}.md").write_text(fields["text"])
+        _at(folder / "notes" / f"chapter {number // 10:02}" / f"{number:03}.md").write_text(fields["text"])
     return "notes"
 
 

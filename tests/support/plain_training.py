@@ -108,4 +108,9 @@ def _loss(model: Any, piece: Piece) -> Tensor:
     """The sum over the targets by their weights."""
     logits = model(input_ids=torch.tensor([piece.ids])).logits[0][: len(piece.targets)]
     losses = torch.nn.functional.cross_entropy(logits, torch.tensor(piece.targets), reduction="none")
-    return (losses * torch.tensor(piece.weights, dtype=torch.float64)).sum()
+    return (losses * torch.tensor(piece.weights)).sum()
+
+
+def document_loss(model: Any, ids: list[int], weights: list[float]) -> Tensor:
+    """That of a whole document."""
+    return _loss(model, _piece(ids, weights, 0, len(ids)))
