@@ -407,7 +407,8 @@ def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str
     """The last and the best validation loss, None where none was measured; the first and the last map of recall, where
     there are any; what to say of damaged lines."""
     lines = JsonLines(path / "validation.jsonl")
-    found, maps = [], []
+    found: list[tuple[float, int]] = []
+    maps: list[RecallMap] = []
     for line in lines.steps():
         if (loss := number(line.get("loss"))) is not None:
             found.append((loss, line["step"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from penstock.app.rows import Glyphs, Row, exactly
 from penstock.storage.untrusted import is_whole
@@ -39,7 +39,7 @@ def recall_of(line: Mapping[str, Any]) -> RecallMap | None:
     found, step = line.get("recall"), line.get("step")
     if not isinstance(found, dict) or not is_whole(step):
         return None
-    lengths, right, asked = (found.get(name) for name in ("lengths", "right", "asked"))
+    lengths, right, asked = found.get("lengths"), found.get("right"), found.get("asked")
     if not (_counts(lengths) and isinstance(right, list) and isinstance(asked, list)):
         return None
     rows = [*right, *asked]
@@ -51,7 +51,7 @@ def recall_of(line: Mapping[str, Any]) -> RecallMap | None:
     return RecallMap(step, tuple(lengths), tuple(map(tuple, right)), tuple(map(tuple, asked)))
 
 
-def _counts(values: Any) -> bool:
+def _counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and 0 < len(values) <= _MOST and all(is_whole(v) and v >= 0 for v in values)
 
 
