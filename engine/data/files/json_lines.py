@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def _row(line: bytes, where: str) -> Row | None:
         record = parse_json(base.decode_line(line, where))
     except RowError:
         raise
+    except json.JSONDecodeError as error:
+        raise RowError(
+            f"{where}: not a JSON object: {error.msg}, column {error.pos + 1:,}; each line needs one"
+        ) from error
     except ValueError as error:
         raise RowError(f"{where}: not a JSON object: {error}; each line needs one") from error
     if not isinstance(record, dict):
