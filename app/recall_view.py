@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 from penstock.app.rows import Glyphs, Row, exactly
 from penstock.storage.untrusted import is_whole
 
-_LABEL, _CELL = 7, 5
+_LABEL, _CELL, _TITLE = 7, 5, 32
 _MOST = 64
 """Lengths, and depths, of a map."""
 CHANCE = 0.1
@@ -57,7 +57,7 @@ def _counts(values: Any) -> TypeGuard[list[int]]:
 
 def map_width(found: RecallMap) -> int:
     """Cells that `map_rows` needs."""
-    return _LABEL + _CELL * found.depths
+    return max(_TITLE, _LABEL + _CELL * found.depths)
 
 
 def map_rows(found: RecallMap, glyphs: Glyphs) -> list[Row]:

@@ -124,6 +124,23 @@ def test_a_recipe_is_a_script(stem: str, folder: Path) -> None:
     assert json.loads((folder / "run" / "recipe.json").read_text())["model"]["path"] is None
 
 
+@pytest.mark.long
+def test_the_quickstart_finds_what_was_said_once(folder: Path) -> None:
+    """Killed and resumed on its way, and answered by plain transformers from its export."""
+    process = started(folder, sys.executable, str(REPOSITORY / "recipes" / "quickstart.py"), "--run-dir", "run")
+    out, err = process.communicate(timeout=1800)
+    assert process.returncode == 0, err
+    assert len(re.findall(r"^killed after step 9\d \(SIGKILL", out, re.M)) == 1
+    before, after = json.loads((folder / "run" / "summary.json").read_text())["recall"]
+    shares = [[sum(r) / sum(a) for r, a in zip(one["right"], one["asked"], strict=True)] for one in (before, after)]
+    assert before["lengths"] == after["lengths"] == [512, 1024, 2048, 4096, 8192]
+    assert max(shares[0]) < 0.3
+    assert min(shares[1]) >= 0.9
+    assert int(re.findall(r"from the export, answer (\d+) of 16 questions", out)[0]) >= 14
+    steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, load_recipe("quickstart").train.steps + 1))
+
+
 @pytest.mark.parametrize("path", MISSIONS, ids=lambda path: path.stem)
 def test_without_its_model_and_text_a_recipe_says_what_helps(
     path: Path, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -28,12 +28,7 @@ def found(line: dict[str, object]) -> RecallMap:
 
 
 def test_two_maps_side_by_side_in_percent() -> None:
-    text = plain(
-        [
-            [(piece.rstrip("\n"), token) for piece, token in row]
-            for row in recall_rows(found(BEFORE), found(AFTER), ASCII)
-        ]
-    )
+    text = plain(recall_rows(found(BEFORE), found(AFTER), ASCII))
     lines = text.splitlines()
     assert "guessing a digit gives 10%" in lines[0]
     assert lines[1].split() == ["3%", "right", "before", "training", "88%", "right", "after", "step", "9"]

@@ -217,6 +217,40 @@ def test_a_run_is_validated_every_so_many_steps_and_at_its_end(tmp_path: Path) -
     assert observer.validations[-1].loss == pytest.approx(loss, rel=1e-6)
 
 
+def plain_accuracy(session: Session, weights: dict[str, Tensor]) -> float:
+    """Share of the targets that transformers' model finds likelier than any other token, document by document."""
+    config = session.spec.config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    right = targets = 0
+    with torch.no_grad():
+        for m in itertools.chain.from_iterable(session.validation.passes()):
+            for start, length in zip(m.documents, m.lengths, strict=False):
+                ids, labels = (tensor[start : start + length] for tensor in (m.ids, m.labels))
+                likeliest = model(ids[None]).logits[0].argmax(dim=-1)
+                right += int((likeliest == labels)[labels != -100].sum())
+                targets += int((labels != -100).sum())
+    return right / targets
+
+
+def test_what_it_gets_right_is_what_transformers_gets_right(tmp_path: Path) -> None:
+    """Before the first step too, where the recipe asks for it."""
+    t = tiny.training(steps=3, validate_every=3, validate_first=True, validation_sequences=60)
+    data = tiny.data(validation_documents=60, max_documents=64)
+    found = []
+    with tiny.session(tmp_path, d=data, t=t) as session:
+        for _ in range(2):
+            assert due(session)
+            found.append(validate(session))
+            session.finish()
+            assert found[-1].accuracy == plain_accuracy(session, tiny.parameters(session.store, session.spec))
+            while session.step < 3:
+                train_step(session)
+                assert due(session) == (session.step == 3)
+    assert [one.step for one in found] == [0, 3]
+    assert all(one.accuracy > 0 for one in found)
+
+
 @pytest.mark.parametrize("stop_after", cases([1, 2, 3], 2))
 def test_a_resumed_run_is_validated_at_the_same_steps(tmp_path: Path, stop_after: int) -> None:
     """A stop after a step that is due does not wait for the validation: the resumed run makes up for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -389,3 +390,20 @@ async def _answer(pilot: Pilot[None], screen: RunScreen, key: str, text: str) ->
     pilot.app.screen.query_one(Input).value = text
     await pilot.press("enter")
     await real_runs.until(lambda: pilot.app.screen is screen, pilot.pause)
+
+
+async def test_what_is_found_in_haystacks_stands_beside_the_loss(first: Path, root: Path) -> None:
+    run = root / "runs" / "needles"
+    shutil.copytree(first, run)
+    maps = [{"lengths": [512, 8192], "right": [[n] * 5] * 2, "asked": [[8] * 5] * 2} for n in (1, 8)]
+    lines = ({"step": 12 * n, "loss": 4.0 - n, "recall": recall} for n, recall in enumerate(maps))
+    (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for size in ((80, 24), (120, 36), (200, 60)):
+        async with opened(run, size) as (_, screen):
+            text = drawn(screen.loss)
+            assert "100% right after step 12" in text
+            assert ("12% right before training" in text) == (screen.loss.size.height > 4)
+            assert re.search(r" 8,192 ( .100){5}", text)
+            assert {len(line) for line in text.splitlines()[:8]} == {screen.loss.size.width}
+    async with opened(run, (60, 24)) as (_, screen):
+        assert "right" not in drawn(screen.loss)

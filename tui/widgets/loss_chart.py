@@ -58,9 +58,14 @@ class LossChart(RunPane, can_focus=True):
         return width - rest if width - rest >= _LEAST_CHART else width
 
     def _maps(self, height: int) -> list[Row]:
-        """What was found in haystacks: the last map, and below it the first where there is room for both."""
+        """What was found in haystacks: the last map, and below it the first, or its title, where there is room.
+
+        Where there is little room the longest haystacks stay.
+        """
         first, last = self._data.metrics.recall[0], self._data.metrics.recall[-1]
         rows = map_rows(last, self.glyphs)
+        if height < len(rows):
+            return [rows[0], *rows[len(rows) - height + 1 :]]
         if first == last:
             return rows
         before = map_rows(first, self.glyphs)
