@@ -83,7 +83,9 @@ class FinetuneScreen(PenstockScreen):
                     yield Label(label)
                     suggester = None if name in _NUMBERS else Paths(root, folders_only=name == "model")
                     limit = _NUMBERS.get(name)
-                    yield Input(placeholder=hint, id=name, compact=True, suggester=suggester, restrict=limit)
+                    entry = Input(placeholder=hint, id=name, compact=True, suggester=suggester, restrict=limit)
+                    entry.cursor_blink = False
+                    yield entry
         yield _Found(id="found", classes="pane")
         yield Footer(show_command_palette=False)
 
