@@ -47,7 +47,6 @@ EMPTY = {
     "white space": ("text", {"a.txt": " \n\t \n", "b.txt": "\n"}),
     "empty lines": ("jsonl", {"a.jsonl": "\n\n"}),
     "empty texts": ("jsonl", {"a.jsonl": '{"text": ""}\n{"text": "  "}\n'}),
-    "no jsonl": ("jsonl", {"a.txt": "text\n"}),
 }
 
 
@@ -63,6 +62,9 @@ def test_data_without_a_token(refused: Train, tmp_path: Path, case: str) -> None
 
 def test_data_without_text_fields_or_place(refused: Train, tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"content": "a"}\n')
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text\n")
+    assert "texts holds no file of rows (.json, .jsonl" in refused("data.source=jsonl", "data.path=texts")
     assert "odd.jsonl:1: no `text` field" in refused("data.source=jsonl", "data.path=odd.jsonl")
     assert "nowhere does not exist" in refused("data.path=nowhere")
     with pytest.raises(UserError, match=r"data\.path: data\.source=jsonl needs it"):
