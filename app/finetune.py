@@ -67,6 +67,7 @@ def propose(
     facts = Found(
         num_params=source.model.params,
         context=source.model.context,
+        recurrent=source.model.recurrent,
         text=source.is_text,
         lengths=source.lengths,
         rows=lambda values: source.rows(_with(recipe, values).data),

@@ -115,6 +115,8 @@ def data(
     from penstock.app.finetune_report import token_row
     from penstock.app.finetune_view import WHOLE_CHARS, Watch, console_page, found_rows, print_rows, sample_rows
 
+    if data is None and Path(recipe).expanduser().is_dir():
+        raise UserError(f"{recipe}: is a folder; name a recipe, or the data behind a model: penstock data MODEL DATA")
     if data is None:
         found = api.resolved_recipe(Path(recipe), overrides or [])
     else:

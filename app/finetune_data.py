@@ -62,6 +62,8 @@ class ModelFacts(NamedTuple):
     """Longest position that it is made for."""
     vocab_size: int
     path: str
+    recurrent: bool
+    """It carries a state from token to token."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,8 @@ class Source:
         """Rows that an epoch fills. UserError for none."""
         from penstock.engine.data.packing import rows_per_epoch
 
-        found = rows_per_epoch(self.corpus, data, data.sequence_length)
+        alone = self.model is not None and self.model.recurrent
+        found = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
         if not found:
             raise UserError(
                 f"data.long_documents: {data.long_documents} leaves nothing to train on, as the shortest document has "
@@ -261,7 +264,8 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
     if context is not None and recipe.data.sequence_length == DataConfig().sequence_length > context:
         recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
     spec = kept_spec(recipe, lambda: model_spec(config, recipe))
-    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, short_path(str(recipe.model.path)))
+    path = short_path(str(recipe.model.path))
+    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, path, spec.recurrent)
 
 
 def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:

@@ -71,6 +71,8 @@ class Found:
     """[documents] tokens of each."""
     rows: Callable[[Mapping[str, Any]], int]
     """Rows of an epoch with these fields of data, by their dotted names."""
+    recurrent: bool = False
+    """The model carries a state from token to token: a row is one document."""
 
 
 def choose(found: Found, given: Mapping[str, Any], epochs: float | None = None) -> list[Default]:
@@ -102,9 +104,12 @@ class _Made:
 
 def _data(made: _Made, found: Found) -> None:
     count = len(found.lengths)
-    row, why = row_length(found.lengths, found.context, text=found.text)
+    row, why = row_length(found.lengths, found.context, text=found.text, packed=not found.recurrent)
     made.set("data.sequence_length", row, why)
-    made.set("data.packing", "best_fit", "whole, so placed that little stays empty")
+    if found.recurrent:
+        made.set("data.packing", "none", "one a row: the model carries a state from token to token")
+    else:
+        made.set("data.packing", "best_fit", "whole, so placed that little stays empty")
     if found.text:
         made.set("data.long_documents", "split", "what is longer goes on as a document of its own")
     else:
@@ -156,7 +161,7 @@ def _looks(made: _Made) -> None:
     made.set("after.export", True, "a Hugging Face folder in the end")
 
 
-def row_length(lengths: NDArray[np.int64], context: int | None, *, text: bool) -> tuple[int, str]:
+def row_length(lengths: NDArray[np.int64], context: int | None, *, text: bool, packed: bool = True) -> tuple[int, str]:
     """Tokens of a row, a power of two unless the model's context is none, and why."""
     longest, usual = int(lengths.max()), int(np.median(lengths))
     share = math.ceil(np.percentile(lengths, 99))
@@ -168,7 +173,7 @@ def row_length(lengths: NDArray[np.int64], context: int | None, *, text: bool) -
     if row > most:
         row, why = most, f"documents have up to {longest:,} tokens; more than {most:,} a row is yours to set"
     tokens = int(lengths.sum())
-    while row < min(PACKED_ROW, PACKED_DOCUMENTS * usual) and tokens >= PACKED_ROWS * 2 * row:
+    while packed and row < min(PACKED_ROW, PACKED_DOCUMENTS * usual) and tokens >= PACKED_ROWS * 2 * row:
         row, why = row * 2, f"{max(1, row * 2 // max(1, usual)):,} usual documents of {usual:,} tokens packed into one"
     if context is not None and row > context:
         row, why = context, f"the model's own context; the longest document has {longest:,}"

@@ -146,6 +146,10 @@ def test_rows_are_printed_as_training_reads_them(here: Path, capsys: pytest.Capt
     assert "the last turn of the assistant" in printed.out
 
 
+def test_a_model_without_data_has_no_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "name a recipe, or the data behind a model" in refusal(capsys, "data", "tiny-chat")
+
+
 def test_a_question_is_asked_on_a_terminal_and_no_keeps_the_recipe(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,11 @@ def test_ten_short_ones_hold_nothing_out_and_are_a_row_a_step() -> None:
     assert "train.validate_every" not in chosen
 
 
+def test_a_recurrent_model_has_a_document_a_row() -> None:
+    chosen = values([500] * 1000, recurrent=True)
+    assert (chosen["data.sequence_length"], chosen["data.packing"]) == (512, "none")
+
+
 @pytest.mark.parametrize(
     ("lengths", "context", "text", "row", "why"),
     [
