@@ -151,10 +151,8 @@ def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[De
     where = "the first held out" if recipe.data.validation_documents else "the first of the data"
     made = [Default("after.sample_prompt", prompt, where)]
     if "after.sample_tokens" not in given:
-        tokens = (
-            min(SAMPLE_TOKENS[1], max(1, answer - 1)) if answer else SAMPLE_TOKENS[0]
-        )  # without the one that ends it
-        made.append(Default("after.sample_tokens", tokens, "as long as the answer in the data" if answer else "a few"))
+        tokens = min(SAMPLE_TOKENS[1], 2 * answer) if answer else SAMPLE_TOKENS[0]
+        made.append(Default("after.sample_tokens", tokens, "twice the answer in the data" if answer else "a few"))
     return made
 
 

@@ -39,7 +39,7 @@ class AfterConfig:
     sample_prompt: str | None = None
     """Text that plain transformers continues from the exported folder; none prints no sample."""
     sample_tokens: int = 60
-    """Tokens to generate after the prompt."""
+    """Tokens to generate after the prompt, at most."""
 
     def __post_init__(self) -> None:
         parse_bytes(self.export_shard, "after.export_shard")

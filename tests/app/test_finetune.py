@@ -78,7 +78,7 @@ def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
         "train.steps 6 as you said",
         "fits on this machine",
         "recipe written to tiny_chat_talks.py",
-        "sample, 5 tokens by transformers behind the prompt",
+        "sample, at most 12 tokens by transformers behind the prompt",
     ):
         assert part in printed, part
     recipe = load_recipe("tiny_chat_talks.py")
