@@ -133,6 +133,11 @@ CASES = {
         ("bad.jsonl", "UTF-32", "iconv"),
         {"bad.jsonl": '{"text": "a"}\n'.encode("utf-32")},
     ),
+    "UTF-16 without a mark": Bad(
+        {"source": "jsonl", "path": "bad.jsonl"},
+        ("bad.jsonl", "UTF-16LE text without a byte-order mark", "iconv"),
+        {"bad.jsonl": '{"text": "a b c"}\n'.encode("utf-16-le")},
+    ),
     "half UTF-16": Bad(
         {"source": "jsonl", "path": "bad.jsonl"},
         ("bad.jsonl", "not UTF-16 text"),
@@ -235,13 +240,13 @@ def test_bad_data_is_one_line_and_leaves_nothing(here: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     "encoded",
-    [("utf-8-sig", "\n"), ("utf-8", "\r\n"), ("utf-16", "\n"), ("utf-16-le", "\n")],
-    ids=["BOM", "CRLF", "UTF-16", "UTF-16 with a mark by hand"],
+    [("utf-8-sig", "\n"), ("utf-8", "\r\n"), ("utf-16", "\n"), ("utf-16-be", "\n")],
+    ids=["BOM", "CRLF", "UTF-16", "UTF-16, its bytes the other way round"],
 )
 def test_marks_and_encodings_that_are_read(here: Path, encoded: tuple[str, str]) -> None:
     encoding, end = encoded
     text = "".join(json.dumps({"text": f"é {number} a b c"}, ensure_ascii=False) + end for number in range(9))
-    mark = b"\xff\xfe" if encoding == "utf-16-le" else b""
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
     (here / "odd.jsonl").write_bytes(mark + text.encode(encoding))
     write_recipe("marked", {"source": "jsonl", "path": "odd.jsonl"}, steps=1)
     assert main(["train", "bad-recipe.json", "--run-dir", "run"]) == 0

@@ -175,7 +175,16 @@ def open_utf8(file: Path) -> BinaryIO:
         raise UserError(f"{printable(file)}: UTF-32 text; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW")
     elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return cast(BinaryIO, io.BufferedReader(_FromUtf16(stream, file), 1 << 20))
+    elif (unmarked := _UNMARKED.get(tuple(byte == 0 for byte in start))) is not None:
+        raise UserError(
+            f"{printable(file)}: {unmarked} text without a byte-order mark; convert it: iconv -f {unmarked} -t UTF-8 "
+            "OLD > NEW"
+        )
     return stream
+
+
+_UNMARKED = {(False, True, False, True): "UTF-16LE", (True, False, True, False): "UTF-16BE"}
+"""Which of the first bytes are zero where a text begins with two characters of ASCII."""
 
 
 class _FromUtf16(io.RawIOBase):
