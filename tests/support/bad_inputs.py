@@ -121,6 +121,7 @@ def catalogue() -> list[Bad]:
         *_weights(),
         *_tokenizers(),
         *_texts(),
+        *_rows(),
         *_runs(),
         *_manifests(),
         *_places(),
@@ -411,6 +412,50 @@ def _texts() -> Iterator[Bad]:
         plan = setting("plan", f"data.source={source}", f"data.path={name}")
         # Data may lie anywhere.
         yield from each("text data", contents | _odd_files(outside=False), given(name, *plan), f"{source}: ")
+
+
+def _rows() -> Iterator[Bad]:
+    """Rows in every other container and format."""
+    contents: dict[str, bytes | str] = {
+        "empty": b"",
+        "white space": b" \n\t\n",
+        "bytes": bytes(range(256)),
+        "zero bytes": b"\0" * 4096,
+        "a name of escapes": f'[{{"{HOSTILE.encode("unicode_escape").decode()}": 1}}]',
+        "deep": b"[" * DEEP,
+        "a list of lists": b"[[[]]]",
+        "a magic word": b"PAR1ARROW1",
+    }
+    endings = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst")
+    for ending in endings:
+        name = f"rows/bad{ending}"
+        plan = setting("plan", "data.source=messages", f"data.path={name}")
+        yield from each("rows", contents | _odd_files(outside=False), given(name, *plan), f"{ending}: ")
+    odd: list[Any] = [
+        None,
+        5,
+        "text",
+        [],
+        {},
+        [5],
+        [{}],
+        [{"role": HOSTILE}],
+        [{"from": HOSTILE}],
+        [[1, 2]],
+        -1,
+        1e300,
+        True,
+    ]
+    for source, field in (
+        ("messages", "messages"),
+        ("sharegpt", "conversations"),
+        ("alpaca", "instruction"),
+        ("prompt_completion", "prompt"),
+        ("tokens", "input_ids"),
+    ):
+        plan = setting("plan", f"data.source={source}", "data.path=rows/bad.jsonl")
+        items = {repr(value): json.dumps({field: value}) for value in odd}
+        yield from each("rows", items, given("rows/bad.jsonl", *plan), f"{source}: ")
 
 
 def _runs() -> Iterator[Bad]:
