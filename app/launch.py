@@ -341,7 +341,8 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
             display.message(line)
         if recipe.after.sample_prompt is not None:
             text = sample_text(folder, recipe.after.sample_prompt, recipe.after.sample_tokens)
-            display.message(f"sample, at most {recipe.after.sample_tokens} tokens by transformers behind the prompt: {text!r}")
+            most = recipe.after.sample_tokens
+            display.message(f"sample, at most {most} tokens by transformers behind the prompt: {text!r}")
         if recipe.data.source == "needles":
             from penstock.app.haystack import haystack_line
 
@@ -456,7 +457,7 @@ def require_new_folder(folder: Path) -> None:
 
 
 def sample_text(folder: Path, prompt: str, num_tokens: int) -> str:
-    """`prompt` and at most `num_tokens` more, up to the model's own end of text, drawn by plain transformers from a model folder.
+    """`prompt` and at most `num_tokens` more, up to the end of text, drawn by plain transformers from a model folder.
 
     The draw is seeded (temperature 0.7, the 40 likeliest tokens); the most likely continuation of a model that has
     trained for minutes is a row of newlines.
