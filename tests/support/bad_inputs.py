@@ -437,7 +437,7 @@ def _rows() -> Iterator[Bad]:
         "text",
         [],
         {},
-        [5],
+        [5.5],
         [{}],
         [{"role": HOSTILE}],
         [{"from": HOSTILE}],
