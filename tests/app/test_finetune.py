@@ -34,6 +34,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # of a command before in this process
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
