@@ -62,7 +62,7 @@ def propose(
         raise UserError(f"--epochs: {epochs:g} must be above 0, and 10,000 at most")
     given = given_values(overrides)
     recipe = first_recipe(model, data, overrides, machine=machine)
-    source = open_source(recipe, listener)
+    recipe, source, told = _opened(recipe, given, listener)
     assert source.model is not None
     facts = Found(
         num_params=source.model.params,
@@ -72,7 +72,7 @@ def propose(
         lengths=source.lengths,
         rows=lambda values: source.rows(_with(recipe, values).data),
     )
-    chosen = choose(facts, given, epochs)
+    chosen = [*told, *choose(facts, given, epochs)]
     recipe = apply_overrides(_with(recipe, {item.key: item.value for item in chosen}), overrides)
     prompt = _prompt(source, recipe, given)
     recipe = _with(recipe, {item.key: item.value for item in prompt})
@@ -80,6 +80,23 @@ def propose(
     source.require_trainable(recipe)
     report = data_report(source, recipe) | {"chosen": [item._asdict() for item in chosen], "recipe": changes(recipe)}
     return Proposal(recipe, chosen, report)
+
+
+def _opened(
+    recipe: Recipe, given: Mapping[str, Any], listener: Listener | None
+) -> tuple[Recipe, Source, list[Default]]:
+    """The recipe and its tokenised data. Where the template does not tell earlier turns, the last one is trained."""
+    from penstock.engine.data.rows import TurnsError
+
+    try:
+        return recipe, open_source(recipe, listener), []
+    except TurnsError:
+        if "data.trained_tokens" in given:
+            raise
+    why = "the chat template renders earlier turns in another way than it asks for them"
+    made = Default("data.trained_tokens", "last", why)
+    recipe = _with(recipe, {made.key: made.value})
+    return recipe, open_source(recipe, listener), [made]
 
 
 def first_recipe(model: str, data: str, overrides: Sequence[str], *, machine: str = "") -> Recipe:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.config import DataConfig
-from penstock.engine.data.rows import RowError
+from penstock.engine.data.rows import RowError, TurnsError
 from penstock.engine.data.samples import Conversation
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.storage.errors import UserError
@@ -222,12 +222,12 @@ class _View:
             found.append((turn, len(before), len(upto)))
         return found
 
-    def _not_nested(self, turn: int, rendered: str, trained: Trained) -> RowError:
+    def _not_nested(self, turn: int, rendered: str, trained: Trained) -> TurnsError:
         pairs = zip(rendered, self.text, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rendered), len(self.text)))
         one, other = (repr(text[at : at + _SHOWN_CHARS]) for text in (rendered, self.text))
         ways = "all" if trained == "last" else "last or all"
-        return RowError(
+        return TurnsError(
             f"{self._where}: messages[{turn}]: the chat template renders it as {printable(one)} by itself and as "
             f"{printable(other)} in the whole conversation, so what is trained cannot be told; set "
             f"data.trained_tokens={ways}, or data.chat_template to a template with generation markers"

@@ -19,6 +19,8 @@ from penstock.engine.data.samples import Completion, Conversation, Encoded, Ids,
 from penstock.engine.data.tokenizer import TextTokenizer
 from penstock.storage.errors import UserError
 
+_ALWAYS = ("messages", "sharegpt")
+"""Sources whose every row is a conversation."""
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
 _VERSION = 1  # of what the same sample is encoded to
 
@@ -39,7 +41,7 @@ class Answer(NamedTuple):
     encoded: list[Encoded]
     bad: tuple[int, str]
     """Samples that were left out, and what was wrong with the first."""
-    user_error: str | None = None
+    user_error: UserError | None = None
     failure: str | None = None
     """Traceback of any other error."""
 
@@ -215,6 +217,8 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
     if config.source in _CONVERSATIONS and encoder.template is not None:
         own = f"conversations: as the chat template has them, {eos} behind those that it ends with no special token"
+        if config.source in _ALWAYS:
+            return own
         return f"{own}; other rows: {begins}, {eos} ends each document"
     return f"{begins}, {eos} ends each document"
 

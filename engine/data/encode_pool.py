@@ -71,7 +71,7 @@ def _in_parallel(encoder: Encoder, samples: Iterator[Sample], processes: int) ->
     def oldest() -> list[Encoded]:
         answer = under_way.popleft().result()
         if answer.user_error is not None:
-            raise UserError(answer.user_error)
+            raise answer.user_error
         if answer.failure is not None:
             raise RuntimeError(f"a process that makes tokens failed:\n{answer.failure}")
         encoder.bad.add_many(*answer.bad)
@@ -121,7 +121,7 @@ class _Worker:
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
             code = self._process.wait()
             if code < 0:
-                return Answer([], (0, ""), user_error=_KILLED.format(signal=-code))
+                return Answer([], (0, ""), user_error=UserError(_KILLED.format(signal=-code)))
             return Answer([], (0, ""), failure=f"it ended with code {code}")
         assert isinstance(answer, Answer)
         return answer

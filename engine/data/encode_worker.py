@@ -31,7 +31,7 @@ def main() -> None:
         try:
             answer = Answer(encoder.encode(samples), encoder.bad.take())
         except UserError as error:
-            answer = Answer([], (0, ""), user_error=str(error))
+            answer = Answer([], (0, ""), user_error=error)
         except Exception:
             answer = Answer([], (0, ""), failure=traceback.format_exc())
         pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)

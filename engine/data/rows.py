@@ -19,6 +19,10 @@ class RowError(UserError):
     """One row, line or sample that cannot be used; `data.bad_rows` says what becomes of it."""
 
 
+class TurnsError(RowError):
+    """A conversation whose template does not tell the tokens of its turns."""
+
+
 class BadRows:
     """Refuses the first bad row, or counts all of them.
 
@@ -32,7 +36,8 @@ class BadRows:
     def add(self, error: RowError) -> None:
         """One more. Raises UserError where none is accepted."""
         if self.mode == "refuse":
-            raise UserError(f"{error}; or set data.bad_rows=skip, which leaves such rows out") from error
+            message = f"{error}; or set data.bad_rows=skip, which leaves such rows out"
+            raise (TurnsError if isinstance(error, TurnsError) else UserError)(message) from error
         self.first = self.first or str(error)
         self.count += 1
 

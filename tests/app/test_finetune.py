@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chat_model import make_chat_model, make_tokenizer, talk, write_talks
+from chat_templates import THINKING
 from cli_process import json_lines, refusal
 
 import penstock
@@ -62,6 +63,20 @@ def test_what_is_set_is_read_as_the_fields_types() -> None:
     assert given == {"train.lr": 1e-5, "data.validation_documents": None, "model.overrides.rope_theta": "1e6"}
     with pytest.raises(UserError, match=r"--set: no field 'train\.stepz'; did you mean 'train\.steps'"):
         given_values(["train.stepz=1"])
+
+
+def test_of_turns_that_the_template_renders_in_another_way_the_last_is_trained(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((here / "tiny-chat" / "tokenizer_config.json").read_text())
+    (here / "tiny-chat" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
+    (here / "tiny-chat" / "chat_template.jinja").write_text(THINKING)
+    assert main(["finetune", "tiny-chat", "talks.jsonl", "--json", *FAST]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (said,) = (item for item in found["chosen"] if item["key"] == "data.trained_tokens")
+    assert said["value"] == found["recipe"]["data"]["trained_tokens"] == "last"
+    assert main(["finetune", "tiny-chat", "talks.jsonl", "--json", "--set", "data.trained_tokens=assistant"]) == 2
+    assert "the chat template renders it as" in capsys.readouterr().err
 
 
 def test_one_line_trains_a_model_and_leaves_a_recipe_that_repeats_it(
