@@ -220,7 +220,7 @@ def test_validations_have_a_file_of_their_own_that_a_resumed_run_replaces(
         if step % 2 == 0:
             log.validation(validation(step, 10.0 if step < 4 else float("nan")))
     log.close("failed")
-    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5}
+    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5, "accuracy": None, "recall": None}
     assert json_lines(tmp_path / "validation.jsonl") == [
         {"step": 2, "loss": 10.0} | rest,
         {"step": 4, "loss": None} | rest,

@@ -46,6 +46,9 @@ def test_what_acts_is_marked_in_the_table() -> None:
     assert {
         ("home", "configure"),
         ("home", "resume"),
+        ("home", "finetune"),
+        ("finetune", "look"),
+        ("finetune", "configure"),
         ("fit", "configure"),
         ("configure", "save"),
         ("configure", "launch"),

@@ -68,6 +68,9 @@ async def test_from_opening_to_the_exported_folder(tmp_path: Path, monkeypatch: 
         recipes = app.screen.query_one("#recipes", DataTable)
         assert recipes.has_focus  # there are no runs yet
         assert Path(str(recipes.ordered_rows[recipes.cursor_row].key.value)).name == "quickstart.py"
+        # ---- it is over in a moment; the text model takes its time
+        await pilot.press("slash", *"text_small", "enter")
+        assert Path(str(recipes.ordered_rows[recipes.cursor_row].key.value)).name == "text_small.py"
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, ConfigureScreen), "the form")
         screen = app.screen

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.tui.data.run_data import RunData
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.tui.data.run_data import RunData
 
 _WORDS = {
     "preparing": "the run is still being prepared",

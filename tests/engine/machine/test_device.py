@@ -105,8 +105,8 @@ def test_what_is_compiled_beside_other_lanes_is_one_graph_each() -> None:
     state = [torch.rand(64) for _ in range(5)]
     update = torch._dynamo.explain(adamw)(*state, scalars(t, t.lr, 1, 0.5, torch.device("cpu")).decayed)
     assert (update.graph_count, update.graph_break_count) == (1, 0)
-    labels = torch.tensor([1, 5])
-    loss = torch._dynamo.explain(_block_)(torch.rand(2, 8), labels, torch.tensor(0.1))
+    rows, labels, weights = torch.rand(2, 8), torch.tensor([1, 5]), torch.ones(2, 1)
+    loss = torch._dynamo.explain(_block_)(rows, labels, weights, torch.tensor(0.1), torch.tensor(1e-4))
     assert (loss.graph_count, loss.graph_break_count) == (1, 0)
 
 
