@@ -5,16 +5,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
 from cli_process import REAL, REPOSITORY, default_signals
 from guide_files import arguments_for, make_files
-
-import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
-from penstock.app.cli import cli
+from pages import require_command
 
 GUIDES = sorted((REPOSITORY / "docs" / "guide").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -39,14 +35,7 @@ def test_commands_links_and_code_are_right(page: Path) -> None:
     inline = re.findall(r"`penstock ([^`\n]+)`", text)
     typed = [line.partition("penstock ")[2] for line in commands(page) if line.startswith("penstock ")]
     for line in inline + typed:
-        command: Any = typer.main.get_command(cli)
-        for word in line.split():
-            if word[0].isalpha() and hasattr(command, "commands"):
-                assert word in command.commands, f"{page.name}: penstock {line}"
-                command = command.commands[word]
-        options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", line):
-            assert option in options, f"{page.name}: penstock {line}"
+        require_command(page.name, line)
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), f"{page.name}: {link}"
     for language, body in BLOCK.findall(text):

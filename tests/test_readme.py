@@ -4,18 +4,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
 from bad_model_files import CONFIG
 from chat_model import make_chat_model, write_talks
 from cli_process import REAL, done, started
+from pages import require_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import penstock.tui.commands  # noqa: F401  # the commands that the terminal application adds
-from penstock.app.cli import cli
 from penstock.engine.data.tokenizer import train_tokenizer
 from penstock.tui.capture import BEGIN, END, SETTINGS
 
@@ -43,14 +40,7 @@ def test_commands_and_their_options_exist(page: str, least: int) -> None:
     lines = found(page)
     assert len(lines) >= least
     for line in lines:
-        command: Any = typer.main.get_command(cli)
-        for word in line.split():
-            if word[0].isalpha() and hasattr(command, "commands"):
-                assert word in command.commands, f"{page}: penstock {line}"
-                command = command.commands[word]
-        options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", line):
-            assert option in options, f"{page}: penstock {line}"
+        require_command(page, line)
 
 
 @pytest.mark.parametrize("page", PAGES[:2])

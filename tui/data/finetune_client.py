@@ -53,30 +53,20 @@ class FinetuneState:
         return self.report is not None or self.trouble is not None
 
 
-class FinetuneClient:
+class FinetuneClient(processes.OneAtATime):
     """One command at a time, the newest. `changed` is called in the event loop whenever `state` says more."""
 
     def __init__(self, root: Path, changed: Callable[[], None]) -> None:
+        super().__init__()
         self.state = FinetuneState()
         self._root, self._changed = root, changed
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
 
     async def ask(self, asked: Asked) -> None:
         """Begin anew."""
         await self.close()
         self.state = FinetuneState(asked)
         self._changed()
-        self._reading = asyncio.get_running_loop().create_task(self._read(self.state, asked))
-
-    async def close(self) -> None:
-        """End the command."""
-        reading, self._reading = self._reading, None
-        process, self._process = self._process, None
-        if reading is not None:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-        await processes.end(process)
+        self._read_in_task(self._read(self.state, asked))
 
     async def _read(self, state: FinetuneState, asked: Asked) -> None:
         code, printed = await self._run(state, [*COMMAND, *asked.arguments()])

@@ -43,30 +43,20 @@ class FitState:
         return [] if self.question is None else self.question["contexts"]
 
 
-class FitClient:
+class FitClient(processes.OneAtATime):
     """One command at a time, the newest. `changed` is called in the event loop whenever `state` says more."""
 
     def __init__(self, root: Path, changed: Callable[[], None], command: Sequence[str] | None = None) -> None:
+        super().__init__()
         self.state = FitState()
         self._root, self._changed, self._command = root, changed, command or COMMAND
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
 
     async def ask(self, machine: str) -> None:
         """Begin anew for a preset or a profile file; this machine where it is empty."""
         await self.close()
         self.state = FitState()
         self._changed()
-        self._reading = asyncio.get_running_loop().create_task(self._read(self.state, machine))
-
-    async def close(self) -> None:
-        """End the command."""
-        reading, self._reading = self._reading, None
-        process, self._process = self._process, None
-        if reading is not None:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-        await processes.end(process)
+        self._read_in_task(self._read(self.state, machine))
 
     async def _read(self, state: FitState, machine: str) -> None:
         code, said = await self._run(state, ["--machine", machine] if machine else [])

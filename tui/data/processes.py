@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.app import memory_limit
 from penstock.storage import child
@@ -36,3 +37,24 @@ async def end(process: asyncio.subprocess.Process | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+class OneAtATime:
+    """A command whose output a task reads; the newest alone."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def _read_in_task(self, reading: Coroutine[Any, Any, None]) -> None:
+        """Read in a task of its own; the one before is closed."""
+        self._reading = asyncio.get_running_loop().create_task(reading)
+
+    async def close(self) -> None:
+        """End the command."""
+        reading, self._reading = self._reading, None
+        process, self._process = self._process, None
+        if reading is not None:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await end(process)
