@@ -22,6 +22,7 @@ pytestmark = pytest.mark.long
 SMALL = "model.num_layers=2 model.hidden_size=32 model.intermediate_size=64 model.head_dim=8 train.steps=2 "
 SMALL += "data.max_documents=20 data.validation_documents=none data.sequence_length=64 train.chunk_tokens=32 "
 SMALL += "data.tokenizer_vocab_size=300 train.validate_every=none train.validation_sequences=none "
+SMALL += "train.validate_first=false train.decay_steps=none "
 SMALL += "train.warmup_steps=0 train.compile=off train.device=cpu "
 SMALL += "budgets.gpu=8MiB budgets.ram=16MiB storage.part_bytes=64KiB after.sample_tokens=4"
 SETTINGS = [word for text in SMALL.split() for word in ("--set", text)]

@@ -41,6 +41,10 @@ def arguments_for(verb: str, words: list[str]) -> list[str]:
         return [word for value in kept for word in ("--set", value)]
     if verb == "fit":
         return ["--machine", "rtx4090-128"]
+    if verb == "plan" and "machine.json" in words:
+        return ["--machine", "gh200-480"]
+    if verb == "probe":
+        return ["--seconds", "1", "--size", "1GiB"]
     return []
 
 
