@@ -41,6 +41,6 @@ class LossWatch:
         """Take the loss of a step; whether it is finite and at most `multiple` times the mean of those before it."""
         if not math.isfinite(loss):
             return False
-        limit = math.inf if self.mean is None else self._multiple * self.mean
-        self.mean = loss if self.mean is None else _DECAY * self.mean + (1 - _DECAY) * min(loss, limit)
+        limit = self._multiple * self.mean if self.mean else math.inf  # 0: of steps that had nothing to train
+        self.mean = loss if not self.mean else _DECAY * self.mean + (1 - _DECAY) * min(loss, limit)
         return loss <= limit

@@ -197,6 +197,12 @@ def test_a_checkpoint_that_is_being_read_does_not_end_the_run(tmp_path: Path, mo
     assert set(tiny.kept(tmp_path)) == {"good-000002", "good-000005", "step-000003", "step-000005", "step-000006"}
 
 
+@pytest.mark.parametrize("multiple", [None, 2.0])
+def test_steps_without_anything_to_train_judge_no_loss(multiple: float | None) -> None:
+    watch = LossWatch(multiple, None)
+    assert [watch.is_good(loss) for loss in (0.0, 0.0, 5.0, 5.0)] == [True] * 4
+
+
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=40), st.floats(1.5, 10))
 def test_the_loss_watch(losses: list[float], multiple: float) -> None:
     watch = LossWatch(multiple, None)

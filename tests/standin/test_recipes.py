@@ -35,6 +35,7 @@ def cut(path: Path) -> dict[str, object]:
         "data.validation_documents": 2,
         "train.steps": 2,
         "train.warmup_steps": 0,
+        "train.decay_steps": "none",
         "train.global_batch_size": 2,
         "train.validate_every": 2,
         "train.validation_sequences": "none",
@@ -60,7 +61,7 @@ def cut(path: Path) -> dict[str, object]:
 
 
 def test_all_recipes_are_here() -> None:
-    assert len(RECIPES) == 12
+    assert len(RECIPES) == 13
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
