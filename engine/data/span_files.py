@@ -132,7 +132,7 @@ class BlockSums:
         self._rest = bytes(whole[end:])
 
     def finish(self) -> bytes:
-        """The content of tokens.crc32c."""
+        """What a file of checksums holds."""
         last = [checksum(memoryview(self._rest), 0)] if self._rest else []
         return np.asarray([*self._sums, *last], dtype="<u4").tobytes()
 
