@@ -31,7 +31,12 @@ _DTYPE = Synonym("train.compute_dtype", "bfloat16, float32 or auto; master weigh
 _SCHEDULE = Synonym("train.lr_schedule", "cosine, linear, constant or wsd, which is warmup_stable_decay elsewhere")
 _DECAY = Synonym("train.decay_steps", "steps at the end of train.lr_schedule=wsd; what lies before them is stable")
 _GROUPS = Synonym("train.lr_groups", 'a factor on train.lr by pattern, as {"*embed_tokens*": 0.1}')
-_FROZEN = Synonym("train.lr_groups", 'a factor of 0 leaves parameters as they are: {"*embed_tokens*": 0}')
+_FROZEN = Synonym("train.freeze", 'patterns of parameter names, as ["*embed_tokens*"]')
+_PATIENCE = Synonym("train.early_stopping_patience", "counts validations, not steps")
+_RANK = Synonym("adapter.rank")
+_ADAPTER = Synonym("adapter.method", "lora, dora, rslora or none")
+_TARGETS = Synonym("adapter.targets", 'ends of module names, as ["q_proj", "v_proj"], or all-linear')
+_TRACKERS = Synonym("trackers", 'a list, as ["wandb"]')
 _TRAINED = Synonym("data.trained_tokens", "assistant, last or all")
 _PACKING = Synonym("data.packing", "wrap, best_fit or none; attention never crosses a document's end")
 _TEMPLATE = Synonym("data.chat_template", "a Jinja file; none takes the tokenizer's own template")
@@ -42,7 +47,7 @@ _LONG = Synonym("data.long_documents", "split, cut or drop")
 _PUSH = Synonym("after.push", "OWNER/NAME; none pushes nothing")
 _NO_LENGTHS = Synonym("", "padding costs nothing, so rows are not sorted by length; data.packing fills them")
 _NO_NEFTUNE = Synonym("", "NEFTune is not there: no noise is added to embeddings")
-_NO_ADAPTERS = Synonym("", "every parameter is trained; there are no adapters and no quantised weights")
+_NO_QUANTISATION = Synonym("", "weights are never quantised: a base that is not trained stays in train.compute_dtype")
 _NO_CLUSTER = Synonym("", "a run uses one GPU of one machine")
 
 SYNONYMS: dict[str, Synonym] = {
@@ -53,7 +58,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("min_lr_rate", "cosine_min_lr_ratio"), Synonym("train.min_lr_ratio")),
     **dict.fromkeys(("layerwise_lr_decay_rate", "layerwise_lr_decay", "layer_decay"), Synonym("train.layer_lr_decay")),
     **dict.fromkeys(("embedding_learning_rate", "embedding_lr", "embedding_lr_scale", "param_groups"), _GROUPS),
-    **dict.fromkeys(("freeze", "frozen_parameters", "unfrozen_parameters", "freeze_trainable_layers"), _FROZEN),
+    **dict.fromkeys(("frozen_parameters", "unfrozen_parameters", "freeze_trainable_layers"), _FROZEN),
     **dict.fromkeys(("router_aux_loss_coef", "aux_loss_coef", "moe_aux_loss_coeff"), Synonym("train.router_aux_loss")),
     **dict.fromkeys(("z_loss_weight", "z_loss_coef", "z_loss_multiplier"), Synonym("train.z_loss")),
     **dict.fromkeys(("neftune_noise_alpha", "neftune_alpha", "noise_alpha"), _NO_NEFTUNE),
@@ -117,7 +122,14 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("max_position_embeddings",), Synonym("model.max_position")),
     **dict.fromkeys(("tie_word_embeddings",), Synonym("model.tie_embeddings")),
     **dict.fromkeys(("offload_folder", "nvme_path", "offload_dir"), Synonym("storage.nvme")),
-    **dict.fromkeys(("lora_r", "lora_rank", "lora_alpha", "use_lora", "load_in_4bit", "load_in_8bit"), _NO_ADAPTERS),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), _NO_QUANTISATION),
+    **dict.fromkeys(("lora_r", "lora_rank"), _RANK),
+    **dict.fromkeys(("lora_alpha",), Synonym("adapter.alpha")),
+    **dict.fromkeys(("use_lora", "use_dora", "use_rslora", "peft_type", "finetuning_type"), _ADAPTER),
+    **dict.fromkeys(("lora_target", "target_modules", "lora_target_modules"), _TARGETS),
+    **dict.fromkeys(("lora_model_dir", "adapter_name_or_path"), Synonym("adapter.start")),
+    **dict.fromkeys(("report_to", "logger", "use_wandb"), _TRACKERS),
+    **dict.fromkeys(("patience", "early_stopping"), _PATIENCE),
     **dict.fromkeys(("deepspeed", "fsdp", "world_size", "num_gpus", "tensor_parallel_size"), _NO_CLUSTER),
 }
 """The last part of a name that somebody types, in lower case with `_` -> what it is here."""

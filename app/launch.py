@@ -31,7 +31,16 @@ from penstock.app.run_log import Level, RunLog
 from penstock.app.rundir import RunDir, read_info
 from penstock.app.speed import MeanSpeed
 from penstock.engine.config import AfterConfig, Recipe, drive_folders, parse_bytes
-from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want, step_name
+from penstock.engine.events import (
+    Preparing,
+    Progress,
+    SampleMetrics,
+    Span,
+    StepMetrics,
+    ValidationMetrics,
+    Want,
+    step_name,
+)
 from penstock.engine.preparing import Checklist
 from penstock.storage.disk import atomic_write
 from penstock.storage.errors import UserError, used_up
@@ -164,6 +173,10 @@ class _RunObserver:
         self._log.validation(metrics)
         self._log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
         self._display.validation(metrics)
+
+    def on_sample(self, metrics: SampleMetrics) -> None:
+        for sample in metrics.samples:
+            self._log.message(f"step {metrics.step}: {sample.prompt!r} -> {sample.text!r}")
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self._log.message(text)

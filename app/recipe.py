@@ -18,7 +18,7 @@ from typing import Any
 from penstock.app import shipped
 from penstock.app.field_synonyms import hint
 from penstock.app.hub_names import is_hub, normal, parse_hub
-from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, unquoted
+from penstock.app.recipe_fields import PATHS, checked, hints, nearest, nearest_key, parse, sections, top_level
 from penstock.engine.config import RENAMED as RENAMED
 from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
@@ -195,8 +195,8 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
             raise UserError(f"--set {one_line(override)}: write key=value, for example --set model.num_layers=4")
         section, _, name = key.partition(".")
         name, _, entry = name.partition(".")
-        if key in ("name", "machine"):
-            tree[key] = unquoted(text)
+        if key in top_level():
+            tree[key] = parse(text, hints(Recipe)[key], f"--set {key}")
             continue
         wanted = hints(classes[section]).get(name) if section in classes else None
         if wanted is None or (entry and typing.get_origin(wanted) is not dict):

@@ -24,7 +24,7 @@ from penstock.engine.config import Recipe
 from penstock.storage.errors import UserError
 from penstock.storage.untrusted import one_line, parse_json
 
-PATHS = (("model", "path"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
+PATHS = (("model", "path"), ("adapter", "start"), ("data", "path"), ("data", "tokenizer"), ("storage", "nvme"))
 """Section and name of the fields that hold paths."""
 _MOST_DIGITS = 40
 
@@ -43,16 +43,23 @@ class RecipeField(NamedTuple):
 def fields() -> list[RecipeField]:
     """Every settable field of a recipe, in order; the help text is the docstring under the field."""
     helps = _helps(Recipe)
-    found = [RecipeField("name", str, None, helps["name"]), RecipeField("machine", str, "", helps["machine"])]
+    found = [RecipeField(key, hints(Recipe)[key], _default(Recipe, key), helps[key]) for key in top_level()]
     for section, cls in sections().items():
         helps = _helps(cls)
         for item in dataclasses.fields(cls):
-            made = item.default_factory
-            default = item.default if made is dataclasses.MISSING else made()
+            default = _default(cls, item.name)
             found.append(
                 RecipeField(f"{section}.{item.name}", hints(cls)[item.name], default, helps.get(item.name, ""))
             )
     return found
+
+
+def _default(cls: type, name: str) -> Any:
+    """A field's default; None where it has none."""
+    item = next(item for item in dataclasses.fields(cls) if item.name == name)
+    if item.default is not dataclasses.MISSING:
+        return item.default
+    return None if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def _helps(cls: type) -> dict[str, str]:
@@ -69,8 +76,8 @@ def field_type(key: str) -> Any:
     """The type annotation of the field of that dotted name. Raises UserError for an unknown one."""
     section, _, name = key.partition(".")
     hint = hints(sections()[section]).get(name) if section in sections() else None
-    if hint is None and key in ("name", "machine"):
-        hint = str
+    if key in top_level():
+        hint = hints(Recipe)[key]
     if hint is None:
         raise UserError(f"no field '{key}'; {nearest_key(key)}")
     return hint
@@ -79,7 +86,7 @@ def field_type(key: str) -> Any:
 def parse_value(key: str, text: str) -> Any:
     """The value that `text` means for the field `key` of a recipe, its type checked; UserError if it means none."""
     hint = field_type(key)
-    return unquoted(text) if key in ("name", "machine") else checked(parse(text, hint, key), hint, key)
+    return unquoted(text) if hint is str else checked(parse(text, hint, key), hint, key)
 
 
 def parse(text: str, hint: Any, key: str) -> Any:
@@ -169,7 +176,14 @@ def hints(cls: type) -> Mapping[str, Any]:
 
 def sections() -> dict[str, type]:
     """The dataclasses of a recipe's sections, by name."""
-    return {name: hint for name, hint in hints(Recipe).items() if hint is not str}
+    return {
+        name: hint for name, hint in hints(Recipe).items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+
+
+def top_level() -> list[str]:
+    """The fields of a recipe that are in no section."""
+    return [name for name in hints(Recipe) if name not in sections()]
 
 
 def _type_name(hint: Any) -> str:

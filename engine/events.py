@@ -154,6 +154,33 @@ class ValidationMetrics:
     """The same by length and depth, of data.source=needles."""
 
 
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """What the model wrote behind one prompt."""
+
+    prompt: str
+    text: str
+    """Behind the prompt."""
+    tokens: int
+    """Of the text, what ended it included."""
+    ended: bool
+    """Whether the model ended it; else it is cut off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleMetrics:
+    """The samples after one step."""
+
+    step: int
+    """They are written with the weights as they are after this step."""
+    samples: list[Sample]
+    """One per prompt, in the recipe's order."""
+    seconds: float
+    """How long they took."""
+    time: float
+    """Unix seconds at their end."""
+
+
 class Preparing(NamedTuple):
     """One item of what is prepared before the first step (engine/preparing.py)."""
 
@@ -197,6 +224,10 @@ class Observer(Protocol):
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
         """The validation loss has been measured: after `on_step` of its step, or first of all on a resumed run."""
+
+    def on_sample(self, metrics: SampleMetrics) -> None:
+        """Samples have been written: after `on_step` of their step and `on_validation`, or first of all on a resumed
+        run."""
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         """A line worth showing to the user; `detail`: worth keeping, for whoever looks closer."""

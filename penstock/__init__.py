@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from penstock.app.script import run_recipe
     from penstock.app.shapes import llama3, qwen25
     from penstock.engine.config import (
+        AdapterConfig,
         AfterConfig,
         BudgetConfig,
         DataConfig,
         ModelConfig,
         Recipe,
+        SamplesConfig,
         StorageConfig,
         TrainConfig,
     )
@@ -40,11 +42,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterConfig",
     "AfterConfig",
     "BudgetConfig",
     "DataConfig",
     "ModelConfig",
     "Recipe",
+    "SamplesConfig",
     "StorageConfig",
     "TrainConfig",
     "UserError",
@@ -66,11 +70,13 @@ _HOMES = {
     "app.recipe": ("load_recipe",),
     "app.shapes": ("llama3", "qwen25"),
     "engine.config": (
+        "AdapterConfig",
         "AfterConfig",
         "BudgetConfig",
         "DataConfig",
         "ModelConfig",
         "Recipe",
+        "SamplesConfig",
         "StorageConfig",
         "TrainConfig",
     ),

@@ -4,12 +4,14 @@ The docstring under each field is the help text shown everywhere. Validation her
 and needs no device.
 """
 
+from penstock.engine.config.adapter import AdapterConfig as AdapterConfig
 from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.data import Source as Source
 from penstock.engine.config.model import ModelConfig as ModelConfig
 from penstock.engine.config.places import BudgetConfig as BudgetConfig
 from penstock.engine.config.places import StorageConfig as StorageConfig
 from penstock.engine.config.recipe import RENAMED as RENAMED
+from penstock.engine.config.recipe import TRACKERS as TRACKERS
 from penstock.engine.config.recipe import AfterConfig as AfterConfig
 from penstock.engine.config.recipe import Recipe as Recipe
 from penstock.engine.config.recipe import Renamed as Renamed
@@ -18,6 +20,7 @@ from penstock.engine.config.recipe import config_digest as config_digest
 from penstock.engine.config.recipe import drive_folders as drive_folders
 from penstock.engine.config.recipe import given_fields as given_fields
 from penstock.engine.config.recipe import state_folder as state_folder
+from penstock.engine.config.samples import SamplesConfig as SamplesConfig
 from penstock.engine.config.train import TrainConfig as TrainConfig
 from penstock.engine.config.values import MOST_LAYERS as MOST_LAYERS
 from penstock.engine.config.values import MOST_SIZE as MOST_SIZE

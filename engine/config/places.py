@@ -49,6 +49,9 @@ class StorageConfig:
     """Keep, as checkpoint last-good, the newest generation whose following step had a loss of at most so many times the
     running mean: the way back from a run that diverges. Takes the disk of one more generation, and is left out where
     there is no room; none keeps none."""
+    keep_best: bool = False
+    """Keep, as checkpoint best, the generation with the lowest validation loss. Takes the disk of one more
+    generation."""
 
     def __post_init__(self) -> None:
         size = parse_bytes(self.part_bytes, "storage.part_bytes")

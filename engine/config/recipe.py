@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from penstock.engine.config.adapter import AdapterConfig
 from penstock.engine.config.data import DataConfig
 from penstock.engine.config.model import ModelConfig
 from penstock.engine.config.places import BudgetConfig, StorageConfig
+from penstock.engine.config.samples import MOST_SAMPLE_TOKENS, SamplesConfig
 from penstock.engine.config.train import TrainConfig
 from penstock.engine.config.values import parse_bytes, require
 from penstock.storage.untrusted import one_line
 
 _NAME_CHARS = 100
 """Of a run's name: with a time behind it, it is the name of a folder."""
-_MOST_SAMPLE_TOKENS = 2**20
+TRACKERS = ("trackio", "wandb", "tensorboard", "mlflow")
+"""Trackers by the name of the package that they need."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,8 +47,8 @@ class AfterConfig:
     def __post_init__(self) -> None:
         parse_bytes(self.export_shard, "after.export_shard")
         require(
-            1 <= self.sample_tokens <= _MOST_SAMPLE_TOKENS,
-            f"after.sample_tokens: {self.sample_tokens} must be from 1 to {_MOST_SAMPLE_TOKENS:,}",
+            1 <= self.sample_tokens <= MOST_SAMPLE_TOKENS,
+            f"after.sample_tokens: {self.sample_tokens} must be from 1 to {MOST_SAMPLE_TOKENS:,}",
         )
         require(
             self.push is None or self.export,
@@ -65,11 +68,16 @@ class Recipe:
     """Short name; run directories start with it."""
     machine: str = ""
     """Machine that the recipe is written for: a preset's name, or a profile's file; empty for none."""
+    trackers: list[str] = field(default_factory=list)
+    """Where metrics and samples go as well: trackio, wandb, tensorboard, mlflow; each takes its settings from its own
+    environment variables."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     after: AfterConfig = field(default_factory=AfterConfig)
 
     def __post_init__(self) -> None:
@@ -81,11 +89,22 @@ class Recipe:
             len(self.name) <= _NAME_CHARS,
             f"name: {len(self.name)} characters are too many for a folder; use at most {_NAME_CHARS}",
         )
+        for tracker in self.trackers:
+            require(
+                tracker in TRACKERS, f"trackers: '{one_line(tracker, 40)}' is none of them; write {', '.join(TRACKERS)}"
+            )
+        require(len({*self.trackers}) == len(self.trackers), "trackers: one is named twice; name each once")
         if isinstance(self.data, DataConfig) and isinstance(self.train, TrainConfig):  # else said by who loads it
             require(
                 self.train.validate_every is None or self.data.validation_documents is not None,
                 f"train.validate_every: {self.train.validate_every}, but no documents are held out to validate on; set "
                 "data.validation_documents, or leave train.validate_every out",
+            )
+        if isinstance(self.storage, StorageConfig) and isinstance(self.train, TrainConfig):
+            require(
+                not self.storage.keep_best or self.train.validate_every is not None,
+                "storage.keep_best: true, but no validation loss is measured to tell the best by; set "
+                "train.validate_every, or leave storage.keep_best out",
             )
 
 
@@ -109,8 +128,10 @@ RENAMED = (
     Renamed("storage.chunk_bytes", "storage.part_bytes"),
 )
 
-_TRAINED = ("model", "data", "train")
+_TRAINED = ("model", "adapter", "data", "train")
 """Sections that decide what is trained on what."""
+_LATER_SECTIONS = ("adapter",)
+"""Those of them that did not always exist: they are left out of the digest where they say nothing."""
 _SHORT = 60
 """Characters of a value that a sentence has room for."""
 _LATER: dict[str, Any] = {
@@ -136,6 +157,8 @@ _LATER: dict[str, Any] = {
     "layer_lr_decay": 1.0,
     "z_loss": 0.0,
     "router_aux_loss": None,
+    "freeze": [],
+    "early_stopping_patience": None,
 }
 """Fields that did not always exist, and what leaves them out of the digest, so that runs from before keep theirs."""
 
@@ -172,6 +195,9 @@ def config_digest(recipe: Recipe) -> str:
     Fields and values go by the names that they had first, so that runs from before keep theirs.
     """
     trees = {section: dataclasses.asdict(getattr(recipe, section)) for section in _TRAINED}
+    for section in _LATER_SECTIONS:
+        if trees[section] == dataclasses.asdict(getattr(Recipe(name="x"), section)):
+            del trees[section]
     for tree, (name, default) in itertools.product(trees.values(), _LATER.items()):
         if tree.get(name, ...) == default:
             del tree[name]

@@ -49,6 +49,9 @@ class TrainConfig:
     """Factor on the learning rate from one layer to the one below it, times that of train.lr_groups: the head and the
     norm before it have train.lr, the last layer this factor of it, the layer below its square, and so on down to the
     embedding, which has the least even where it is the head, too."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of parameter names, with *, that stay as they are, as ["*embed_tokens*", "*.layers.[0-3].*"]: of them
+    there are weights only, without master weights, moments, gradients or writes."""
     beta1: float = 0.9
     """Adam's decay of the first moment."""
     beta2: float = 0.95
@@ -77,6 +80,9 @@ class TrainConfig:
     validation_sequences: int | None = None
     """Sequences that a validation looks at, the same every time, fewer where the documents held out fill fewer; none
     takes as many as a step has."""
+    early_stopping_patience: int | None = None
+    """Validations in a row without a lower validation loss after which the run ends, as if its last step had come; none
+    goes on to the last step."""
     seed: int = 0
     """Seed of the weights of a model trained from scratch."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -92,10 +98,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "global_batch_size", "micro_batch_size", "chunk_tokens")
-        for name in (*counts, "validate_every", "validation_sequences"):
+        for name in (*counts, "validate_every", "validation_sequences", "early_stopping_patience"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"train.{name}: {value} must be at least 1")
-        require_most("train", self, ("steps", "validate_every"), MOST_STEPS)
+        require_most("train", self, ("steps", "validate_every", "early_stopping_patience"), MOST_STEPS)
         require_most("train", self, ("global_batch_size", "micro_batch_size", "validation_sequences"), MOST_SEQUENCES)
         require_most("train", self, ("chunk_tokens",), MOST_TOKENS)
         for name in ("global_batch_size", "validation_sequences"):
@@ -109,6 +115,13 @@ class TrainConfig:
             f"train.validation_sequences: {self.validation_sequences} is never used; say with train.validate_every "
             "when to measure the validation loss, or leave it out",
         )
+        patience = self.early_stopping_patience
+        require(
+            patience is None or self.validate_every is not None,
+            f"train.early_stopping_patience: {patience}, but no validation loss is measured; set train.validate_every, "
+            "or leave this out",
+        )
+        require("" not in self.freeze, "train.freeze: a pattern is empty; name parameters, with *")
         require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
         require(
             not self.validate_first or self.validate_every is not None,

@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.engine.config import AdapterConfig
 from penstock.storage.layout import FlatLayout, ParamSpec
 
 EMBED = "embed"
 HEAD = "head"
+FROZEN = ".frozen"
+"""Ends the name of a buffer that is never trained."""
+
+
+def frozen(block: str) -> str:
+    """The buffer of the parameters of `block` that are never trained."""
+    return block + FROZEN
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """A streamed unit of the model and the flat buffers it computes with (its own first, if it has parameters)."""
+    """A streamed unit of the model and the flat buffers it computes with: its own first, if it has parameters, that of
+    the trained ones, named as the block is, before that of the frozen ones."""
 
     name: str
     role: Literal["embed", "layer", "head"]
@@ -50,8 +59,8 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     """embed, layers.0, layers.1, ..., head."""
     buffers: dict[str, tuple[ParamSpec, ...]]
-    """Parameters of each flat buffer by their state-dict names. A parameter that embedding and head share is in "embed"
-    only; a head without parameters of its own has no buffer."""
+    """Parameters of each flat buffer by their state-dict names. A parameter that embedding and head share is in a
+    buffer of the embedding only; a block without parameters of a sort has no buffer of them."""
     constants: dict[str, tuple[int, ...]]
     """Persistent buffers and parameters that the model never trains (both part of the checkpoint), and their shapes."""
     experts: tuple[int, ...]
@@ -70,6 +79,12 @@ class ModelSpec:
     """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/recompute.py)."""
     returns: tuple[int, ...] = field(repr=False)
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
+    frozen: frozenset[str] = frozenset()
+    """Buffers of which there are weights only, in the compute dtype: no master weights, moments, gradients or writes.
+    Each is called `frozen(block)`."""
+    adapter: AdapterConfig | None = None
+    """The adapter that is part of the model (engine/model/adapters.py); parameters are named as in a model that has
+    it."""
     graph_bytes: dict[str, tuple[int | None, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Compute dtype -> per layer the bytes a token that a saved graph takes, where model/graph_size.py found them."""
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from penstock.engine.config import BudgetConfig as BudgetConfig
 from penstock.engine.config import DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, parse_bytes
 from penstock.engine.data.prepare import make_loader, make_validation, prepare_data
-from penstock.engine.events import Preparing, Progress, Span, StepMetrics, ValidationMetrics, Want
+from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, StepMetrics, ValidationMetrics, Want
 from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import dimensions
@@ -58,6 +58,7 @@ class Silent:
     def __init__(self, stop_after: int | None = None, asks: dict[int, str] | None = None) -> None:
         self.metrics: list[StepMetrics] = []
         self.validations: list[ValidationMetrics] = []
+        self.samples: list[SampleMetrics] = []
         self.spans: list[Span] = []
         self.plan: dict[str, Any] = {}
         self.prepared: list[Preparing] = []
@@ -79,6 +80,9 @@ class Silent:
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self.validations.append(metrics)
+
+    def on_sample(self, metrics: SampleMetrics) -> None:
+        self.samples.append(metrics)
 
     def on_message(self, text: str, *, detail: bool = False) -> None:
         self.messages.append(text)

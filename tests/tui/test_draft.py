@@ -155,6 +155,8 @@ def test_kinds() -> None:
         "train.validate_first",
         "train.calibrate",
         "train.deterministic",
+        "storage.keep_best",
+        "samples.chat",
         "after.export",
     }
     assert kinds["data.source"] == kinds["train.activation_checkpointing"] == "choice"

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.app import shapes
 from penstock.app.recipe import RENAMED, Recipe
-from penstock.app.recipe_fields import sections
+from penstock.app.recipe_fields import sections, top_level
 from penstock.storage.errors import UserError
 
 _SHAPES = ("qwen25", "llama3")
@@ -24,7 +24,7 @@ def outline(tree: ast.Module) -> dict[str, Any]:
     if found is None:
         return {}
     classes = sections()
-    values = {key: default for key in ("name", "machine") if (default := _default(Recipe, key)) is not None}
+    values = {key: default for key in top_level() if (default := _default(Recipe, key)) is not None}
     for name in classes:
         if name not in found:
             values |= _fields(name, classes[name], {})
@@ -136,7 +136,7 @@ def _default(kind: Any, name: str) -> Any:
 
 def outline_of_json(tree: dict[str, Any]) -> dict[str, Any]:
     """The same of a recipe in JSON; values of any type, as anybody may have written them."""
-    values = {key: tree.get(key, _default(Recipe, key)) for key in ("name", "machine")}
+    values = {key: tree.get(key, _default(Recipe, key)) for key in top_level()}
     for name, kind in sections().items():
         given = tree.get(name, {})
         values |= _fields(name, kind, given) if isinstance(given, dict) else {}
