@@ -199,7 +199,7 @@ def test_every_field_is_documented() -> None:
         ('train.lr_groups={"*norm*": "low"}', ["train.lr_groups", "a JSON object"]),
         ('train.lr_groups={"*norm*": -1}', ["train.lr_groups: the factor of '*norm*' is -1.0; give 0 or more"]),
         ("weight_decay=0.1", ["did you mean 'train.weight_decay'?"]),
-        ("load_in_4bit=true", ["no quantised weights"]),
+        ("load_in_4bit=true", ["weights are never quantised"]),
         ("train.steps=4.5", ["train.steps", "'4.5' must be a whole number"]),
         ("train.lr=fast", ["train.lr", "'fast' must be a number"]),
         ("train.lr=inf", ["train.lr", "finite"]),
