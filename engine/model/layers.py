@@ -323,6 +323,18 @@ class LayerRunner:
             attention.forward_in_pieces(state, p.q, p.call, keys)
             return self.forward_given(index, weights, x, inputs, state.out)
 
+    def forward_by(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        inputs: LayerInputs,
+        handler: attention.Handler | None,
+    ) -> Tensor:
+        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none)."""
+        with torch.no_grad():
+            return self._run(index, weights, x[None], inputs, handler)
+
     def backward(
         self,
         index: int,

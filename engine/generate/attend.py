@@ -1,0 +1,101 @@
+"""Attention of a layer that reads new tokens of several sequences at once, each with keys and values of its own.
+
+The new tokens lie end to end as one stream [n]; a sequence's queries see its own earlier tokens and no other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention import chunk as attention
+from penstock.engine.attention.chunk import AttentionCall, Handler, Operands, work_dtype
+from penstock.engine.model.spec import AttentionShape
+
+_KEYS_AT_ONCE = 4096
+"""Keys of a single query that are taken to float32 at once."""
+
+
+class Place(NamedTuple):
+    """Where new tokens of one sequence stand in it."""
+
+    start: int
+    """Position of the first."""
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class KeysValues(NamedTuple):
+    """Of one sequence in one layer, a row for each position from 0; in the compute dtype."""
+
+    k: Tensor
+    """[capacity, kv_heads, qk_dim]"""
+    v: Tensor
+    """[capacity, kv_heads, v_dim]"""
+
+    @classmethod
+    def empty(cls, shape: AttentionShape, capacity: int, *, dtype: torch.dtype, device: torch.device) -> KeysValues:
+        k = torch.empty(capacity, shape.kv_heads, shape.qk_dim, dtype=dtype, device=device)
+        return cls(k, torch.empty(capacity, shape.kv_heads, shape.v_dim, dtype=dtype, device=device))
+
+
+def positions_of(places: Sequence[Place]) -> Tensor:
+    """int64 [n]: the positions of the stream's tokens, on the host."""
+    return torch.cat([torch.arange(place.start, place.end) for place in places])
+
+
+def rows_handler(places: Sequence[Place], kept: Sequence[KeysValues], chunk: int | None) -> Handler:
+    """Attention of a stream of new tokens: puts their keys and values into `kept`, and attends to all up to their own.
+
+    `places` and `kept`: of each sequence that is part of the stream, in order; rows before `start` are filled. `chunk`:
+    AttentionShape.chunk of the layer. Exact for sliding windows, chunks, soft-caps, sinks and grouped heads.
+    """
+
+    def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        first = 0
+        for place, mine in zip(places, kept, strict=True):
+            rows = slice(first, first + place.length)
+            first += place.length
+            mine.k[place.start : place.end].copy_(k[rows])
+            mine.v[place.start : place.end].copy_(v[rows])
+            out[rows] = _attend(q[rows], mine, place, call, chunk)
+        return out
+
+    return handle
+
+
+def _attend(q: Tensor, kept: KeysValues, place: Place, call: AttentionCall, chunk: int | None) -> Tensor:
+    """[length, heads, v_dim]: attention of one sequence's new queries [length, heads, qk_dim]."""
+    if place.length == 1:
+        position = place.start
+        seen = 0 if call.window is None else max(0, position - call.window + 1)
+        if chunk is not None:
+            seen = max(seen, position - position % chunk)
+        return _single(q[0], kept.k[seen : position + 1], kept.v[seen : position + 1], call)[None]
+    documents = [0] if chunk is None else attention.split_documents([0], place.end, chunk)
+    x = Operands(q, kept.k[: place.end], kept.v[: place.end], call, place.start, 0, documents)
+    return attention.finish(*attention.attend(x), call.sinks)[0].to(q.dtype)
+
+
+def _single(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """[heads, v_dim]: attention of one query [heads, qk_dim] to all of k, v [m, kv_heads, dim], in float32."""
+    work, (heads, width), kv_heads = work_dtype(q.dtype), q.shape, k.shape[1]
+    queries = q.to(work).view(kv_heads, heads // kv_heads, width)
+    parts = [queries @ keys.to(work).permute(1, 2, 0) for keys in k.split(_KEYS_AT_ONCE)]
+    scores = torch.cat(parts, dim=-1) * call.softmax_scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.sinks is not None:
+        scores = torch.cat([scores, call.sinks.to(work).view(kv_heads, -1, 1)], dim=-1)
+    shares = torch.softmax(scores, dim=-1)[..., : k.shape[0]].split(_KEYS_AT_ONCE, dim=-1)
+    out = queries.new_zeros(kv_heads, heads // kv_heads, v.shape[2])
+    for share, values in zip(shares, v.split(_KEYS_AT_ONCE), strict=True):
+        out += share @ values.to(work).transpose(0, 1)
+    return out.view(heads, v.shape[2]).to(q.dtype)
