@@ -14,7 +14,7 @@ PACKAGES = ["storage", "engine", "app", "tui"]
 """From the ground up; a package imports itself and those before it."""
 GROUND = ["config", "events", "clock", "preparing"]
 """Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
-ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "runtime"]
+ROOMS = ["plan", "attention", "optim", "schedule", "model", "machine", "data", "hf", "forecast", "generate", "runtime"]
 """From the ground up; a room imports itself and those before it."""
 PLANNING = ("engine.plan", "engine.schedule", "engine.forecast")
 HEAVY = {"torch", "transformers", "tensorstore", "tokenizers"}

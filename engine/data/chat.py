@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +128,14 @@ class ChatTemplate:
         spans = [Span(start, stop, weights[turn]) for turn, start, stop in found]
         return Rendered(view.text, spans, weights[counted[-1]] if ends and counted[-1] == turns[-1] else 0.0)
 
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The conversation so far, up to where the assistant is to write. Raises UserError where it is refused."""
+        try:
+            view = _View(self.texts["default"], list(messages), Conversation("chat", list(messages)), self._special)
+            return view.prompt()
+        except RowError as error:
+            raise UserError(str(error)) from error
+
     def _view(self, sample: Conversation) -> _View:
         text = self.texts["tool_use" if sample.tools and "tool_use" in self.texts else "default"]
         messages = [{key: value for key, value in m.items() if key != "weight"} for m in sample.messages]
@@ -184,6 +193,10 @@ class _View:
                 f"{self._where}: the chat template refuses the conversation{of}: {one_line(error, 200)}"
             ) from error
         return texts[0], spans[0] if self._has_markers else []
+
+    def prompt(self) -> str:
+        """All messages, with the generation prompt behind them."""
+        return self._render(len(self._messages), prompt=True)[0]
 
     def marked(self, turns: list[int], counted: list[int]) -> list[tuple[int, int, int]]:
         """(turn, start, stop) of what generation markers tell of the turns `counted`.

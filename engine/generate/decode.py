@@ -68,12 +68,13 @@ def decode(
     on_token: OnToken | None = None,
     *,
     known: Sequence[int] | None = None,
+    first: int = 0,
 ) -> list[Continuation]:
     """Continue each of `prompts`, none of them empty, until it ends or has its tokens.
 
     Sequences that have ended leave the batch. What is drawn of a sequence depends on the seed, its number and the
     position only, beside its logits. `known`: of each prompt, how many of its first tokens `forward` has read already,
-    fewer than all.
+    fewer than all. `first`: what the first of them is numbered in draws.
     """
     assert all(prompts), "a prompt without tokens"
     made: list[list[int]] = [[] for _ in prompts]
@@ -84,7 +85,7 @@ def decode(
     rows = [Row(i, start, ids[start:]) for i, (start, ids) in enumerate(zip(starts, prompts, strict=True))]
     while rows:
         places = [(row.sequence, row.start + len(row.ids)) for row in rows]
-        chosen = choose(forward(rows), places, decoding)
+        chosen = choose(forward(rows), [(first + sequence, position) for sequence, position in places], decoding)
         rows = []
         for (sequence, position), token in zip(places, chosen, strict=True):
             if token in decoding.stop_ids:

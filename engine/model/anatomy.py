@@ -119,15 +119,10 @@ def validate_context(spec: ModelSpec, sequence_length: int) -> None:
     `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
     says; the others reach max_position_embeddings. A config without that field has no limit.
     """
-    text = spec.config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None)
-    if not isinstance(longest, int):
+    reach, tables = context_of(spec), _rotary_tables(spec)
+    if reach is None or sequence_length <= reach:
         return
-    rope = getattr(text, "rope_parameters", None) or {}
-    tables = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
-    reach = min((_rotary_reach(table, longest) for table in tables), default=longest)
-    if sequence_length <= reach:
-        return
+    longest: int = spec.config.get_text_config(decoder=True).max_position_embeddings
     original = next((t["original_max_position_embeddings"] for t in tables if t.get("rope_type") == "yarn"), longest)
     kind = tables[0].get("rope_type") if tables else None
     have = f"max_position_embeddings {longest} with rotary scaling '{kind}'" if kind else "a table that is not rotary"
@@ -138,8 +133,22 @@ def validate_context(spec: ModelSpec, sequence_length: int) -> None:
     )
     raise UserError(
         f"data.sequence_length: {sequence_length} tokens do not fit model type '{spec.model_type}', whose positions "
-        f"end at {reach:.0f}: {have}; shorten the sequences{advice if kind else ''}"
+        f"end at {reach}: {have}; shorten the sequences{advice if kind else ''}"
     )
+
+
+def context_of(spec: ModelSpec) -> int | None:
+    """Tokens that the positions of a model reach, as `validate_context` has it; None where there is no limit."""
+    longest = getattr(spec.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    reach = min((_rotary_reach(table, longest) for table in _rotary_tables(spec)), default=longest)
+    return None if reach == math.inf else int(reach)
+
+
+def _rotary_tables(spec: ModelSpec) -> list[dict[str, Any]]:
+    rope = getattr(spec.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
 
 
 def _rotary_reach(table: dict[str, Any], longest: int) -> float:

@@ -186,6 +186,11 @@ class ModelRunner:
                 del logits
         return loss, right
 
+    def logits(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Logits [n, vocab] of the last layer's output x [n, hidden]."""
+        with torch.no_grad(), self._skeleton.bound(weights):
+            return self._skeleton.logits(x)
+
     def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
         if self._logits_cost is None:
             x = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype, device=self.device).requires_grad_()

@@ -1,0 +1,193 @@
+"""Where a model's weights are read from, again and again: a Hugging Face folder, or a run's committed state."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.config import Recipe, drive_folders, state_folder
+from penstock.engine.data.corpus import kept_tokenizer
+from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
+from penstock.engine.hf.config import model_config, read_config, with_vocabulary
+from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
+from penstock.engine.hf.conversion import Conversion
+from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, read_constants
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.optim.base import MASTER
+from penstock.storage.arena import empty_aligned
+from penstock.storage.checkpoints import checkpoint_folder, read_checkpoint
+from penstock.storage.errors import UserError
+from penstock.storage.layout import FlatLayout
+from penstock.storage.manifest import ArraySpec
+from penstock.storage.model_folder import has_model_file, read_model_file
+from penstock.storage.nvme import NvmeStore
+from penstock.storage.safetensors_io import CheckpointReader
+from penstock.storage.untrusted import is_whole, parse_object
+
+_THREADS = 4
+"""Tensors read from a folder at once: one thread does not keep a fast drive busy."""
+_PARTS_AT_ONCE = 4
+WEIGHTS = "weights"
+"""The kind of state of a buffer that is never trained."""
+
+
+class Source(Protocol):
+    """A model's parameters on disk, by flat buffer."""
+
+    spec: ModelSpec
+    constants: dict[str, Tensor]
+    """Values of `spec.constants`, those that are known."""
+    tokenizer: TextTokenizer | None
+    usual_dtype: torch.dtype
+    """What the parameters are computed with if nobody says otherwise."""
+
+    def stored_bytes(self, buffer: str) -> int:
+        """Bytes that are read from disk for a buffer."""
+        ...
+
+    def read(self, buffer: str, out: Tensor) -> None:
+        """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
+        the gaps between parameters are left as they are."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FolderSource:
+    """A Hugging Face folder, read tensor by tensor; what layout the model wants is made on the way."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError for a folder that is no model, or none that can be read exactly."""
+        self.spec = take_apart(read_config(folder))
+        self._reader = CheckpointReader(folder)
+        self._layout = CheckpointLayout(self.spec, self._reader)
+        self._flat = layouts(self.spec)
+        stored = {name: self._reader.tensors[name][0] for name in self._layout.trained}
+        for name, dtype in stored.items():
+            if dtype not in FLOAT_DTYPES:
+                raise UserError(
+                    f"{self._reader.file(name)}: tensor '{name}' is {dtype}; convert it to one of "
+                    f"{', '.join(FLOAT_DTYPES)}"
+                )
+        sizes = dict.fromkeys(stored.values(), 0)
+        for name, dtype in stored.items():
+            sizes[dtype] += self._bytes(name)
+        self.usual_dtype = FLOAT_DTYPES[max(sizes, key=sizes.__getitem__)]
+        self.constants = read_constants(self._reader, self.spec)
+        found = any(has_model_file(folder, name) for name in TOKENIZER_FILES)
+        self.tokenizer = load_tokenizer(folder) if found else None
+        self._threads = ThreadPoolExecutor(_THREADS, "tensors")
+
+    def _bytes(self, name: str) -> int:
+        dtype, shape = self._reader.tensors[name]
+        return torch.Size(shape).numel() * FLOAT_DTYPES[dtype].itemsize
+
+    def stored_bytes(self, buffer: str) -> int:
+        return sum(self._bytes(name) for one in self._layout.of_buffer[buffer] for name in one.sources)
+
+    def read(self, buffer: str, out: Tensor) -> None:
+        views = self._flat[buffer].views(out)
+        work = [self._threads.submit(self._convert, one, views) for one in self._layout.of_buffer[buffer]]
+        for future in work:
+            future.result()
+
+    def _convert(self, conversion: Conversion, views: dict[str, Tensor]) -> None:
+        """Put what one conversion makes where it belongs; a tied tensor that is stored twice is the same twice."""
+        canonical, reader = self._layout.canonical, self._reader
+        if conversion.transform is None:
+            name, view = conversion.sources[0], views[canonical[conversion.targets[0]]]
+            if FLOAT_DTYPES[reader.tensors[name][0]] == view.dtype:
+                reader.read_into(name, view)
+            else:
+                view.copy_(reader.read(name))
+            return
+        tensors = {name: reader.read(name).to(next(iter(views.values())).dtype) for name in conversion.sources}
+        for target, tensor in self._layout.plan.apply(conversion, tensors).items():
+            views[canonical[target]].copy_(tensor)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class RunSource:
+    """A run's last committed generation, or a checkpoint's: the rounded master weights; frozen weights as they are."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe, checkpoint: str | None) -> None:
+        """Raises UserError when there is no such generation, or another process has the run open."""
+        folder = root = state_folder(run_dir)
+        if checkpoint is not None:
+            read_checkpoint(root, checkpoint)
+            folder = checkpoint_folder(root, checkpoint)
+        self._store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
+        try:
+            origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+            self.tokenizer = kept_tokenizer(
+                recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens
+            )
+            vocabulary = self.tokenizer.vocab_size if self.tokenizer else None
+            self.spec = take_apart(with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary))
+            checksum = self._store.meta.get("constants")
+            self.constants = read_constants_file(root / CONSTANTS_FILE, checksum, self.spec.constants)
+        except BaseException:
+            self._store.close()
+            raise
+        self.usual_dtype = torch.float32 if recipe.train.compute_dtype == "float32" else torch.bfloat16
+        self._arrays = {spec.buffer: spec for spec in self._store.arrays() if spec.kind in (MASTER, WEIGHTS)}
+        self._flat: dict[str, FlatLayout] = layouts(self.spec)
+
+    def stored_bytes(self, buffer: str) -> int:
+        array = self._arrays[buffer]
+        return array.numel * array.item_bytes
+
+    def read(self, buffer: str, out: Tensor) -> None:
+        array = self._arrays[buffer]
+        parts = array.parts()
+        same = str(out.dtype).removeprefix("torch.") == array.dtype
+        if same:  # straight to where it belongs
+            futures = [self._store.read(buffer, array.kind, part, out[a:b]) for part, (a, b) in enumerate(parts)]
+            for future in futures:
+                future.result()
+        else:
+            self._read_rounded(array, parts, out)
+
+    def _read_rounded(self, array: ArraySpec, parts: list[tuple[int, int]], out: Tensor) -> None:
+        longest, dtype = max(end - start for start, end in parts), FLOAT_DTYPES[array.dtype]
+        stages = [empty_aligned(longest, dtype) for _ in range(min(_PARTS_AT_ONCE, len(parts)))]
+        reading: deque[Callable[[], None]] = deque()
+        for part, (start, end) in enumerate(parts):
+            if len(reading) == len(stages):
+                reading.popleft()()
+            rows = stages[part % len(stages)][: end - start]
+            future = self._store.read(array.buffer, array.kind, part, rows)
+
+            def finish(future: Future[None] = future, rows: Tensor = rows, start: int = start, end: int = end) -> None:
+                future.result()
+                out[start:end].copy_(rows)
+
+            reading.append(finish)
+        while reading:
+            reading.popleft()()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def stop_ids(where: Path, config: Any, tokenizer: TextTokenizer | None) -> frozenset[int]:
+    """Tokens that end a text: those of a model folder's generation_config.json or the config, and the tokenizer's."""
+    found: list[Any] = [config.eos_token_id, config.get_text_config(decoder=True).eos_token_id]
+    if has_model_file(where, "generation_config.json"):
+        try:
+            found.append(parse_object(read_model_file(where, "generation_config.json", 1 << 20)).get("eos_token_id"))
+        except ValueError as error:
+            raise UserError(f"{where / 'generation_config.json'}: not JSON ({error}); correct or remove it") from None
+    if tokenizer is not None:
+        found.append(tokenizer.eos_id)
+    ids = [id for some in found for id in (some if isinstance(some, list) else [some])]
+    return frozenset(id for id in ids if is_whole(id))
