@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from penstock.app.recall_view import RecallMap, recall_of
 from penstock.app.speed import WARMUP_STEPS
+from penstock.app.tail import JsonTail
 from penstock.tui.data.fields import get, number
-from penstock.tui.data.tail import JsonTail
 
 Floats = NDArray[np.float64]
 

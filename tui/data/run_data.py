@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from penstock.app.checkpoints import checkpoint_manifests, checkpoint_steps, committed_step
 from penstock.app.run_files import examine_object, open_read
 from penstock.app.rundir import ATTENDED_STATES, ENDED_STATES, STALE_S, state_of, why_gone
+from penstock.app.tail import JsonTail
 from penstock.storage.untrusted import printable
 from penstock.tui.data.blocks import BlockPlace, BlockPlaces
 from penstock.tui.data.fields import get, number, objects, text, whole
 from penstock.tui.data.metrics import MetricsLog, MetricsReader
 from penstock.tui.data.spans import SpanStore
-from penstock.tui.data.tail import JsonTail
 
 SPANS_BYTES = 24 << 20
 """So much of a long spans.jsonl is read: about as many spans as a SpanStore holds."""

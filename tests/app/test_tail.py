@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from samples import sampled
 
-from penstock.tui.data.tail import JsonTail
+from penstock.app.tail import JsonTail
 
 LINES = [b'{"a":1}', b"", b'{"b":[1,{"c":"\xc3\xa9"}]}', b"[1]", b'{"broken', b"null", b"\xff\xfe", b'{"n":NaN}', b"{}"]
 
