@@ -82,15 +82,15 @@ def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
 
     Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
     """
-    from penstock.storage.checkpoints import LAST_GOOD, checkpoint_folder, checkpoint_names
+    from penstock.storage.checkpoints import BEST, LAST_GOOD, checkpoint_folder, checkpoint_names
     from penstock.storage.retention import AUTOMATIC
 
     some = step_name(name, 999_999)
     checkpoint_folder(run_path / "state", some)
-    if AUTOMATIC.fullmatch(some) or LAST_GOOD.fullmatch(some) or name == "last-good":
+    if any(own.fullmatch(some) for own in (AUTOMATIC, LAST_GOOD, BEST)) or name in ("last-good", "best"):
         raise UserError(
             f"checkpoint name '{name}': step-N is for storage.keep_last and keep_every, good-N and last-good for "
-            "storage.keep_good; choose another"
+            "storage.keep_good, best-N and best for storage.keep_best; choose another"
         )
     if name in checkpoint_names(run_path / "state"):
         raise UserError(f"{run_path}: has a checkpoint '{name}' already; choose another name, or --delete it")
@@ -172,7 +172,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def checkpoint_named(run_path: Path, name: str | None) -> str | None:
-    """The checkpoint of a run that `name` means, which may be `last-good`. Raises UserError where there is none."""
+    """The checkpoint of a run that `name` means, which may be `last-good` or `best`. UserError where there is none."""
     if name is None:
         return None
     from penstock.storage.checkpoints import read_checkpoint, resolve_checkpoint  # loads torch: seconds

@@ -47,7 +47,7 @@ def _complete_runs(incomplete: str) -> list[str]:
 CheckpointOption = Annotated[
     str | None,
     typer.Option(
-        "--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation; last-good is one of them."
+        "--checkpoint", metavar="NAME", help="Take this checkpoint, not the last generation; as last-good, or best."
     ),
 ]
 RunArgument = Annotated[

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from penstock.app import control
 from penstock.app.checkpoints import CheckpointRequests, export_folder
+from penstock.app.early_end import nothing_left
 from penstock.app.hub_names import is_hub
 from penstock.app.loading import loading
 from penstock.app.model_card import write_card
@@ -311,6 +312,12 @@ def run_training(run: RunDir, *, resume: bool, checkpoint: str | None = None) ->
         step = read_checkpoint(run.path / "state", checkpoint).step or 0
     elif resume and info.state == "finished" and step >= recipe.train.steps:
         raise UserError(f"{run.path}: has finished its {info.total_steps} steps; there is nothing to resume")
+    elif (
+        resume
+        and info.state == "finished"
+        and (why := nothing_left(run.path, step, recipe.train.early_stopping_patience)) is not None
+    ):
+        raise UserError(why)
     control.forget(run.path)
     log = RunLog(run.path, recipe.train.steps, step)
     display = Display(Console(), recipe.train.steps, step)
@@ -413,6 +420,7 @@ def _summary(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[floa
         "lanes": result.lanes,
         "drives": result.drives,
         "gpu_memory": result.gpu_memory,
+        "ended_early": None if result.early_end is None else result.early_end._asdict(),
     }
     return summary, losses[-_LAST_STEPS:], [warning for warning in (log.warning(), damaged) if warning is not None]
 

@@ -7,7 +7,7 @@ import platform
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import transformers
 
 from penstock.engine.config import Recipe, config_digest, given_fields
 from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
-from penstock.engine.events import step_name
+from penstock.engine.events import ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec, layouts
@@ -92,10 +93,16 @@ class Session:
         """(name asked for, step, why not) of checkpoints asked for, as they are made."""
         self._watch = LossWatch(recipe.storage.keep_good, store.meta.get("loss_mean"))
         self._loss_was_good = True
+        self._gains = Gains.of(store.meta.get("validation"))
+        self.remeasures = False
+        """Whether the step that this process began with has a validation loss that its generation cannot tell, as the
+        checkpoint best is of it: it is measured again, due or not."""
         self.notes: list[str] = []
         """What is to be told of the steps so far; whoever tells it empties the list."""
         self._proved: set[int] = set()
         """Steps of generations, committed or about to be, whose following step had a good loss."""
+        if recipe.storage.keep_best:
+            self._look_at_best()
         self._retention = Retention(
             store,
             checkpoint_every=recipe.storage.checkpoint_every,
@@ -207,7 +214,11 @@ class Session:
     def begin_step(self, data: StepData) -> None:
         self.step += 1
         self.tokens += data.num_targets
-        self._records[self.step] = run_meta(self.step, self.tokens, data.cursor, self._identity)
+        meta = run_meta(self.step, self.tokens, data.cursor, self._identity)
+        if self.recipe.train.validate_every is not None:
+            meta["validation"] = self._gains.to_json()
+        self._records[self.step] = meta
+        self.remeasures = False
         self.runtime.begin(self.step, data)
 
     def _commit(self, step: int) -> None:
@@ -238,6 +249,40 @@ class Session:
         committed = int(self.store.meta["step"])
         if good and (due or step - 1 == committed):
             self._proved = {step - 1, *(other for other in self._proved if other >= committed)}
+
+    def _look_at_best(self) -> None:
+        """What the checkpoint best, if there is one, means for a run that goes on from this step."""
+        with suppress(UserError):
+            name = resolve_checkpoint(self.store.root, "best")
+            step = read_checkpoint(self.store.root, name).step or 0
+            self.remeasures = step == self.step
+            if step > self.step:
+                self.notes.append(
+                    f"checkpoint {name} is of a step that is done again now; the next generation that is the best "
+                    "takes its place"
+                )
+
+    def take_validation(self, metrics: ValidationMetrics) -> None:
+        """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one.
+
+        What a generation records of it is what was known when its step began: a run that is resumed from it measures
+        the loss of that step again.
+        """
+        self.remeasures = False
+        if not self._gains.take(metrics.step, metrics.loss, metrics.tokens) or not self.recipe.storage.keep_best:
+            return
+        self.finish()
+        self._retention.keep_best()
+
+    @property
+    def early_end(self) -> EarlyEnd | None:
+        """Why the run ends after this step (train.early_stopping_patience); None: it does not."""
+        return self._gains.exhausted(self.recipe.train.early_stopping_patience)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this is the run's last step."""
+        return self.step == self.recipe.train.steps or self.early_end is not None
 
     def way_back(self) -> str:
         """What a run that has diverged can be resumed from, in words."""

@@ -17,6 +17,7 @@ from penstock.engine import validation
 from penstock.engine.config import Recipe
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
+from penstock.engine.gains import EarlyEnd
 from penstock.engine.machine.device import memory_use
 from penstock.engine.opening import open_session
 from penstock.engine.optim.lr import learning_rate
@@ -54,6 +55,8 @@ class TrainResult:
     without a GPU."""
     stopped: bool
     """Whether the observer asked to stop before the last step."""
+    early_end: EarlyEnd | None
+    """Why it ended before the recipe's last step (train.early_stopping_patience); None: it did not."""
 
 
 def train_step(session: Session) -> StepMetrics:
@@ -153,6 +156,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         while session.step < session.recipe.train.steps and _goes_on(session, observer):
             with checklist.step("validation", when=not steps and validation.due(session)):
                 _validate(session, observer)
+            if session.early_end is not None:
+                break
             with checklist.step("first step", when=not steps):
                 metrics = train_step(session)
             live.tell()
@@ -175,6 +180,9 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             _validate(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
+    early_end = session.early_end if session.step < session.recipe.train.steps else None
+    if early_end is not None:
+        observer.on_message(early_end.words(session.step))
     return TrainResult(
         steps=session.step,
         steps_done=len(steps),
@@ -185,7 +193,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         lanes=live.lanes,
         drives=[],
         gpu_memory=None,
-        stopped=session.step < session.recipe.train.steps,
+        stopped=not session.is_over,
+        early_end=early_end,
     )
 
 
@@ -195,7 +204,10 @@ def _validate(session: Session, observer: Observer) -> None:
     Right before the next step: a stop or a pause does not wait for it, and a resumed run makes up for it.
     """
     if validation.due(session):
-        observer.on_validation(validation.validate(session))
+        metrics = validation.validate(session)
+        observer.on_validation(metrics)
+        session.take_validation(metrics)
+        _report_checkpoints(session, observer)
 
 
 def _goes_on(session: Session, observer: Observer) -> bool:

@@ -20,6 +20,8 @@ def due(session: Session) -> bool:
     every = train.validate_every
     if every is None:
         return False
+    if session.remeasures:
+        return True
     return train.validate_first if step == 0 else step % every == 0 or step == train.steps
 
 

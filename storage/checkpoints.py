@@ -44,6 +44,8 @@ _UNFINISHED = ".unfinished"
 """File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
 LAST_GOOD = re.compile(r"good-(\d{6,})")
 """Names of the checkpoints of which the newest is also called last-good."""
+BEST = re.compile(r"best-(\d{6,})")
+"""Names of the checkpoints of which the newest is also called best."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 
 
@@ -76,16 +78,35 @@ def good_name(step: int) -> str:
     return f"good-{step:06}"
 
 
+def best_name(step: int) -> str:
+    """Name of the checkpoint that is kept as the best one, of `step`."""
+    return f"best-{step:06}"
+
+
+_MEANT = {
+    "last-good": (
+        LAST_GOOD,
+        "none of its generations was followed by a step of a good loss and then by another commit (storage.keep_good)",
+    ),
+    "best": (BEST, "no generation was kept for its validation loss (storage.keep_best)"),
+}
+"""Name that stands for the newest of some checkpoints -> their names, and why there may be none."""
+
+
 def resolve_checkpoint(root: Path, name: str) -> str:
-    """The checkpoint that `name` stands for: itself, or of `last-good` the newest one of those. UserError without."""
-    if name != "last-good":
+    """The checkpoint that `name` stands for: itself, or of `last-good` and `best` the newest one of those.
+
+    UserError where there is none.
+    """
+    if name not in _MEANT:
         return name
-    names = [other for other in checkpoint_names(root) if LAST_GOOD.fullmatch(other)]
+    pattern, why = _MEANT[name]
+    there = checkpoint_names(root)
+    names = [other for other in there if pattern.fullmatch(other)]
+    if not names and name in there:  # somebody's own of that name
+        return name
     if not names:
-        raise UserError(
-            f"{root}: has no last-good checkpoint: none of its generations was followed by a step of a good loss and "
-            "then by another commit (storage.keep_good)"
-        )
+        raise UserError(f"{root}: has no {name} checkpoint: {why}")
     return max(names, key=lambda other: Manifest.read(root / CHECKPOINTS / other).generation)
 
 

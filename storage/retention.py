@@ -1,11 +1,19 @@
-"""The checkpoints that a run keeps by itself: the last generations, every so many of them, and the last good one."""
+"""The checkpoints that a run keeps by itself: the last generations, every so many, the last good and the best one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 
-from penstock.storage.checkpoints import LAST_GOOD, checkpoint_names, delete_checkpoint, good_name, read_checkpoint
+from penstock.storage.checkpoints import (
+    BEST,
+    LAST_GOOD,
+    best_name,
+    checkpoint_names,
+    delete_checkpoint,
+    good_name,
+    read_checkpoint,
+)
 from penstock.storage.errors import UserError
 from penstock.storage.nvme import NvmeStore
 
@@ -57,24 +65,38 @@ class Retention:
         """Keep the committed generation as the last good one if it has `proved` good: another takes its place."""
         if not (self._keeps_good and proved):
             return
-        root, name = self._store.root, good_name(int(self._store.meta["step"]))
-        old = [other for other in checkpoint_names(root) if LAST_GOOD.fullmatch(other)]
+        error = self._replace(LAST_GOOD, good_name(int(self._store.meta["step"])))
+        if error is not None:
+            self._give_up_good(error)
+
+    def keep_best(self) -> None:
+        """Keep the committed generation as the best one, in the place of those kept so before."""
+        step = int(self._store.meta["step"])
+        error = self._replace(BEST, best_name(step))
+        if error is not None:
+            self._report("best", step, error)
+
+    def _replace(self, pattern: re.Pattern[str], name: str) -> str | None:
+        """Make checkpoint `name` of the committed generation, and delete the others of such names; why it could not be
+        made, or None."""
+        root = self._store.root
+        old = [other for other in checkpoint_names(root) if pattern.fullmatch(other)]
         if name in old:
-            if read_checkpoint(root, name).generation == self._store.generation:
-                return
-            self._delete(name)  # of steps that were done again
             old.remove(name)
+            if read_checkpoint(root, name).generation == self._store.generation:
+                for other in old:
+                    self._delete(other)
+                return None
+            self._delete(name)  # of steps that were done again
         error = self.checkpoint(name)
         if error is not None and old:
-            # What is committed now is good itself: until the next commit nothing else is needed.
+            # What is committed now is the one to keep itself: until the next commit nothing else is needed.
             while old:
                 self._delete(old.pop())
             error = self.checkpoint(name)
-        if error is not None:
-            self._give_up_good(error)
-            return
         for other in old:
             self._delete(other)
+        return error
 
     def after_commit(self, step: int) -> None:
         """Keep the generation of `step` if the recipe says so, and delete those that need not be kept any more."""

@@ -45,7 +45,7 @@ def kept_generations(recipe: Recipe) -> int:
     train, storage = recipe.train, recipe.storage
     commits = range(storage.checkpoint_every, train.steps + 1, storage.checkpoint_every)
     for_good = 0 if storage.keep_every is None else sum(step % storage.keep_every == 0 for step in commits)
-    return min(len(commits), storage.keep_last - 1 + for_good)
+    return min(len(commits), storage.keep_last - 1 + for_good) + storage.keep_best
 
 
 def block_shapes(spec: ModelSpec, dtype: str) -> tuple[BlockShape, ...]:

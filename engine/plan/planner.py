@@ -429,7 +429,8 @@ class _Planner:
             listing = ", ".join(f"{k} {gib(v)}" for k, v in parts.items() if v)
             raise BudgetError(
                 f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing}); give at least "
-                f"{size_text(need)}, or drives with more room (storage.nvme), or lower storage.keep_last",
+                f"{size_text(need)}, or drives with more room (storage.nvme), or keep fewer generations "
+                "(storage.keep_last, storage.keep_best)",
                 tier="nvme",
                 need_bytes=need,
                 budget_bytes=p.nvme_budget,
