@@ -57,7 +57,7 @@ def export(
         tokenizer = kept_tokenizer(recipe.data, origin, run_dir / "data" / "tokenizer", recipe.model.added_tokens)
         vocabulary = tokenizer.vocab_size if tokenizer else None
         stored = model_config(recipe, vocabulary)
-        spec = take_apart(with_vocabulary(stored, recipe, vocabulary))
+        spec = take_apart(with_vocabulary(stored, recipe, vocabulary), recipe.train.freeze)
         flat: dict[str, FlatLayout] = layouts(spec)
         usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
         remarks = weights.export_folder(

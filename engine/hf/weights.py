@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face checkpoints to the fp32 parameters of flat buffers and back, a buffer at a time."""
+"""Weights in and out: Hugging Face checkpoints to the fp32 parameters of flat buffers and back, a block at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.engine.data.tokenizer import TOKENIZER_FILES, TextTokenizer
 from penstock.engine.hf.conversion import Conversion, ConversionPlan, Stored, transformers_layout
 from penstock.engine.model import skeleton
 from penstock.engine.model.anatomy import initial_constants
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.storage.disk import atomic_write, require_writable
 from penstock.storage.errors import UserError
 from penstock.storage.model_folder import has_model_file, read_model_file
@@ -66,7 +66,7 @@ class NewRows(NamedTuple):
 def import_blocks(
     reader: CheckpointReader, spec: ModelSpec, new_rows: NewRows | None = None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one buffer is in memory at a time.
+    """Every buffer of `spec` in order with its fp32 parameters by state-dict name; one block is in memory at a time.
 
     `new_rows`: of the tables by token id, which may be smaller in the checkpoint.
 
@@ -80,26 +80,30 @@ def import_blocks(
                 f"{reader.file(name)}: tensor '{name}' is {reader.tensors[name][0]}, which fp32 does not hold exactly; "
                 f"convert it to one of {', '.join(FLOAT_DTYPES)}"
             )
-    if new_rows is None:
-        return ((buffer, dict(_read_buffer(reader, layout, buffer))) for buffer in spec.buffers)
-    return _with_new_rows(reader, layout, spec, new_rows)
+    return _import_blocks(reader, layout, spec, new_rows)
 
 
-def _with_new_rows(
-    reader: CheckpointReader, layout: CheckpointLayout, spec: ModelSpec, new_rows: NewRows
+def _import_blocks(
+    reader: CheckpointReader, layout: CheckpointLayout, spec: ModelSpec, new_rows: NewRows | None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    tables = _vocabulary_tables(skeleton.build(spec.config))
-    for buffer, params in spec.buffers.items():
-        values = dict(_read_buffer(reader, layout, buffer))
-        for param in params:
-            if param.name in tables:
-                values[param.name] = new_rows.fill(values[param.name], param.shape[0])
-            elif tuple(values[param.name].shape) != tuple(param.shape):
-                raise UserError(
-                    f"model.added_tokens: model type '{spec.model_type}' has one more table by token id, "
-                    f"'{param.name}', and Penstock cannot grow it; leave the tokens out"
-                )
-        yield buffer, values
+    tables = set() if new_rows is None else _vocabulary_tables(skeleton.build(spec.config))
+    for block, buffers in buffers_of_blocks(spec).items():
+        values = dict(_read_block(reader, layout, block))
+        for buffer in buffers:
+            if new_rows is not None:
+                _grow(values, spec, buffer, new_rows, tables)
+            yield buffer, {param.name: values[param.name] for param in spec.buffers[buffer]}
+
+
+def _grow(values: dict[str, Tensor], spec: ModelSpec, buffer: str, new_rows: NewRows, tables: set[str]) -> None:
+    for param in spec.buffers[buffer]:
+        if param.name in tables:
+            values[param.name] = new_rows.fill(values[param.name], param.shape[0])
+        elif tuple(values[param.name].shape) != tuple(param.shape):
+            raise UserError(
+                f"model.added_tokens: model type '{spec.model_type}' has one more table by token id, "
+                f"'{param.name}', and Penstock cannot grow it; leave the tokens out"
+            )
 
 
 def _vocabulary_tables(model: PreTrainedModel) -> set[str]:
@@ -120,9 +124,9 @@ def read_constants(
     return constants
 
 
-def _read_buffer(reader: CheckpointReader, layout: CheckpointLayout, buffer: str) -> Iterator[tuple[str, Tensor]]:
+def _read_block(reader: CheckpointReader, layout: CheckpointLayout, block: str) -> Iterator[tuple[str, Tensor]]:
     done: dict[str, Tensor] = {}
-    for conversion in layout.of_buffer[buffer]:
+    for conversion in layout.of_block[block]:
         for target, tensor in _convert(reader, layout, conversion).items():
             name = layout.canonical[target]
             if name not in done:
@@ -152,7 +156,7 @@ def _convert(reader: CheckpointReader, layout: CheckpointLayout, conversion: Con
 
 
 class CheckpointLayout:
-    """Which conversions of a checkpoint belong to which buffer of `spec`, and what is only kept."""
+    """Which conversions of a checkpoint belong to which block of `spec`, and what is only kept."""
 
     def __init__(self, spec: ModelSpec, reader: CheckpointReader, stored: PretrainedConfig | None = None) -> None:
         """`stored`: the config of the checkpoint where its tables have fewer rows than the model's."""
@@ -162,25 +166,25 @@ class CheckpointLayout:
         self.plan = ConversionPlan(model, self.stored)
         self.canonical = _canonical_names(model)
         """State-dict name to the name under which the parameter stands in its buffer."""
-        buffer_of = {param.name: buffer for buffer, params in spec.buffers.items() for param in params}
-        self.of_buffer: dict[str, list[Conversion]] = {buffer: [] for buffer in spec.buffers}
+        owner = {param.name: block_of(buffer) for buffer, params in spec.buffers.items() for param in params}
+        self.of_block: dict[str, list[Conversion]] = {block: [] for block in buffers_of_blocks(spec)}
         self.of_constants: list[Conversion] = []
         self.kept = list(self.plan.unused)
         """Tensors that training does not change: unused ones and persistent buffers."""
         made: set[str] = set()
         for conversion in self.plan.conversions:
             names = [self.canonical[target] for target in conversion.targets]
-            buffers = {buffer_of.get(name) for name in names}
-            assert len(buffers) == 1, f"{conversion.sources} make parameters of several buffers"
-            buffer = buffers.pop()
-            if buffer is None:
+            blocks = {owner.get(name) for name in names}
+            assert len(blocks) == 1, f"{conversion.sources} make parameters of several blocks"
+            block = blocks.pop()
+            if block is None:
                 assert all(name in spec.constants for name in names)
                 self.of_constants.append(conversion)
                 self.kept += conversion.sources
             else:
-                self.of_buffer[buffer].append(conversion)
+                self.of_block[block].append(conversion)
                 made.update(names)
-        missing = next((name for name in buffer_of if name not in made), None)
+        missing = next((name for name in owner if name not in made), None)
         if missing is not None:
             raise UserError(
                 f"{reader.folder}: no tensor makes the model's parameter '{missing}'; the checkpoint is incomplete, or "
@@ -190,7 +194,7 @@ class CheckpointLayout:
     @property
     def trained(self) -> list[str]:
         """Names, in the checkpoint, of the tensors that hold parameters."""
-        return [name for group in self.of_buffer.values() for conversion in group for name in conversion.sources]
+        return [name for group in self.of_block.values() for conversion in group for name in conversion.sources]
 
     def exported(self, conversion: Conversion) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of the tensors that an export writes for `conversion`."""
@@ -221,7 +225,7 @@ def export_folder(
     convert: bool = False,
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[str]:
-    """Write a Hugging Face folder; one buffer is in memory at a time. What is to be said of it.
+    """Write a Hugging Face folder; one block is in memory at a time. What is to be said of it.
 
     With an `origin`, the folder that the model was imported from, every tensor has its name, layout and dtype there,
     what was not trained is copied, and config, generation config and tokenizer files are the origin's, byte for byte
@@ -301,15 +305,16 @@ class _Like(NamedTuple):
         config = _config_like(spec.config, self.origin / "config.json", self.dtype)
         copied = {name: read_model_file(self.origin, name, _COPIED_BYTES) for name in _copied_names(self.origin, skip)}
         tensors = [(name, *reader.tensors[name]) for name in layout.kept]
-        for conversions in layout.of_buffer.values():
+        for conversions in layout.of_block.values():
             for conversion in conversions:
                 tensors += [(n, self.dtype or dtype, shape) for n, dtype, shape in layout.exported(conversion)]
         dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
         with CheckpointWriter(out_dir, tensors, self.max_shard_bytes) as writer:
             for name in layout.kept:
                 writer.write(name, reader.read(name))
-            for buffer, conversions in layout.of_buffer.items():
-                params = read_buffer(buffer)
+            owned = buffers_of_blocks(spec)
+            for block, conversions in layout.of_block.items():
+                params = {name: value for buffer in owned[block] for name, value in read_buffer(buffer).items()}
                 for conversion in conversions:
                     values = {target: params[layout.canonical[target]] for target in conversion.targets}
                     for name, tensor in layout.plan.revert(conversion, values).items():
@@ -363,8 +368,9 @@ def _export_fresh(
     with CheckpointWriter(out_dir, tensors, max_shard_bytes) as writer:
         for name, tensor in transformers_layout(model, constants).items():
             writer.write(name, tensor)
-        for buffer in spec.buffers:
-            rounded = {name: rounding(name, tensor, dtype) for name, tensor in read_buffer(buffer).items()}
+        for buffers in buffers_of_blocks(spec).values():
+            values = {name: value for buffer in buffers for name, value in read_buffer(buffer).items()}
+            rounded = {name: rounding(name, tensor, dtype) for name, tensor in values.items()}
             for name, tensor in transformers_layout(model, rounded).items():
                 writer.write(name, tensor)
     config = copy.deepcopy(spec.config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from penstock.engine.config import Recipe
 from penstock.engine.model import skeleton
+from penstock.engine.model.freezing import frozen_names, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.shrink import shrink
-from penstock.engine.model.spec import EMBED, HEAD, AttentionShape, BlockSpec, ModelSpec
+from penstock.engine.model.spec import (
+    EMBED,
+    FROZEN,
+    HEAD,
+    AttentionShape,
+    BlockSpec,
+    ModelSpec,
+    block_of,
+    buffers_of_blocks,
+    frozen,
+)
 from penstock.engine.model.trace import Trial, attention_shapes, run_trial
 from penstock.storage.errors import UserError, refused
 from penstock.storage.layout import ParamSpec
@@ -29,11 +40,12 @@ from penstock.storage.layout import ParamSpec
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def take_apart(config: PretrainedConfig) -> ModelSpec:
+def take_apart(config: PretrainedConfig, freeze: Sequence[str] = ()) -> ModelSpec:
     """Take the model of `config` apart, without its weights.
 
-    Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active dropout,
-    models whose layers cannot be found or are connected by more than the hidden state.
+    `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze). Raises UserError for what
+    cannot be trained: unknown, encoder-decoder or quantised models, active dropout, models whose layers cannot be found
+    or are connected by more than the hidden state; and for patterns that fit nothing, or leave nothing to be trained.
     """
     refuse_unsupported(config)
     model = _build(config)
@@ -45,11 +57,14 @@ def take_apart(config: PretrainedConfig) -> ModelSpec:
         trial = run_trial(small)
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
-    structures = _structures(layers)
-    buffers, shared = _buffers(model, prefix, layers, trial)
-    blocks = [BlockSpec(EMBED, "embed", (EMBED,))]
-    blocks += [BlockSpec(f"layers.{i}", "layer", (f"layers.{i}",)) for i in range(len(layers))]
-    blocks.append(BlockSpec(HEAD, "head", tuple(b for b in (HEAD, *([EMBED] if shared else [])) if b in buffers)))
+    whole, shared = _buffers(model, prefix, layers, trial)
+    stays = frozen_names([param.name for params in whole.values() for param in params], freeze)
+    structures = _structures(prefix, layers, stays)
+    buffers = _split(whole, stays)
+    blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
+    blocks += [BlockSpec(f"layers.{i}", "layer", _own(f"layers.{i}", buffers)) for i in range(len(layers))]
+    lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
+    blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent)))
     text = config.get_text_config(decoder=True)
     constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
     length_dependent = _length_dependent(model)
@@ -57,7 +72,7 @@ def take_apart(config: PretrainedConfig) -> ModelSpec:
         AttentionShape(*shape) if shape else None for shape in attention_shapes(model, structures, attends, returns)
     ]
     specs = [spec for params in buffers.values() for spec in params]
-    return ModelSpec(
+    spec = ModelSpec(
         config=copy.deepcopy(config),
         model_type=config.model_type,
         hidden_size=text.hidden_size,
@@ -74,12 +89,15 @@ def take_apart(config: PretrainedConfig) -> ModelSpec:
         structures=tuple(structures),
         unread=tuple(trial.unread[i] for i in stand_ins),
         returns=tuple(returns),
+        frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
     )
+    require_some_trained(spec)
+    return spec
 
 
 def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart. Raises UserError when it cannot be trained or does not reach the context."""
-    spec = take_apart(config)
+    spec = take_apart(config, recipe.train.freeze)
     for shape in spec.attention:
         # transformers accepts such a config, and kernels divide by the zero that comes of it.
         if shape is not None and shape.heads % shape.kv_heads:
@@ -174,14 +192,17 @@ class Initializer:
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
 
     def values(self, buffer: str) -> dict[str, Tensor]:
-        """One flat buffer's parameters by name. UserError naming one that the model does not initialise."""
-        digest = hashlib.sha256(f"{self._seed}/{buffer}".encode()).digest()
-        params = sorted(self._spec.buffers[buffer], key=lambda param: param.name)
+        """One flat buffer's parameters by name, the same whatever is frozen. UserError naming one that the model does not
+        initialise."""
+        block = block_of(buffer)
+        digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
+        members = [param for name in buffers_of_blocks(self._spec)[block] for param in self._spec.buffers[name]]
+        params = sorted(members, key=lambda param: param.name)
         places = [self._sites[param.name][0] for param in params]
         on_meta = [module._parameters[key] for module, key in places]
         # Post-order, as transformers does it: a module's own initialiser overrules its children's.
-        if buffer.startswith("layers."):
-            modules = list(self._layers[int(buffer.removeprefix("layers."))].modules())[::-1]
+        if block.startswith("layers."):
+            modules = list(self._layers[int(block.removeprefix("layers."))].modules())[::-1]
         else:
             modules = [module for _, module in skeleton.outer_modules(self._model, self._layers)][::-1]
         try:
@@ -203,7 +224,7 @@ class Initializer:
                 raise UserError(
                     f"model type '{self._spec.model_type}': transformers does not initialise the parameter {name}"
                 )
-        return values
+        return {param.name: values[param.name] for param in self._spec.buffers[buffer]}
 
 
 def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
@@ -220,9 +241,30 @@ def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
     return constants
 
 
-def _structures(layers: nn.ModuleList) -> list[int]:
+def _structures(prefix: str, layers: nn.ModuleList, stays: frozenset[str]) -> list[int]:
+    """Per layer the first one that computes the same; layers that train different parameters do not."""
     first: dict[Hashable, int] = {}
-    return [first.setdefault(skeleton.structure_key(layer), i) for i, layer in enumerate(layers)]
+    keys = (
+        (
+            skeleton.structure_key(layer),
+            frozenset(n for n, _ in layer.named_parameters() if f"{prefix}.{i}.{n}" in stays),
+        )
+        for i, layer in enumerate(layers)
+    )
+    return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> dict[str, tuple[ParamSpec, ...]]:
+    """Block -> its parameters as the flat buffers of those that are trained and of those in `stays`."""
+    found: dict[str, tuple[ParamSpec, ...]] = {}
+    for block, params in whole.items():
+        found[block] = tuple(param for param in params if param.name not in stays)
+        found[frozen(block)] = tuple(param for param in params if param.name in stays)
+    return {name: params for name, params in found.items() if params}
+
+
+def _own(block: str, buffers: dict[str, tuple[ParamSpec, ...]]) -> tuple[str, ...]:
+    return tuple(name for name in (block, frozen(block)) if name in buffers)
 
 
 def _build(config: PretrainedConfig) -> PreTrainedModel:
@@ -232,8 +274,8 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 def _buffers(
     model: PreTrainedModel, prefix: str, layers: nn.ModuleList, trial: Trial
-) -> tuple[dict[str, tuple[ParamSpec, ...]], bool]:
-    """Parameters of each flat buffer, and whether the head uses parameters of the embedding."""
+) -> tuple[dict[str, tuple[ParamSpec, ...]], frozenset[str]]:
+    """Parameters of each block, and names of those that embedding and head share."""
     outer = {n: skeleton.site_parameter(sites) for n, sites in skeleton.parameter_sites(model, exclude=prefix).items()}
     unused = sorted(outer.keys() - trial.embed_parameters - trial.head_parameters)
     if unused:
@@ -250,9 +292,7 @@ def _buffers(
     ids = [id(p) for p in model.parameters()]
     if len(names) != len(ids):
         raise UserError(f"model type '{model.config.model_type}': its layers share parameters, which is not supported")
-    return {name: params for name, params in buffers.items() if params}, bool(
-        trial.embed_parameters & trial.head_parameters
-    )
+    return {name: params for name, params in buffers.items() if params}, trial.embed_parameters & trial.head_parameters
 
 
 def _spec(name: str, parameter: Tensor) -> ParamSpec:

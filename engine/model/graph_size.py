@@ -26,13 +26,13 @@ def find_graph_bytes(spec: ModelSpec, dtype: str) -> None:
     Of a layer that runs eagerly, weights and log-sum-exp excluded; a compiled layer saves no more. None for a layer
     that cannot run without data.
     """
-    key = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype)
+    key = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype, spec.frozen_params)
     if key not in _measured:
         _measured[key] = _measure(spec, getattr(torch, dtype))
     spec.graph_bytes[dtype] = _measured[key]
 
 
-_measured: dict[tuple[str, str, str], tuple[int | None, ...]] = {}
+_measured: dict[tuple[str, str, str, frozenset[str]], tuple[int | None, ...]] = {}
 
 
 def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
@@ -44,8 +44,10 @@ def _measure(spec: ModelSpec, dtype: torch.dtype) -> tuple[int | None, ...]:
     inputs = [_inputs(frame, tokens) for tokens in _TOKENS]
     found: dict[int, int | None] = {}
     for index in sorted(set(spec.structures)):
-        flat = FlatLayout.build(spec.buffers[f"layers.{index}"])
-        weights = flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
+        weights: dict[str, Tensor] = {}
+        for name in spec.blocks[index + 1].buffers:
+            flat = FlatLayout.build(spec.buffers[name])
+            weights |= flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
         try:
             sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(_TOKENS, inputs, strict=True)]
         except Exception:  # whatever a layer does that needs data

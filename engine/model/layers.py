@@ -9,7 +9,7 @@ chunk's AttentionState; or in pieces around its attention, which is then compute
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -59,13 +59,23 @@ class _Template:
     """One layer module that computes any layer of its structure; `unread` as in ModelSpec."""
 
     def __init__(
-        self, layer: nn.Module, unread: str | None, *, device: torch.device, dtype: torch.dtype, compile: bool
+        self,
+        layer: nn.Module,
+        unread: str | None,
+        frozen: Container[str],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        compile: bool,
     ) -> None:
-        for part in layer.modules():
+        """`frozen`: names in the layer of parameters that want no gradient."""
+        for name, part in layer.named_modules():
             for key, parameter in part._parameters.items():
                 if parameter is not None:
-                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype)
+                    trained = (f"{name}.{key}" if name else key) not in frozen
+                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype, trained=trained)
         self.parameters = dict(layer.named_parameters())
+        self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
         self.buffers = dict(layer.named_buffers())
         twin = layer if unread is None else for_backward(layer, unread)
@@ -113,7 +123,7 @@ class LayerGraph:
     """Leaf [1, n, hidden]."""
     y: Tensor
     names: Sequence[str]
-    """State-dict names of the layer's parameters."""
+    """State-dict names of the layer's trained parameters."""
     parameters: Sequence[Tensor]
     projection: Projection | None = None
     """With its graph down to x; None where the graph is not cut."""
@@ -180,7 +190,7 @@ class LayerGraph:
         weights: Mapping[str, Tensor],
     ) -> Sequence[Tensor | None]:
         if self._weights is not None:
-            self._weights.now = next(iter(weights.values()))
+            self._weights.now = weights
         found: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         return found
 
@@ -204,32 +214,42 @@ def _nodes(tensors: Sequence[Tensor]) -> set[Any]:
 
 
 class _WeightView(NamedTuple):
-    """A view into the flat buffer of a layer's weights, wherever that is."""
+    """A view into a flat buffer of a layer's weights, wherever that is."""
 
+    name: str
+    """A parameter in that buffer."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    """Elements from that parameter's first one."""
 
 
 @dataclass(slots=True)
 class _Weights:
     """Saved-tensor hooks that keep views of the weights as views, and count the rest."""
 
-    now: Tensor
-    """Any view into the flat buffer."""
+    now: Mapping[str, Tensor]
+    """Views of all parameters: one flat buffer holds those that are trained, another the frozen ones."""
+    names: dict[int, str] = field(init=False)
+    """Storage of a flat buffer -> a parameter in it."""
     storages: dict[int, int] = field(default_factory=dict)
     """Storage (by its handle, which tensors without data have too) -> bytes, of all that the graph holds."""
 
+    def __post_init__(self) -> None:
+        self.names = {tensor.untyped_storage()._cdata: name for name, tensor in self.now.items()}
+
     def pack(self, tensor: Tensor) -> Tensor | _WeightView:
         storage = tensor.untyped_storage()
-        if storage._cdata == self.now.untyped_storage()._cdata:
-            return _WeightView(tensor.size(), tensor.stride(), tensor.storage_offset())
+        if (name := self.names.get(storage._cdata)) is not None:
+            offset = tensor.storage_offset() - self.now[name].storage_offset()
+            return _WeightView(name, tensor.size(), tensor.stride(), offset)
         self.storages[storage._cdata] = storage.nbytes()
         return tensor
 
     def unpack(self, packed: Tensor | _WeightView) -> Tensor:
         if isinstance(packed, _WeightView):
-            return self.now.as_strided(*packed)
+            near = self.now[packed.name]
+            return near.as_strided(packed.size, packed.stride, near.storage_offset() + packed.offset)
         return packed
 
 
@@ -253,10 +273,16 @@ class LayerRunner:
         """
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
+        stays = spec.frozen_params
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
             index: _Template(
-                copy.deepcopy(layers[index]), spec.unread[index], device=device, dtype=dtype, compile=compile
+                copy.deepcopy(layers[index]),
+                spec.unread[index],
+                {name.removeprefix(own) for name in stays if name.startswith(own := self._prefixes[index])},
+                device=device,
+                dtype=dtype,
+                compile=compile,
             )
             for index in sorted(set(spec.structures))
         }
@@ -456,7 +482,7 @@ class LayerRunner:
     ) -> LayerGraph:
         template = self._template(index)
         x = (x[None].clone() if keep else x[None].detach()).requires_grad_()
-        hooks = _Weights(next(iter(weights.values())))
+        hooks = _Weights(weights)
         with torch.enable_grad():
             if keep:
                 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -466,8 +492,8 @@ class LayerRunner:
         return LayerGraph(
             x=x,
             y=y,
-            names=[self._prefixes[index] + name for name in template.parameters],
-            parameters=list(template.parameters.values()),
+            names=[self._prefixes[index] + name for name in template.trained],
+            parameters=list(template.trained.values()),
             _weights=hooks if keep else None,
         )
 

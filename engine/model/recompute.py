@@ -21,8 +21,7 @@ class _GradientsOfLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return x.new_zeros((*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -30,8 +29,9 @@ class _GradientsOfLinear(torch.autograd.Function):
         (dy,) = grads
         x, weight = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
-        dbias = rows.sum(dim=0) if ctx.has_bias else None
-        return dy @ weight, rows.t() @ x.reshape(-1, x.shape[-1]), dbias
+        dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        dbias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+        return dy @ weight, dweight, dbias
 
 
 class GradientOnlyLinear(nn.Module):

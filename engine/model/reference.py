@@ -32,21 +32,23 @@ class Training:
 
     def __init__(self, runner: ModelRunner, train: TrainConfig, parameters: Tensors) -> None:
         """`parameters`: float32 values to begin with."""
-        optimizer = find_optimizer(train)
+        optimizer, spec = find_optimizer(train), runner.spec
         self.runner, self.train, self.num_steps = runner, train, 0
-        self.optimizer, self.layouts = optimizer.make("eager"), layouts(runner.spec)
-        self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(runner.spec)))
-        sizes = {buffer: layout.numel for buffer, layout in self.layouts.items()}
+        self.optimizer, self.layouts = optimizer.make("eager"), layouts(spec)
+        self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(spec)))
+        self.weights = {b: torch.zeros(layout.numel, dtype=runner.dtype) for b, layout in self.layouts.items()}
+        for name, weights in self.by_name(self.weights).items():
+            weights.copy_(parameters[name])
+        # What is frozen has weights and nothing else.
+        sizes = {buffer: layout.numel for buffer, layout in self.layouts.items() if buffer not in spec.frozen}
         self.state = {b: {kind: torch.zeros(numel) for kind in optimizer.state_kinds} for b, numel in sizes.items()}
-        for buffer, layout in self.layouts.items():
-            for name, master in layout.views(self.state[buffer][MASTER]).items():
-                master.copy_(parameters[name])
-        self.weights = {buffer: kinds[MASTER].to(runner.dtype, copy=True) for buffer, kinds in self.state.items()}
+        for name, master in self.by_name({b: kinds[MASTER] for b, kinds in self.state.items()}).items():
+            master.copy_(parameters[name])
         self.gradients = {buffer: torch.zeros(numel) for buffer, numel in sizes.items()}
 
     def by_name(self, flats: Tensors) -> dict[str, Tensor]:
         """Views of all parameters in `flats`, one flat tensor per buffer."""
-        return {name: view for b, layout in self.layouts.items() for name, view in layout.views(flats[b]).items()}
+        return {name: view for b, flat in flats.items() for name, view in self.layouts[b].views(flat).items()}
 
     def step(self, streams: Sequence[Stream], chunk_tokens: int, logits_bytes: int) -> tuple[float, float]:
         """One optimizer step on a batch; its loss and the norm of its gradient."""
@@ -63,10 +65,10 @@ class Training:
         self.num_steps += 1
         lr = learning_rate(self.train, self.num_steps)
         scalars = self.optimizer.scalars(self.train, lr, self.num_steps, clip, torch.device("cpu"))
-        for buffer, layout in self.layouts.items():
-            whole = UpdateRange(layout, 0, layout.numel)
+        for buffer, state in self.state.items():
+            whole = UpdateRange(self.layouts[buffer], 0, self.layouts[buffer].numel)
             # Updates the master weights by the clipped gradient and rounds them into the weights.
-            self.optimizer.step(self.state[buffer], self.gradients[buffer], self.weights[buffer], whole, scalars)
+            self.optimizer.step(state, self.gradients[buffer], self.weights[buffer], whole, scalars)
         return loss, norm
 
 
@@ -83,8 +85,9 @@ def forward_backward(
 ) -> float:
     """Mean loss of the streams' targets by their weights; adds its gradients to `gradients` (float32).
 
-    `weights`: all parameters in the runner's dtype. `in_pieces`: attention goes over one chunk of keys at a time. With
-    `z_loss` the gradients, not the loss, are those of PaLM's term as well (model/loss.py).
+    `weights`: all parameters in the runner's dtype; `gradients` has those that are trained. `in_pieces`: attention goes
+    over one chunk of keys at a time. With `z_loss` the gradients, not the loss, are those of PaLM's term as well
+    (model/loss.py).
     """
     layers, num_layers = runner.layers, len(runner.spec.attention)
     total = sum(total_weight(stream.labels, stream.weights) for stream in streams)
@@ -120,8 +123,10 @@ def forward_backward(
         tokens, scale = chunks[i].tokens, mean_by_weight(1.0, total)
         losses[i], hidden[i] = runner.head(here, hidden[i], tokens, scale, sums, logits_bytes, z_loss=z_loss)
 
-    # Backward: a layer's gradient is of its input now, no longer of its output.
-    for layer in range(num_layers)[::-1]:
+    # Backward: a layer's gradient is of its input now, no longer of its output. It ends with the lowest block that is
+    # trained; with nothing frozen that is the embedding.
+    lowest = runner.spec.lowest_trained
+    for layer in range(max(0, lowest - 1), num_layers)[::-1]:
         here, sums = (_of_block(runner, f"layers.{layer}", tensors) for tensors in (weights, gradients))
         for i in backwards:
             x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
@@ -129,15 +134,16 @@ def forward_backward(
                 layers.balance.watch(len(x), counting=False)
             hidden[i] = layers.backward(layer, here, x, hidden[i], chunk.inputs, state, sums, keys=chunk.keys)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
-    for i in backwards:
+    for i in backwards if lowest == 0 else ():
         runner.embed_backward(here, chunks[i].tokens, hidden[i], sums)
     return mean_by_weight(float(losses.double().sum()), total)
 
 
 def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Tensor]:
-    """The parameters that a block computes with: its own, and for a head that shares it the embedding."""
+    """Those in `tensors` that a block computes with: its own, and for a head that shares it the embedding."""
     buffers = next(b.buffers for b in runner.spec.blocks if b.name == block)
-    return {param.name: tensors[param.name] for buffer in buffers for param in runner.spec.buffers[buffer]}
+    names = (param.name for buffer in buffers for param in runner.spec.buffers[buffer])
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 class _Chunk(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.engine.model import loss as loss_terms
@@ -26,9 +26,9 @@ class ModelRunner:
     """Computes the blocks of `spec` on `device` in `dtype`, chunk by chunk.
 
     Not thread-safe: all calls come from the compute lane. Results are deterministic. `weights` dictionaries hold, by
-    state-dict name, all parameters of the block's buffers in `dtype`; `grads` the same names as float32 views into
-    which gradients are added. Neither is kept after the call returns, except that a template goes on pointing at the
-    last weights it was given.
+    state-dict name, all parameters of the block's buffers in `dtype`; `grads` the names of those that are trained, as
+    float32 views into which gradients are added. Neither is kept after the call returns, except that a template goes on
+    pointing at the last weights it was given.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class ModelRunner:
             spec, layers, prefix, device=self.device, dtype=dtype, compile=compile, balance=balance
         )
         self._skeleton = Skeleton(model, device=self.device, dtype=dtype, returns=list(spec.returns))
+        self._frozen = spec.frozen_params
         self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
         self._logits_cost: loss_terms.LogitsCost | None = None
 
@@ -114,12 +115,13 @@ class ModelRunner:
         """
         with (
             self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, table, padding),
-            self._skeleton.bound(compact) as bound,
+            self._skeleton.bound(compact, self._frozen) as bound,
         ):
+            wanted = _trained(bound)
             with torch.enable_grad():
                 x = self._skeleton.embed(tokens.places, tokens.positions)
-            computed = torch.autograd.grad(x, list(bound.values()), dx, allow_unused=True)
-        for name, grad in zip(bound, computed, strict=True):
+            computed = torch.autograd.grad(x, list(wanted.values()), dx, allow_unused=True)
+        for name, grad in zip(wanted, computed, strict=True):
             if grad is None:
                 continue
             if name == table:
@@ -149,8 +151,8 @@ class ModelRunner:
         """
         dx = torch.zeros_like(x)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._skeleton.bound(weights) as bound:
-            cost = self._find_logits_cost(bound)
+        with self._skeleton.bound(weights, self._frozen) as bound:
+            cost, trained = self._find_logits_cost(bound), _trained(bound)
             step, work_bytes = loss_terms.rows_at_once(logits_bytes, cost), logits_bytes // loss_terms.WORK_SHARE
             for part, labels, shares in _pieces(tokens, step):
                 part_x = x.index_select(0, part).requires_grad_()
@@ -159,11 +161,11 @@ class ModelRunner:
                 # `data`, as autograd would see a write to `detach()` and rebuild the way back with a copy of it.
                 dlogits = logits.data if cost.in_place else logits.data.clone()
                 loss += self._cross_entropy(dlogits, labels, shares, loss_scale, work_bytes, z_loss)
-                wanted = [part_x, *bound.values()]
+                wanted = [part_x, *trained.values()]
                 part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)
                 del logits, dlogits
                 dx.index_copy_(0, part, part_dx)
-                for name, grad in zip(bound, computed, strict=True):
+                for name, grad in zip(trained, computed, strict=True):
                     if grad is not None:
                         grads[name].add_(grad)
                 del computed
@@ -175,7 +177,7 @@ class ModelRunner:
         """The sum that `head` returns, without gradients, and bool [t]: whether each target is the likeliest token."""
         right = torch.zeros_like(tokens.labels, dtype=torch.bool)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad(), self._skeleton.bound(weights) as bound:
+        with torch.no_grad(), self._skeleton.bound(weights, self._frozen) as bound:
             step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
             done = 0
             for part, labels, shares in _pieces(tokens, step):
@@ -197,6 +199,10 @@ class ModelRunner:
             with torch.enable_grad():
                 self._logits_cost = loss_terms.LogitsCost.of(lambda: self._skeleton.logits(x), bound.values())
         return self._logits_cost
+
+
+def _trained(bound: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in bound.items() if parameter.requires_grad}
 
 
 def _pieces(tokens: ChunkTokens, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

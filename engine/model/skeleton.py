@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -159,9 +159,10 @@ def materialise_buffers(model: PreTrainedModel, modules: Iterable[tuple[str, nn.
             part._buffers[key] = value.to(device)
 
 
-def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype, *, trained: bool = True) -> nn.Parameter:
     """A parameter of the right shape that takes one element of memory, to be bound before use."""
-    return nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(parameter.shape))
+    empty = torch.zeros(1, dtype=dtype, device=device).expand(parameter.shape)
+    return nn.Parameter(empty, requires_grad=trained)
 
 
 class Skeleton:
@@ -194,9 +195,14 @@ class Skeleton:
         return {name: p.shape for name, p in self._placeholders.items()}
 
     @contextmanager
-    def bound(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-        """Inside the block the model computes with `tensors`; yields the parameters that stand for them."""
-        given = {name: nn.Parameter(tensor) for name, tensor in tensors.items() if name in self._sites}
+    def bound(self, tensors: Mapping[str, Tensor], frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
+        """Inside the block the model computes with `tensors`; yields the parameters that stand for them, of which those
+        in `frozen` want no gradient."""
+        given = {
+            name: nn.Parameter(tensor, requires_grad=name not in frozen)
+            for name, tensor in tensors.items()
+            if name in self._sites
+        }
         self._install({**self._placeholders, **given})
         try:
             yield given

@@ -59,8 +59,8 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     """embed, layers.0, layers.1, ..., head."""
     buffers: dict[str, tuple[ParamSpec, ...]]
-    """Parameters of each flat buffer by their state-dict names. A parameter that embedding and head share is in a
-    buffer of the embedding only; a block without parameters of a sort has no buffer of them."""
+    """Parameters of each flat buffer by their state-dict names, block after block. A parameter that embedding and head
+    share is in a buffer of the embedding only; a block without parameters of a sort has no buffer of them."""
     constants: dict[str, tuple[int, ...]]
     """Persistent buffers and parameters that the model never trains (both part of the checkpoint), and their shapes."""
     experts: tuple[int, ...]
@@ -88,12 +88,40 @@ class ModelSpec:
     graph_bytes: dict[str, tuple[int | None, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Compute dtype -> per layer the bytes a token that a saved graph takes, where model/graph_size.py found them."""
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are not frozen."""
+        return sum(param.numel for name, params in self.buffers.items() if name not in self.frozen for param in params)
+
+    @property
+    def frozen_params(self) -> frozenset[str]:
+        """Names of the parameters in frozen buffers."""
+        return frozenset(param.name for name in self.frozen for param in self.buffers[name])
+
+    @property
+    def lowest_trained(self) -> int:
+        """Index of the lowest block that computes with anything trained: backward ends with it."""
+        return next(i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
+
+
+def block_of(buffer: str) -> str:
+    """The block whose parameters a buffer holds."""
+    return buffer.removesuffix(FROZEN)
+
+
+def buffers_of_blocks(spec: ModelSpec) -> dict[str, list[str]]:
+    """Block -> the buffers with parameters of its own, of blocks that have any."""
+    found: dict[str, list[str]] = {}
+    for buffer in spec.buffers:
+        found.setdefault(block_of(buffer), []).append(buffer)
+    return found
+
 
 def depths(spec: ModelSpec) -> dict[str, int]:
     """Parameter -> blocks from the head down to its own: 0 in the head, 1 in the last layer, most in the embedding,
     whether or not the head shares it."""
     numbers = {block.name: len(spec.blocks) - 1 - i for i, block in enumerate(spec.blocks)}
-    return {param.name: numbers[buffer] for buffer, params in spec.buffers.items() for param in params}
+    return {param.name: numbers[block_of(buffer)] for buffer, params in spec.buffers.items() for param in params}
 
 
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:

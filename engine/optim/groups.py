@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +46,15 @@ def _fits_none(pattern: str, names: list[str]) -> str:
     told = one_line(pattern)
     if any(fnmatchcase(name, pattern) for name in names):
         return f"train.lr_groups: '{told}' counts for no parameter, as patterns before it take all; put it before them"
+    return f"train.lr_groups: '{told}' fits no parameter; the nearest are {nearest(pattern, names)}"
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """The few of a model's parameter `names` that are likest a pattern which fits none; for people."""
     # A layer's number is as good as another's.
     alike = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     near = difflib.get_close_matches(pattern, alike, n=_NEAREST, cutoff=0.4) or list(alike)[:_NEAREST]
-    return f"train.lr_groups: '{told}' fits no parameter; the nearest are {', '.join(map(one_line, near))}"
+    return ", ".join(map(one_line, near))
 
 
 def with_factors(optimizer: Optimizer, factors: Mapping[str, float]) -> Optimizer:

@@ -1,0 +1,33 @@
+"""Which parameters of a model are never trained, by patterns of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.optim.groups import nearest
+from penstock.storage.errors import UserError
+from penstock.storage.untrusted import one_line
+
+
+def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:
+    """Those of a model's parameters `names` that a pattern of train.freeze fits. UserError for one that fits none."""
+    found: set[str] = set()
+    for pattern in patterns:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UserError(
+                f"train.freeze: '{one_line(pattern)}' fits no parameter; the nearest are {nearest(pattern, names)}"
+            )
+        found.update(fitting)
+    return frozenset(found)
+
+
+def require_some_trained(spec: ModelSpec) -> None:
+    """UserError where every parameter is frozen."""
+    if not spec.num_trained:
+        raise UserError(
+            f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to be trained; leave out "
+            "a pattern"
+        )
